@@ -26,7 +26,8 @@ types: .venv/ready
 # Two lanes of about equal length. What the first says comes last. A shell has what runs in the
 # background ignore Ctrl-C, which test_command and test_jit are about: they are in the other lane.
 # Dry runs look through all objects of their process, so those tests have a small one of their own.
-DRY_RUNS := tests/test_dry_runs.py tests/test_preparation.py tests/test_bench_networks.py
+DRY_RUNS := $(wildcard tests/network/test_dry_run_*.py) tests/network/test_preparation.py \
+  tests/test_bench_networks.py
 FIRST_LANE := tests/emulator $(DRY_RUNS)
 test-cpu: .venv/ready
 	@log=$$(mktemp); ($(BIN)/pytest -m "not gpu" tests/emulator; emulator=$$?; \
@@ -65,10 +66,9 @@ examples: .venv/ready
 # would take long under the sanitizer. Why some tools do not see all kernels: sanitize.py.
 SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 1 --report-api-errors no \
   --kernel-name kernel_substring=pack --kernel-name kernel_substring=weight_grad \
-  --kernel-name kernel_substring=reduce --kernel-name kernel_substring=spread \
-  --kernel-name kernel_substring=collect --kernel-name kernel_substring=clear \
-  --kernel-name kernel_substring=scale --kernel-name kernel_substring=gemm_pixels \
-  --kernel-name kernel_substring=gemm_planes --kernel-name kernel_substring=gemm_weights
+  --kernel-name kernel_substring=reduce --kernel-name kernel_substring=few_outputs \
+  --kernel-name kernel_substring=wgrad_few_inputs --kernel-name kernel_substring=clear \
+  --kernel-name kernel_substring=scale --kernel-name kernel_substring=implicit_gemm
 CORRELATE = --kernel-name kernel_substring=correlate
 sanitize:
 	for family in "" ampere depthwise direct; do \

@@ -12,14 +12,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from fastconv import native, preparation, timing
+from fastconv import native, timing
 from fastconv.backends import cuda
 from fastconv.bench import limits, row_timing
-from fastconv.jit import launch
+from fastconv.jit import launch, loading
 from fastconv.kernels import plans
 from fastconv.kernels.family import Kernel, Launch
 from fastconv.kernels.gpus import H200
-from fastconv.ops import ahead
+from fastconv.network import lookahead, preparation
+from fastconv.ops import hooks
 
 with suppress(ImportError):  # where PyTorch's own tests could not run either
     import torch.testing._internal.common_utils  # loads a profile of its own, which ours replaces
@@ -74,8 +75,9 @@ def _no_plan_but_its_own() -> Iterator[None]:
     """Tests change what plans are made by: none is taken from the disk, or made for later."""
     make = lambda plan, *asked: plan(*asked)  # noqa: E731
     with (
-        mock.patch.object(plans, "kept", make),
-        mock.patch.object(ahead, "begin"),
+        mock.patch.object(plans, "find_or_make", make),
+        mock.patch.object(lookahead, "compile_gradients"),
+        mock.patch.object(hooks, "forward_prepared"),
         mock.patch.object(cuda, "before_forward", None),
     ):
         yield
@@ -102,7 +104,7 @@ class Loads(list[Kernel]):
         super().__init__()
         self.begun: set[Kernel] = set()
 
-    def begin(self, kernels: Iterable[Kernel], arch: str, index: int) -> None:
+    def compile_ahead(self, kernels: Iterable[Kernel], arch: str, index: int) -> None:
         assert arch == H200.architecture
         self.begun.update(kernels)
 
@@ -114,16 +116,16 @@ class Loads(list[Kernel]):
                 show(done + 1, len(new))
         return len(new)
 
-    def prepare(self, launches: list[Launch], device: Any, names: Any) -> None:
+    def load_launches(self, launches: list[Launch], device: Any, names: Any) -> None:
         assert all(launch.kernel in self for launch in launches), "compiled one after the other"
 
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> Iterable[Loads]:
     found = Loads()
-    monkeypatch.setattr(launch, "load", found.load)
-    monkeypatch.setattr(launch, "begin", found.begin)
-    monkeypatch.setattr(launch, "prepare", found.prepare)
+    monkeypatch.setattr(loading, "load", found.load)
+    monkeypatch.setattr(loading, "compile_ahead", found.compile_ahead)
+    monkeypatch.setattr(launch, "load_launches", found.load_launches)
     monkeypatch.setattr(preparation, "_GPU", "cpu")
     monkeypatch.setattr(cuda, "gpu", lambda index: H200)
     monkeypatch.setattr(native, "begin", lambda: None)

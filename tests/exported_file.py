@@ -16,7 +16,7 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 
 
 def load(path):
-    """The exported file as a module, fresh."""
+    """The exported file as a new module."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -27,9 +27,9 @@ def on_cpu(module, architecture="sm_80"):
     """Has the module compute on the CPU: plans are made, but nothing is compiled or launched."""
     ran = []
 
-    def run(ready, which, tensors):
-        geometry = geometries[id(ready)]  # kept alive by the cache of prepared
-        ran.append((which, ready.plans[which]))
+    def run(built, which, tensors):
+        geometry = geometries[id(built)]  # kept alive by the cache of plan_and_build
+        ran.append((which, built.plans[which]))
         how = (geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
         if which == "forward":
             result = nn.functional.conv2d(
@@ -44,24 +44,24 @@ def on_cpu(module, architecture="sm_80"):
         tensors["output"].copy_(result)
 
     geometries = {}
-    prepared = module.prepared
+    plan_and_build = module.plan_and_build
 
     def noting(passes, geometry, *others):
-        ready = prepared(passes, geometry, *others)
-        geometries[id(ready)] = geometry
-        return ready
+        built = plan_and_build(passes, geometry, *others)
+        geometries[id(built)] = geometry
+        return built
 
-    module.prepared, module.run = noting, run
+    module.plan_and_build, module.run = noting, run
     module.build = lambda kernels, architecture: None
     module.check_device = lambda x, weight: None
     module.gpu_architecture = lambda device: architecture
-    module.processors = lambda device: 132
+    module.sm_count = lambda device: 132
     module.shared_bytes = lambda device: 163 * 1024
     return ran
 
 
 def twin(model, seed=0):
-    """PyTorch's model of the same arguments, under the same seed."""
+    """PyTorch's model with the same arguments, made with the same seed."""
     torch.manual_seed(seed)
     layer = model.conv2d
     twin = nn.Module()
@@ -108,11 +108,11 @@ def check_gradients(module):
         other = torch.autograd.grad(expected.square().sum(), [x, *reference.parameters()])
         assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(grads, other, strict=True))
     assert [which for which, _ in ran[:4]] == ["forward", "input_grad", "weight_grad", "bias_grad"]
-    # A layer whose input needs no gradient computes none.
+    # A layer computes no input gradient if its input needs none.
     del ran[:]
     model(torch.randn(1, 4, 9, 8)).sum().backward()
     assert [which for which, _ in ran] == ["forward", "weight_grad", "bias_grad"]
-    # No images: no launches.
+    # An empty batch launches nothing.
     del ran[:]
     x = torch.randn(0, 4, 9, 8, requires_grad=True)
     model.zero_grad()
@@ -126,16 +126,16 @@ def check_gradients(module):
 
 
 def check_tuned_plans(module):
-    """The exported geometry runs the plans that were exported for the GPU, or portable kernels."""
+    """The exported geometry runs the GPU's tuned plans, or the portable kernels."""
     operands = module.Operands("float", 4, False, True)
     for made_for in ("sm_90a", "sm_80", "sm_86", ""):
         gpu = module.TARGETS.get(made_for, module.TARGETS["sm_80"])
         for which in ("forward", "input_grad", "weight_grad"):
             for precision in ("tf32", "ieee"):
-                how = (which, module.EXPORTED, operands, precision, made_for, gpu.processors)
+                how = (which, module.EXPORTED, operands, precision, made_for, gpu.sms)
                 tuned = module.TUNED.get((made_for, which, module.EXPORTED, "float", precision))
                 if tuned is None:
-                    portable = module.portable_plan(*how[:3], gpu.processors)
+                    portable = module.portable_plan(*how[:3], gpu.sms)
                     assert made_for in ("sm_86", "")
                     assert module.plan_of(*how) == portable
                 else:
@@ -143,7 +143,7 @@ def check_tuned_plans(module):
 
 
 def check_shared_memory(module):
-    """By the device's own word, or, of PyTorch before 2.7, by what it is."""
+    """PyTorch reports it since 2.7; before, it follows from the compute capability."""
 
     class Properties:
         major, minor = 8, 0
@@ -190,7 +190,7 @@ def check_errors(module):
 
 
 def check_compilation(module):
-    """What PyTorch is asked to compile, by the arguments that its version has."""
+    """Records what PyTorch is asked to compile, with the arguments that its version takes."""
     parameters = inspect.signature(module.cpp_extension.load_inline).parameters
     asked = []
 
@@ -217,7 +217,7 @@ def check_compilation(module):
 
 
 class raises:
-    """Expects an error whose message contains a text."""
+    """Checks that an error is raised whose message contains the text."""
 
     def __init__(self, kind, text):
         self.kind, self.text = kind, text

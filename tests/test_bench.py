@@ -126,7 +126,7 @@ def test_the_rate_of_mma_sync_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
     def prepare(launches: Sequence[Launch], *_: Any) -> Any:
         return SimpleNamespace(run=lambda *addresses: ran.extend(launches))
 
-    monkeypatch.setattr(jit_launch, "prepare", prepare)
+    monkeypatch.setattr(jit_launch, "load_launches", prepare)
 
     def seconds(run: Callable[[], object]) -> float:
         run()  # Up to 8 warps take the same time; beyond, time is proportional to their number.
@@ -507,7 +507,7 @@ def test_info_for_another_gpu(capsys: pytest.CaptureFixture[str]) -> None:
             )
         ),
         *(
-            (["bench", option, "32"], f"{option} is that of a --model, and none is given")
+            (["bench", option, "32"], f"{option} applies to a --model, and none is given")
             for option in ("--batch", "--image")
         ),
         (["bench", "--host", "--dry-run"], "not allowed with"),

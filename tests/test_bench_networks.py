@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from conftest import Loads
-from fastconv import calls, cli, preparation, timing
+from fastconv import cli, timing
 from fastconv.bench import models, networks, report, results
 from fastconv.bench.console import MissingExtra
 from fastconv.bench.networks import INFERENCE, MODES, TRAINING, UNet
 from fastconv.bench.results import NetworkResults, NetworkRow, Optimized, Overall
 from fastconv.bench.row_timing import Timing
-from test_optimization import Clock, ResNet, stand_in
+from fastconv.network import calls, preparation
+from network.helpers import Clock, ResNet, stand_in
 from test_report import _damaged
 
 FLOAT32, BFLOAT16 = (one.name for one in networks.CONFIGURATIONS.values())
@@ -338,8 +339,8 @@ def test_a_cpu_is_refused(
         (["--networks", "--host"], "not allowed with"),
         (["--networks", "--dry-run"], "not allowed with"),
         (["--networks", "--compare", "a.json", "b.json"], "not allowed with"),
-        (["--mode", "training"], "--mode is that of --networks, which are not asked for"),
-        (["--host", "--mode", "training"], "--mode is that of --networks"),
+        (["--mode", "training"], "--mode applies to --networks, which is not given"),
+        (["--host", "--mode", "training"], "--mode applies to --networks"),
     ],
 )
 def test_options_that_do_not_go_together(
@@ -460,7 +461,7 @@ def test_a_plot_and_no_page(path: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main(["report", str(path), "--quiet", "--plots", str(folder)]) == 0
     assert {one.name for one in folder.iterdir()} == {"speedups.png", "speedups.svg"}
     assert cli.main(["report", str(path), "--html", str(tmp_path / "page.html")]) == 2
-    assert "holds times of networks, of which --html makes nothing" in capsys.readouterr().err
+    assert "holds times of networks, which --html cannot show" in capsys.readouterr().err
     assert cli.main(["bench", "--compare", str(path), str(path)]) == 2
     assert "its format is 'fastconv bench --networks 1'" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""The cache's folder is bounded, and what is in it can be listed, moved and removed."""
+"""The disk cache is bounded, and its entries can be listed, exported, imported and removed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from test_jit import scale
 DAY_S = 24 * 3600.0
 ABOUT = {"source": "scale.cuh", "architecture": "sm_80"}
 
-# Programs of tests run without the packages' own modules, which import torch.
+# Programs of tests import modules without the packages' __init__, which import torch.
 WITHOUT_TORCH = """
 import os, sys, types
 for name in ("fastconv", "fastconv.jit"):
@@ -40,7 +40,7 @@ from fastconv.jit import archive, cache
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder that is not there yet; kernels "compile" to something of their own."""
+    """A cache folder that does not exist yet; kernels "compile" to random bytes."""
     monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv(cache.VARIABLE, raising=False)
     monkeypatch.setattr(cache, "_told", set())
@@ -64,7 +64,7 @@ def _key(number: int) -> str:
 
 
 def _store(number: int, size: int = 1000, age_s: float = 0.0) -> Path:
-    """An entry that was last used so long ago."""
+    """Stores an entry that was last used so long ago."""
     cache.store("cubin", _key(number), bytes(size), ABOUT)
     path = cache.folder() / f"{_key(number)}.cubin"
     os.utime(path, (time.time() - age_s,) * 2)
@@ -76,7 +76,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _kept() -> list[int]:
-    """The numbers of entries, what was used last first."""
+    """The numbers of all entries, the most recently used first."""
     return [int(entry.path.stem, 16) for entry in cache.entries()]
 
 
@@ -89,7 +89,7 @@ def _build(factors: range, arch: str = "sm_80") -> list[bytes]:
 
 
 def _processes(program: str, *arguments: list[str]) -> None:
-    """One for each list of arguments, all at once."""
+    """Runs a program with each list of arguments, all at once."""
     command = [sys.executable, "-W", "error", "-c", WITHOUT_TORCH + program]
     modules = str(Path(cache.__file__).parent)
     begun = [subprocess.Popen([*command, modules, *each]) for each in arguments]
@@ -191,7 +191,7 @@ class TestEviction:
         ("age_s", "noted"), [(0, False), (1800, False), (DAY_S, True), (-DAY_S, True)]
     )
     def test_use_is_noted_once_an_hour(self, age_s: float, noted: bool) -> None:
-        """Also where another machine's clock is wrong: or the entry would stay for good."""
+        """A use is also recorded if another machine's clock has dated the last into the future."""
         path = _store(1, age_s=age_s)
         before = path.stat().st_mtime
         assert cache.load("cubin", _key(1)) is not None
@@ -199,7 +199,7 @@ class TestEviction:
         assert abs(path.stat().st_mtime - time.time()) < 3600
 
     def test_use_that_cannot_be_noted(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As of root's entries in a container's image."""
+        """Entries of root in a container's image are read-only, for example."""
 
         def denied(*_: Any, **__: Any) -> None:
             raise PermissionError(errno.EPERM, "Operation not permitted")
@@ -222,7 +222,7 @@ class TestEviction:
     def test_what_another_process_removed_meanwhile(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It counts as removed: the rest goes as if there were no other process."""
+        """An entry that another process has removed counts as removed here."""
         for number in range(3):
             _store(number, age_s=(1 + number) * DAY_S)
         seen = [*cache.entries(), cache.Entry(folder / f"{_key(9)}.cubin", 1000, 0.0)]
@@ -259,7 +259,7 @@ class TestEviction:
         assert len(swept) == 3, "at the first, the fifth and the ninth"
 
     def test_processes_at_once(self) -> None:
-        """They store more than there is room for, load what others may remove, and none complains.
+        """They store more than the limit and load what others may remove, without an error.
 
         What is there in the end is within the limit.
         """
@@ -282,7 +282,7 @@ class TestList:
         assert not folder.exists()
 
     def test_entries(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """What was used last comes first; of other versions' entries, their size is known."""
+        """The most recently used come first; entries of other versions have only a size."""
         jit.build(scale(), "sm_90a")
         _store(1, size=70_000, age_s=DAY_S)
         (folder / f"{_key(2)}.cubin").write_bytes(b"fastconv cubin 1, and so on")
@@ -325,7 +325,7 @@ class TestList:
         rest = len(described).to_bytes(4, "little") + described
         path.write_bytes(cache._header(path.name, rest) + rest)
         (entry,) = cache.entries()
-        assert cache.about(entry) == {}
+        assert cache.metadata(entry) == {}
         assert cache.load("cubin", _key(1)) is None
         assert not path.exists()
 
@@ -344,7 +344,7 @@ class TestList:
 
 
 class TestPlans:
-    """Kept beside kernels, and counted, but not shown one by one, nor taken elsewhere."""
+    """Plans are stored beside kernels and counted, but neither listed one by one nor exported."""
 
     @pytest.fixture(autouse=True)
     def _entries(self, folder: Path) -> None:
@@ -377,7 +377,7 @@ class TestPlans:
         assert "left out" not in told
 
     def test_import(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """Of a file that somebody has put plans into."""
+        """A file that somebody has put plans into is refused."""
         (entry,) = (one for one in cache.entries() if one.path.stem == "0" * 64)
         file.write_bytes(archive.encode({}, {entry.path.name: entry.path.read_bytes()}))
         assert _run("import", str(file)) == 2
@@ -385,7 +385,7 @@ class TestPlans:
 
 
 class TestTimes:
-    """Entries that are no kernels: what was measured on this machine."""
+    """Entries with times that were measured on this machine."""
 
     @pytest.fixture(autouse=True)
     def _entries(self) -> None:
@@ -433,7 +433,7 @@ class TestClear:
     def test_an_architecture(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert _run("clear", "--architecture", "sm_90a") == 0
         assert capsys.readouterr().out.startswith("removed 3 kernels for sm_90a, ")
-        left = [cache.about(entry).get("architecture") for entry in cache.entries()]
+        left = [cache.metadata(entry).get("architecture") for entry in cache.entries()]
         assert sorted(map(str, left)) == ["None", "sm_80", "sm_80"]
 
     @pytest.mark.parametrize("action", [["clear"], ["export", "file"]])
@@ -474,21 +474,21 @@ MADE_BY = {"fastconv": "1.2.3", "nvrtc": "13.0"}
 
 
 def _file(rest: bytes) -> bytes:
-    """A file with whatever contents, and the checksum that they need."""
+    """A file with the given contents and a valid checksum."""
     return archive._title() + archive._summary(rest) + rest
 
 
 class TestArchive:
     @given(PACKED)
     def test_round_trip(self, packed: dict[str, bytes]) -> None:
-        """The order in which entries were found makes no difference to the bytes."""
+        """The bytes do not depend on the order in which entries were found."""
         contents = archive.encode(MADE_BY, packed)
         assert contents == archive.encode(MADE_BY, dict(reversed(packed.items())))
         assert archive.decode(contents) == (MADE_BY, packed, dict.fromkeys(packed, ABOUT))
 
     @given(PACKED, st.data())
     def test_damage(self, packed: dict[str, bytes], data: st.DataObject) -> None:
-        """At any place: bytes that were changed, lost or added."""
+        """Bytes may be changed, lost or added anywhere."""
         contents = archive.encode(MADE_BY, packed)
         start = data.draw(st.integers(0, len(contents)))
         end = data.draw(st.integers(start, min(start + 3, len(contents))))
@@ -525,7 +525,7 @@ class TestArchive:
          f"{'A' * 64}.cubin", f"{_key(1)}.cubin\n", f"{_key(1)[:-1]}.cubin", None],
     )  # fmt: skip
     def test_names_that_are_no_keys(self, name: Any) -> None:
-        """Whoever has made them: names become files'."""
+        """Names become names of files, so that all but keys are refused."""
         entry = cache.pack(str(name), b"payload", ABOUT)
         line = archive._line({"name": name, "bytes": len(entry)})
         with pytest.raises(archive.ArchiveError):
@@ -559,7 +559,7 @@ class TestArchive:
             archive.decode(_file(archive._line(MADE_BY) + 2 * one))
 
     def test_entries_of_another_name(self) -> None:
-        """Each has a checksum of its own, beside that of the whole."""
+        """Each entry has a checksum of its own, beside that of the file."""
         names = [f"{_key(number)}.cubin" for number in range(2)]
         entry = cache.pack(names[0], b"payload", ABOUT)
         with pytest.raises(archive.ArchiveError, match=f"{names[1]} does not match its checksum"):
@@ -573,7 +573,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def exported(file: Path) -> Path:
-    """Five kernels for two architectures, in a file; nothing is kept here."""
+    """A file with five kernels for two architectures; the cache is empty."""
     _build(range(2), "sm_80")
     _build(range(3), "sm_90a")
     assert _run("export", file) == 0
@@ -605,7 +605,7 @@ class TestMoving:
     def test_the_same_kernels_give_the_same_bytes(
         self, exported: Path, folder: Path, tmp_path: Path
     ) -> None:
-        """Whenever, in whichever order, and for whichever of a program's kernels they were made."""
+        """The file does not depend on the order and the entry points that they were made in."""
         for factor, arch in (
             (2, "sm_90a"),
             (1, "sm_90a"),
@@ -633,7 +633,7 @@ class TestMoving:
     def test_through_a_pipe(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """From one machine to the next, say: nothing else is on standard output."""
+        """Nothing else is printed to stdout, so that a pipe can lead to another machine."""
         built, pipe, read = _build(range(2)), tmp_path / "pipe", list[bytes]()
         os.mkfifo(pipe)
         reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
@@ -696,7 +696,7 @@ class TestMoving:
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        (tmp_path / "include").mkdir()
+        (tmp_path / "device").mkdir()
         (tmp_path / "device/scalar.cuh").write_text("// another one\n")
         monkeypatch.setattr(compile, "FOLDER", tmp_path)
         compile._contents.cache_clear()
@@ -718,7 +718,7 @@ class TestMoving:
     def test_kernels_that_never_were_ours(
         self, change: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Nothing is read that a file from elsewhere names."""
+        """Metadata of a foreign file makes us read no file that it names."""
 
         def unreachable(name: str) -> None:
             raise AssertionError(f"{name} would be read")
@@ -805,7 +805,7 @@ class TestMoving:
         assert _names(folder) == []
 
     def test_room_is_made(self, exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What was not used for longest goes; what is imported counts as just used."""
+        """The least recently used entries go; imported ones count as just used."""
         for number in range(3):
             _store(number, size=10_000, age_s=(1 + number) * DAY_S)
         monkeypatch.setenv(cache.VARIABLE, "40kB")
@@ -814,7 +814,7 @@ class TestMoving:
         assert _kept()[-1] == 0
 
     def test_processes_at_once(self, exported: Path, folder: Path) -> None:
-        """They import the same, while entries are removed and used."""
+        """They import the same file, while entries are removed and used."""
         program = """
 with open(sys.argv[2], "rb") as file:
     found = archive.decode(file.read())

@@ -1,4 +1,4 @@
-"""How the ``fastconv`` command begins and ends: outputs, interruptions, pipes, and what ships."""
+"""The ``fastconv`` command as a program: outputs, interruptions, pipes, and what ships."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import fastconv
-from fastconv import cli, commands, files
+from fastconv import cli, files
 from fastconv.bench import (
     campaign,
     configurations,
@@ -31,6 +31,7 @@ from fastconv.bench import (
 )
 from fastconv.bench.cases import Case
 from fastconv.bench.results import Row
+from fastconv.commands import common
 from fastconv.exporter import ExportError, file
 from fastconv.jit import cache
 from fastconv.kernels.family import Plan
@@ -51,8 +52,8 @@ def results(tmp_path: Path) -> Path:
 
 
 def _tuning(monkeypatch: pytest.MonkeyPatch, tuned: Callable[[Case], tune.Tuned]) -> None:
-    """Has ``fastconv tune`` find a GPU, and find out what is given."""
-    monkeypatch.setattr(commands, "_device", lambda name: torch.device("cuda"))
+    """Has ``fastconv tune`` find a GPU, and return the given choices."""
+    monkeypatch.setattr(common, "select_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(tune, "build", lambda cases, device: None)
     monkeypatch.setattr(tune, "tune", lambda case, device, effort: tuned(case))
 
@@ -151,12 +152,12 @@ def test_links_are_written_through(results: Path, exists: bool) -> None:
         assert link.is_symlink()
         assert len(target.read_text(encoding="utf-8")) > 100
         assert target.stat().st_mode & 0o777 == 0o640 or not exists
-        assert [path.name for path in folder.iterdir()] == ["target"]  # and nothing temporary
+        assert [path.name for path in folder.iterdir()] == ["target"]  # no temporary file is left
         target.write_text("", encoding="utf-8")
 
 
 def test_pipes_are_written_to_once(tmp_path: Path) -> None:
-    """Devices and pipes stay what they are; a reader gets the results, not each row's."""
+    """Devices and pipes are not replaced; a reader gets the results once, not after each row."""
     pipe, read = tmp_path / "pipe", list[str]()
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: read.append(pipe.read_text(encoding="utf-8")))
@@ -215,12 +216,12 @@ def test_readers_may_leave(
     with os.fdopen(writing, "w", encoding="utf-8") as nobody:
         monkeypatch.setattr(sys, "stdout", nobody)
         assert cli.main(command) == 141
-    # Nor does closing complain, as Python would at its end.
+    # Closing the stream raises nothing; otherwise Python would print an error as it exits.
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_an_output_that_is_full_is_told(
+def test_a_full_output_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with open("/dev/full", "w", encoding="utf-8") as full:
@@ -229,7 +230,7 @@ def test_an_output_that_is_full_is_told(
     assert capsys.readouterr().err == "fastconv: cannot write the output: No space left on device\n"
 
 
-def test_tables_do_without_signs_that_cannot_be_shown(
+def test_tables_replace_characters_that_cannot_be_shown(
     results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ascii = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
@@ -244,7 +245,7 @@ def test_tables_do_without_signs_that_cannot_be_shown(
 INTERRUPTED = """
 import os, signal, sys
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells' background jobs ignore
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of shells ignore it
 
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
@@ -263,7 +264,7 @@ def test_ctrl_c_while_pytorch_is_imported() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
-def test_the_command_begins_there() -> None:
+def test_the_command_starts_there() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert 'fastconv = "_fastconv_command:main"' in text
 
@@ -299,7 +300,7 @@ def test_ctrl_c_before_there_is_anything_to_keep(
 def test_ctrl_c_between_rows_keeps_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Just after a row was measured, while it is written."""
+    """Ctrl-C comes just after a row was measured, while it is written."""
     replace, rows = cache.replace, []
 
     def interrupted(path: Path, contents: bytes) -> None:
@@ -326,7 +327,7 @@ def test_an_error_of_ours_loses_no_row(
         return original(self, case)
 
     monkeypatch.setattr(measure.Bench, "row", row)
-    with pytest.raises(ZeroDivisionError):  # a bug, which has a traceback
+    with pytest.raises(ZeroDivisionError):  # a bug keeps its traceback
         cli.main([*BENCH, "--quiet"])
     assert "input_grad" in capsys.readouterr().out
 
@@ -386,7 +387,7 @@ def test_tuning_adds_to_tables_only(
 
 
 def test_the_source_distribution_has_everything() -> None:
-    """What the README, the Makefile and the tests name is all that is under version control."""
+    """The source distribution has every file that is under version control."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     section = text.partition("[tool.hatch.build.targets.sdist]")[2].partition("\n[")[0]
     included = set(re.findall(r'"/([^"]+)"', section))

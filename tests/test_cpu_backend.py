@@ -168,8 +168,8 @@ def exact_results(problem: Problem, given: Tensors) -> list[Tensor]:
     dtype=st.sampled_from((torch.float64, *FLOATS, *COMPLEXES, *INTEGERS)),
     layout=st.sampled_from(LAYOUTS),
     memory_format=st.sampled_from((torch.contiguous_format, torch.channels_last)),
-    scratch=st.sampled_from((cpu.SCRATCH_BYTES, 100_000, 10_000, 1_000)),
-    efficient_positions=st.sampled_from((cpu._EFFICIENT_POSITIONS, 0)),
+    scratch=st.sampled_from((cpu.scratch.SCRATCH_BYTES, 100_000, 10_000, 1_000)),
+    efficient_positions=st.sampled_from((cpu.tiling.EFFICIENT_POSITIONS, 0)),
 )
 def test_any_geometry(
     problem: Problem,
@@ -181,8 +181,9 @@ def test_any_geometry(
 ) -> None:
     given = tensors(problem, dtype, layout)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "SCRATCH_BYTES", scratch)
-        patch.setattr(cpu, "_EFFICIENT_POSITIONS", efficient_positions)  # 0: thin layers by tap
+        patch.setattr(cpu.scratch, "SCRATCH_BYTES", scratch)
+        # 0: thin layers are computed tap by tap.
+        patch.setattr(cpu.tiling, "EFFICIENT_POSITIONS", efficient_positions)
         results = run(problem, given, memory_format)
     check(results, exact_results(problem, given))
 
@@ -259,7 +260,7 @@ THIN = {
 FORMATS = (torch.contiguous_format, torch.channels_last)
 
 
-@pytest.mark.parametrize("scratch", [cpu.SCRATCH_BYTES, 400_000])
+@pytest.mark.parametrize("scratch", [cpu.scratch.SCRATCH_BYTES, 400_000])
 @pytest.mark.parametrize("memory_format", FORMATS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize("case", THIN)
@@ -270,7 +271,7 @@ def test_thin_layers(
     scratch: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cpu, "SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(cpu.scratch, "SCRATCH_BYTES", scratch)
     given = tensors(THIN[case], dtype, LAYOUTS[memory_format == torch.channels_last])
     with _Operators() as operators:
         results = run(THIN[case], given, memory_format)

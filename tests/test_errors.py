@@ -183,8 +183,9 @@ def test_too_large_for_gpu_kernels(
     defaults = ((1, 1), (0, 0, 0, 0), (1, 1), 1)
     problem = Problem.of(*geometry, *defaults[len(geometry) - 2 :])
     layout = (False, False, (1, 1, 1, 1), True, "ieee", False, NO_EPILOGUE, True)
+    need = cuda.Need(plan, problem, torch.float32, *layout, 0, planner.EVERY)  # type: ignore[arg-type]
     with pytest.raises(NotImplementedError, match=re.escape(f"below 2**31, but got {message}")):
-        cuda._ready(plan, problem, torch.float32, *layout, 0, planner.EVERY)
+        cuda.ready(need)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")

@@ -1,4 +1,4 @@
-"""Exported files: what they say, that they compile, and that they compute the right thing."""
+"""Exported files: their text, that they compile, and that they compute the right results."""
 
 from __future__ import annotations
 
@@ -56,18 +56,20 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same for a convolution that tensor cores decline."""
+    """A file exported for a convolution that the tensor-core families decline."""
     path = tmp_path_factory.mktemp("export") / "narrow.py"
     fastconv.export(shape=NARROW, output=path)
     return path
 
 
-# --- What files say ------------------------------------------------------------------------------
+# --- The text of files ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_are_what_export_writes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuned, "table", lambda: tuned.read(tuned.SHIPPED))  # and none of ours
+    monkeypatch.setattr(
+        tuned, "table", lambda: tuned.read(tuned.SHIPPED)
+    )  # without the user's table
     written = EXAMPLES[name].read_text(encoding="utf-8")
     assert written == fastconv.export(name), "make examples writes them again"
 
@@ -85,7 +87,7 @@ def test_files_import_only_torch_and_the_standard_library(name: str) -> None:
     assert others <= sys.stdlib_module_names
 
 
-# Harnesses for generated kernels search files for these, docstrings and device code included.
+# Programs that judge generated kernels search files for these words, docstrings included.
 SUSPICIOUS = {
     "hidden errors": r"\btry\s*:|\bexcept\b|\bpass\b",
     "threads": r"import\s+threading|concurrent\.futures|multiprocessing",
@@ -106,7 +108,7 @@ def test_files_have_nothing_suspicious(name: str, what: str) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_files_can_be_executed_among_other_names(name: str) -> None:
-    """As harnesses do it: after other code, in a namespace that has a reference's variables."""
+    """Some programs execute a file after other code, in a namespace with a reference's names."""
     others = {"batch_size": 1, "in_channels": 2, "stride": 3, "height": 4, "Model": 5, "x": 6}
     names: dict[str, Any] = dict(others)
     exec("import os\n" + EXAMPLES[name].read_text(encoding="utf-8"), names)
@@ -187,10 +189,10 @@ def test_launches_get_addresses_sizes_and_the_current_stream(
     plan = module.TUNED["sm_90a", "forward", module.EXPORTED, "float", "tf32"](_same)
     kernels = tuple(module.kernel_of(launch) for launch in plan.launches)
     tensors = {name: torch.empty(4) for name in ("input", "weight", "output")}
-    module.run(module.Ready({"forward": plan}, Compiled(), kernels), "forward", tensors)
+    module.run(module.BuiltPlans({"forward": plan}, Compiled(), kernels), "forward", tensors)
     (spread,) = calls
     assert spread[:2] == (0, [plan.launches[0].grid, 384, plan.launches[0].shared_bytes, 0])
-    # No bias: a null pointer.
+    # An absent bias is a null pointer.
     addresses = [tensors["input"], tensors["weight"], None, tensors["output"]]
     numbers = [0 if one is None else one.data_ptr() for one in addresses] + [2]
     assert spread[2] == [[number] for number in numbers]
@@ -220,7 +222,7 @@ def test_architectures(
 
 
 def _same(blocks: int) -> int:
-    """The share of a GPU like the one that a plan was made for."""
+    """The ``share`` of a GPU with as many SMs as the one that a plan was made for."""
     return blocks
 
 
@@ -242,7 +244,7 @@ def test_gpus_have_plans_that_fit_them(
     _pretend(monkeypatch, module, capability, device.processors, shared)
     operands = module.Operands("float", 4, False, True)
     for precision in ("tf32", "ieee"):
-        found = module.prepared(PASSES, module.EXPORTED, operands, precision, 0).plans
+        found = module.plan_and_build(PASSES, module.EXPORTED, operands, precision, 0).plans
         for which, plan in found.items():
             expected = _expected(parse_shape(SMALL).problem, which, precision, made_for)
             folders = {launch.source.split("/")[0] for launch in plan.launches}
@@ -259,7 +261,7 @@ FAMILIES = {
 
 
 def _expected(problem: Problem, which: str, precision: str, made_for: str) -> family.Plan | None:
-    """The plan of the first family that takes it; None if it is left to the portable kernels."""
+    """The plan of the first family that takes the problem; None for the portable kernels."""
     operands = plans._operands(problem, "float32", precision)
     for one in FAMILIES[made_for]:
         with suppress(family.Declined):
@@ -274,7 +276,7 @@ def _pretend(
     processors: int,
     shared_bytes: int,
 ) -> None:
-    """Has the module find such a GPU, and compile nothing."""
+    """Has the module find the given GPU, and compile nothing."""
     properties = SimpleNamespace(
         major=capability[0],
         minor=capability[1],
@@ -291,7 +293,7 @@ def _pretend(
     ("architecture", "kib", "made_for"),
     [
         ("sm_90", 227, "sm_80"),  # compiled by CUDA 11
-        ("sm_88", 99, "sm_86"),  # not known to this package
+        ("sm_88", 99, "sm_86"),  # an architecture that this package does not list
         ("sm_130", 300, "sm_80"),
         ("sm_130", 162, "sm_86"),
         ("sm_130", 98, ""),
@@ -310,7 +312,7 @@ def test_plans_are_the_packages(workload: Workload) -> None:
         assert (tuned is None) == (expected is None)
         if tuned is not None and expected is not None:
             found = tuned(_same)
-            assert repr(_launches(found)) == repr([*expected.launches])  # True is no 1
+            assert repr(_launches(found)) == repr([*expected.launches])  # repr tells True from 1
             assert found.scratch_bytes == expected.scratch_bytes
 
 
@@ -348,7 +350,7 @@ def test_gpus_before_volta_are_refused(small: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_missing_gpu_is_told_in_a_sentence(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To who imports the file and uses it, and to who runs it, which ends without a traceback."""
+    """Using the imported file raises an error; running it exits without a traceback."""
     module = exported_file.load(small)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for version, sentence in (("12.8", "PyTorch finds none here"), (None, "is built without it")):
@@ -408,7 +410,7 @@ def test_device_code_compiles_for_hopper(name: str, precision: str) -> None:
     assert {source.split("/")[0] for source, _, _ in kernels} == {"hopper", "direct"}
     log = _compiled(module.device_code(kernels), "sm_90a")
     for number in range(len(module.configurations(kernels))):
-        assert f"kernels_{number}" in log  # the compiler's report on its functions
+        assert f"kernels_{number}" in log  # ptxas reports on the functions of each namespace
 
 
 @pytest.mark.parametrize(
@@ -446,7 +448,7 @@ def test_device_code_compiles_for_narrow_groups(
 
 
 def test_older_architectures_do_without_tensor_cores(tmp_path: Path) -> None:
-    """Wide kernels on narrow groups have some: PyTorch may compile for GPUs that do not."""
+    """Wide kernels on narrow groups use them, and PyTorch may compile for GPUs without them."""
     path = tmp_path / "wide.py"
     fastconv.export(shape="4x16x32x32 16x1x31x31 padding=15,15 groups=16", output=path)
     module = exported_file.load(path)
@@ -456,13 +458,13 @@ def test_older_architectures_do_without_tensor_cores(tmp_path: Path) -> None:
 
 
 def _compiled(code: str, architecture: str) -> str:
-    """The log of the package's own compiler, which has to accept the code."""
+    """Compiles with the package's NVRTC; the log."""
     try:
         jit.nvrtc_version()
     except jit.GpuUnavailable as error:
         pytest.skip(str(error))
     program = nvrtc.Program(code, "exported.cu", {}, compile._options(architecture))
-    outcome = nvrtc.compiled(program, compile._nvrtc())
+    outcome = nvrtc.compile_program(program, compile._nvrtc())
     assert not outcome.error, outcome.log
     return outcome.log
 
@@ -479,7 +481,7 @@ def _compiled(code: str, architecture: str) -> str:
 def test_nvcc_compiles_both_halves(
     tmp_path: Path, name: str, made_for: str, flags: list[str]
 ) -> None:
-    """Also where PyTorch adds an architecture that lacks the tensor cores' instructions."""
+    """PyTorch may add an architecture that lacks the tensor cores' instructions."""
     module = exported_file.load(EXAMPLES[name])
     kernels = _kernels(module, made_for, "float", "tf32")
     _compile_by_nvcc(module, kernels, flags, tmp_path)
@@ -499,7 +501,7 @@ def _compile_by_nvcc(module: ModuleType, kernels: Any, flags: list[str], folder:
 
 
 def _emulate(module: ModuleType, architecture: str, shared_kib: int = 0) -> list[str]:
-    """Has the module run its launches in the emulator; gives the sources that it runs."""
+    """Has the module run its launches in the emulator; returns the sources that it runs."""
     sources: list[str] = []
 
     def run(ready: Any, which: str, tensors: dict[str, Tensor]) -> None:
@@ -512,13 +514,13 @@ def _emulate(module: ModuleType, architecture: str, shared_kib: int = 0) -> list
     module.build = lambda kernels, architecture: None
     module.check_device = lambda x, weight: None
     module.gpu_architecture = lambda device: architecture
-    module.processors = lambda device: 3
+    module.sm_count = lambda device: 3
     module.shared_bytes = lambda device: shared_kib * 1024
     return sources
 
 
 def _launches(plan: Any) -> list[family.Launch]:
-    """The plan as the package has them."""
+    """A file's plan as one of the package's."""
     return [
         family.Launch(
             family.Kernel(launch.source, launch.entry, launch.constants),
@@ -533,7 +535,7 @@ def _launches(plan: Any) -> list[family.Launch]:
 
 
 def _argument(argument: Any) -> family.Argument:
-    """A map is one of the file's own, of which the package's has the fields."""
+    """An argument of a file's launch as one of the package's; tensor maps have the same fields."""
     return (
         argument
         if isinstance(argument, str | int)
@@ -542,7 +544,7 @@ def _argument(argument: Any) -> family.Argument:
 
 
 def _compare(module: ModuleType, model: nn.Module, x: Tensor, tolerance: float) -> None:
-    """Output and all gradients with those of PyTorch in float64."""
+    """Compares the output and all gradients with PyTorch's in float64."""
     exact = module.pytorch_twin(model).double()
     exact_x = x.detach().double().requires_grad_()
     x = x.detach().requires_grad_()
@@ -587,7 +589,7 @@ def test_tuned_results(
     ("architecture", "shared_kib"), [("sm_90a", 227), ("sm_87", 163), ("sm_120", 99)]
 )
 def test_results_of_narrow_groups(narrow: Path, architecture: str, shared_kib: int) -> None:
-    """In full precision, whatever PyTorch allows."""
+    """The result has full precision, whatever PyTorch's setting."""
     module = exported_file.load(narrow)
     sources = _emulate(module, architecture, shared_kib)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
@@ -598,14 +600,14 @@ def test_results_of_narrow_groups(narrow: Path, architecture: str, shared_kib: i
 
 
 def test_results_of_a_first_layer(tmp_path: Path) -> None:
-    """All phases of the gradient of its images are one layer's channels."""
+    """All residues of the input gradient are channels of one layer."""
     path = tmp_path / "first.py"
     fastconv.export(shape="2x3x19x22 24x3x7x7 stride=2,2 padding=3,3", output=path)
     module = exported_file.load(path)
     sources = _emulate(module, "sm_90a", 227)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
         _compare(module, module.ModelNew(bias=True), torch.randn(2, 3, 19, 22), 1e-3)
-    # Forward, and backward: each packs and computes.
+    # The forward and the backward pass launch a packing kernel and a convolution each.
     assert sources.count("hopper/halo/kernel.cuh") == 4
 
 
@@ -623,7 +625,7 @@ def test_tuned_plans_take_only_what_they_are_for(small: Path) -> None:
 
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
-# Arguments of ModelNew, input, dtype, channels last.
+# The arguments of ModelNew, the input's shape, the type, and whether channels come last.
 GEOMETRIES = {
     "plain": ((8, 16, 3, 1, 1, 1, 1, True), (2, 8, 12, 16), torch.float32, False),
     "pointwise": ((20, 40, 1), (2, 20, 5, 8), torch.float16, False),
@@ -645,7 +647,7 @@ def test_portable_results(small: Path, name: str) -> None:
     arguments, shape, dtype, channels_last = GEOMETRIES[name]
     module = exported_file.load(small)
     sources = _emulate(module, "sm_75")
-    # The defaults are those of the file's own convolution.
+    # ModelNew's defaults are those of the exported convolution.
     arguments = (*arguments, *(1, 0, 1, 1, False)[len(arguments) - 3 :])
     x = torch.randn(shape).to(dtype)
     if channels_last:
@@ -657,7 +659,7 @@ def test_portable_results(small: Path, name: str) -> None:
 def test_portable_plans_fit_every_gpu() -> None:
     for geometry, operands in (*map(_random_geometry, range(300)), *_drawn_geometries()):
         for which in ("forward", "input_grad", "weight_grad", "bias_grad"):
-            plan = portable.portable_plan(which, geometry, operands, processors=7)
+            plan = portable.portable_plan(which, geometry, operands, sms=7)
             for launch in plan.launches:
                 assert launch.shared_bytes <= 48 * 1024, (which, geometry)
                 assert 0 < launch.grid < 2**31
@@ -665,7 +667,7 @@ def test_portable_plans_fit_every_gpu() -> None:
 
 
 def _drawn_geometries() -> Iterator[tuple[portable.Geometry, portable.Operands]]:
-    """Of those whose padding is the same on both sides, as exported files have it."""
+    """Problems with the same padding on both sides, the only ones that exported files take."""
     draw = Random(0)
     for work in (corpus.drawn(draw) for _ in range(600)):
         problem = work.conv.problem
@@ -684,7 +686,7 @@ def test_portable_sizes_that_kernels_cannot_count_are_named() -> None:
     operands = portable.Operands("float", 4, False, True)
     for which in ("forward", "input_grad", "weight_grad", "bias_grad"):
         with pytest.raises(ValueError, match=r"images.* below 2147418112 .* but got 2147483648"):
-            portable.portable_plan(which, geometry, operands, processors=7)
+            portable.portable_plan(which, geometry, operands, sms=7)
 
 
 def _random_geometry(seed: int) -> tuple[portable.Geometry, portable.Operands]:
@@ -764,26 +766,26 @@ def test_references_keep_all_but_their_convolutions(tmp_path: Path) -> None:
     x = torch.rand(2, 8, 10, 12)
     with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         torch.testing.assert_close(model(x), expected(x))
-    # Both convolutions have their plans.
+    # Both convolutions have tuned plans.
     assert {key[2].weight for key in module.TUNED} == {(8, 1, 3, 3), (4, 8, 1, 1)}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("math.floor(4.5)", "scale"), "uses scale, which is neither imported nor its own"),
+        (("math.floor(4.5)", "scale"), "uses scale, which is neither imported nor defined"),
         (("import math", "import numpy as math"), "imports only torch and the standard library"),
         (("padding=1", "padding='same'"), "padding should be numbers of zeros, but got 'same'"),
         (("nn.Conv2d", "nn.Linear"), "constructs no nn.Conv2d"),
         (("def get_inputs", "def inputs"), "should define get_inputs"),
-        (("[torch.rand(2, 8, 10, 12)]", "[1]"), "should be tensors"),
+        (("[torch.rand(2, 8, 10, 12)]", "[1]"), "should return tensors"),
         (("return [8]", "return [torch.tensor(8)]"), "should be numbers, strings"),
         (("class Model", "class Model("), "cannot read"),
         (("2, 8, 10, 12", "2, 7, 10, 12"), "cannot be run: RuntimeError: Given groups=8"),
         (("scale = 3", "import sys; sys.exit(0)"), "cannot be run: it calls sys.exit(0)"),
         (("return [8]", "raise SystemExit('over')"), "cannot be run: it calls sys.exit('over')"),
         (("return [8]", "return None"), "get_init_inputs should return a list, but returns None"),
-        (("[self.second(layer(x)) for layer in (self.first,)]", "[x]"), "makes no convolution"),
+        (("[self.second(layer(x)) for layer in (self.first,)]", "[x]"), "computes no convolution"),
         (("scale = 3", "raise ValueError"), "cannot be run: ValueError"),
         (("scale = 3", "scale = 3 / 0"), "cannot be run: ZeroDivisionError: division by zero"),
     ],
@@ -856,7 +858,7 @@ def test_one_thing_is_exported() -> None:
         fastconv.export("asym5x9", dtypes=["float64"])
 
 
-# --- Tensor maps and early launches --------------------------------------------------------------
+# --- Tensor maps and programmatic dependent launches ---------------------------------------------
 
 TILED = family.TensorMap(
     "input", "fastconv::bfloat16", (40, 30), (80,), (32, 7), (1, 2), 64, 256
@@ -900,7 +902,7 @@ def test_maps_as_numbers(small: Path) -> None:
 
 @pytest.mark.parametrize("version", [11080, 13000])
 def test_launcher_makes_maps_and_launches_early(tmp_path: Path, version: int) -> None:
-    """Without CUDA: what the driver and the runtime are told."""
+    """Without CUDA: the calls that the driver and the runtime get."""
     stub, program = ROOT / "tests/cuda_stub", tmp_path / "calls"
     defined = {
         "CUDART_VERSION": str(version),

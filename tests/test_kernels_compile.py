@@ -26,7 +26,7 @@ import tensor_maps
 from emulator import corpus, forced_plans
 from fastconv import jit
 from fastconv.jit import compile
-from fastconv.jit.launch import compile_jobs
+from fastconv.jit.pool import compile_jobs
 from fastconv.kernels import ampere, direct, gpus, planner
 from fastconv.kernels.family import Declined, Gpu, Kernel, Operands, Plan
 from fastconv.kernels.gpus import GPUS
@@ -257,7 +257,7 @@ def _check_tensor_core_kernels(works: list[Work], most_spilled: int = 0) -> None
     for work in works:
         for index, launch in enumerate(work.planned(HOPPER).launches):
             of: dict[str, Any] = dict(launch.kernel.constants)
-            if launch.kernel.entry in ("correlate", "weight_grad", "gemm_planes"):
+            if launch.kernel.entry in ("correlate", "weight_grad", "implicit_gemm_nchw"):
                 # With more than it is launched with, a block would wait forever.
                 wanted = 128 * of["producer_registers"] + 256 * of["consumer_registers"]
                 registers = compiled[_name(work, index, launch.kernel)].registers
@@ -410,8 +410,8 @@ RESNET50 = {
     }.items()
 }
 GEMM_MODES = {
-    "gemm_pixels": ("fastconv::bfloat16", True, True, "ieee"),
-    "gemm_planes": ("float", False, True, "tf32"),
+    "implicit_gemm_nhwc": ("fastconv::bfloat16", True, True, "ieee"),
+    "implicit_gemm_nchw": ("float", False, True, "tf32"),
 }
 
 

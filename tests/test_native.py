@@ -314,7 +314,7 @@ class TestBuilding:
             native.begin()
             native.finish()
         assert words == []
-        assert native.describe() == "Python (the library's building was stopped)"
+        assert native.describe() == "Python (the library's build was stopped)"
         forget()
         fake.set()
         native.begin()
@@ -587,7 +587,7 @@ assert "host-" not in open("/proc/self/maps").read()
         native.conv2d = native._require
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        with pytest.raises(Unavailable, match=r"captured.*`fastconv build` before"):
+        with pytest.raises(Unavailable, match=r"captured.*`fastconv build` first"):
             check_works()
         native.make()
         check_works()

@@ -67,7 +67,7 @@ class Host:
         self.conv2d = self.module.call
         self.asked: list[tuple[Any, ...]] = []  # the operator, and its arguments
         self.filled: list[str] = []
-        self.module.set_prepare(self._prepare)
+        self.module.set_make_entry(self._prepare)
         self.answer: Callable[..., Entry] = self._real
 
     def _prepare(self, operator: str, *arguments: Any) -> Entry:
@@ -75,7 +75,7 @@ class Host:
         return self.answer(operator, *arguments)
 
     def _real(self, operator: str, *arguments: Any) -> Entry:
-        entry = entries.prepare(operator, *arguments)
+        entry = entries.make_entry(operator, *arguments)
         assert entry.fill is not None
         fill = entry.fill
 
@@ -602,7 +602,7 @@ class Launching:
                 raise Trouble(f"status {status}")
 
         def answer(operator: str, first: Tensor, second: Tensor, *rest: Any) -> Entry:
-            shape = entries.prepare(operator, first, second, *rest).shape
+            shape = entries.make_entry(operator, first, second, *rest).shape
             elements = first.shape[1] if operator == "weight_grad" and rest[-2] else 0
             form = {"channels_last": False, **fields}
             return Entry(shape, bias_elements=elements, launches=launches, trouble=trouble, **form)

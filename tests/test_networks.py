@@ -198,7 +198,7 @@ def test_decompositions_compute_the_same(
 def test_complex_convolutions_have_no_decomposition() -> None:
     module = _make(dtype=torch.complex64)
     program = torch.export.export(module, (_input().to(torch.complex64),))
-    with pytest.raises(Exception, match=r"real numbers, but .* torch\.complex64"):
+    with pytest.raises(Exception, match=r"torch\.complex64 .* real numbers"):
         program.run_decompositions(torch._decomp.get_decompositions(OPERATORS))
 
 
@@ -432,7 +432,7 @@ def test_waits_for_a_module_that_raises(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_registration_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "late_three", None)
-    with pytest.warns(UserWarning, match="unknown to late_three, .*no such name"):
+    with pytest.warns(UserWarning, match="registered with late_three .*no such name"):
         when_imported("late_three", lambda: vars(sys)["no such name"])
 
 

@@ -77,14 +77,14 @@ def _problem(input: tuple[int, ...], weight: tuple[int, ...], **more: Any) -> Pr
     return Problem.of(input, weight, *geometry.values())
 
 
-def _is_spread(plan: Plan) -> bool:
-    return plan.launches[0].kernel.entry == "spread"
+def _is_few_outputs(plan: Plan) -> bool:
+    return plan.launches[0].kernel.entry == "few_outputs"
 
 
 def _gemm(plan: Plan) -> str:
     """Which of the kernels for matrix products it is, or none."""
     entry = plan.launches[-1].kernel.entry
-    return entry if entry.startswith("gemm") else ""
+    return entry if entry.startswith("implicit_gemm") else ""
 
 
 def _layers(plan: Plan) -> list[tuple[Launch, Launch, dict[str, Any]]]:
@@ -134,7 +134,7 @@ DECLINED: dict[str, tuple[Planner, Problem, str, Gpu, str]] = {
     ),
     "many phases": (
         planner.input_grad, _problem((8, 48, 64, 64), (64, 48, 5, 5), stride=(4, 5)), "tf32", H200,
-        "input gradients of 20 phases, more than 16",
+        "input gradients of 20 residues, more than 16",
     ),
     "vast image": (
         planner.forward, _problem((1, 16, 8192, 8192), (64, 16, 3, 3)), "bfloat16", H200,
@@ -183,7 +183,7 @@ def test_the_portable_kernels_take_the_rest(case: tuple[Planner, Problem, str, G
     assert re.match(rf"plain CUDA cores.*; hopper does not take {reason}", planned.why)
 
 
-SPREAD: dict[str, tuple[Planner, str, str, bool]] = {
+FEW_OUTPUTS: dict[str, tuple[Planner, str, str, bool]] = {
     "square3x3": (planner.input_grad, "square3x3", "tf32", True),
     "one input channel": (planner.input_grad, "srcnn9x9", "ieee", True),
     "pointwise gradient": (planner.input_grad, "pointwise", "bfloat16", True),
@@ -193,7 +193,7 @@ SPREAD: dict[str, tuple[Planner, str, str, bool]] = {
 }
 
 
-@pytest.mark.parametrize("case", SPREAD.values(), ids=SPREAD)
+@pytest.mark.parametrize("case", FEW_OUTPUTS.values(), ids=FEW_OUTPUTS)
 def test_few_output_channels_have_a_kernel_of_their_own(
     case: tuple[Planner, str, str, bool],
 ) -> None:
@@ -201,7 +201,7 @@ def test_few_output_channels_have_a_kernel_of_their_own(
     (problem,) = {
         workload.problem for workload in (*FOUNDING, *REAL, *ODD) if workload.name == name
     }
-    assert _is_spread(plan(problem, _operands(problem, mode), H200)) == expected
+    assert _is_few_outputs(plan(problem, _operands(problem, mode), H200)) == expected
 
 
 COLLECTED = {
@@ -219,7 +219,7 @@ def test_few_input_channels_have_a_kernel_of_their_own(case: tuple[str, str, boo
         workload.problem for workload in (*FOUNDING, *REAL, *ODD) if workload.name == name
     }
     plan = planner.weight_grad(problem, _operands(problem, mode), H200)
-    assert (plan.launches[0].kernel.entry == "collect") == expected
+    assert (plan.launches[0].kernel.entry == "wgrad_few_inputs") == expected
     assert plan.scratch_bytes <= 64 << 20
 
 
@@ -227,7 +227,7 @@ def test_few_input_channels_of_an_odd_batch() -> None:
     """Boxes have pairs of images."""
     (problem,) = (workload.problem for workload in FOUNDING if workload.name == "square3x3")
     plan = planner.weight_grad(replace(problem, batch=15), _operands(problem, "bfloat16"), H200)
-    assert plan.launches[0].kernel.entry == "collect"
+    assert plan.launches[0].kernel.entry == "wgrad_few_inputs"
 
 
 @pytest.mark.parametrize(("gpu", "family"), [(H200, "hopper"), (A100, "ampere"), (T4, "direct")])
@@ -297,17 +297,24 @@ ORDER = (
     *("halves", "k_steps", "stage_taps", "stack", "rolling", "parts", "transposed"),
     *("column_sums", "compensated"),
 )
-SPREAD_ORDER = ("unit_steps", "parts", "transposed", "low_products", "compensated", "vector_loads")
+FEW_OUTPUTS_ORDER = (
+    "unit_steps",
+    "parts",
+    "transposed",
+    "low_products",
+    "compensated",
+    "vector_loads",
+)
 
-GEMM_ORDER = {"gemm_pixels": ("transposed",), "gemm_planes": ("transposed", "chunk")}
+GEMM_ORDER = {"implicit_gemm_nhwc": ("transposed",), "implicit_gemm_nchw": ("transposed", "chunk")}
 
 
 def _order(plan: Plan) -> tuple[Any, ...]:
     if plan.family != "hopper":
         return (plan.family,)
-    if _is_spread(plan):
+    if _is_few_outputs(plan):
         constants = dict(plan.launches[0].kernel.constants)
-        return ("spread", *(constants[name] for name in SPREAD_ORDER))
+        return ("few_outputs", *(constants[name] for name in FEW_OUTPUTS_ORDER))
     if _gemm(plan):
         constants = dict(plan.launches[-1].kernel.constants)
         return (_gemm(plan), *(constants[name] for name in GEMM_ORDER[_gemm(plan)]))
@@ -336,11 +343,11 @@ REGISTERS = 168  # of each thread that a block of 384 is launched with
 
 
 def _assert_legal(plan: Plan, gpu: Gpu) -> None:
-    if _is_spread(plan):
-        _assert_legal_spread(plan, gpu)
+    if _is_few_outputs(plan):
+        _assert_legal_few_outputs(plan, gpu)
         return
     if _gemm(plan):
-        check = {"gemm_pixels": _assert_legal_pixels, "gemm_planes": _assert_legal_planes}
+        check = {"implicit_gemm_nhwc": _assert_legal_nhwc, "implicit_gemm_nchw": _assert_legal_nchw}
         check[_gemm(plan)](plan, gpu)
         return
     layers = _layers(plan)
@@ -532,8 +539,8 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
     return packed_bytes
 
 
-def _assert_legal_spread(plan: Plan, gpu: Gpu) -> None:
-    """The same of ``spread.cuh``."""
+def _assert_legal_few_outputs(plan: Plan, gpu: Gpu) -> None:
+    """The same of the ``few_outputs`` kernel."""
     (launch,) = plan.launches
     c: dict[str, Any] = dict(launch.kernel.constants)
     assert plan.scratch_bytes == 0
@@ -576,8 +583,8 @@ def _assert_legal_spread(plan: Plan, gpu: Gpu) -> None:
         assert channels * c[f"{size}_height"] * c[f"{size}_width"] < 2**30
 
 
-def _assert_legal_pixels(plan: Plan, gpu: Gpu) -> None:
-    """The same of ``gemm_pixels.cuh``. Maps have checked themselves when they were made."""
+def _assert_legal_nhwc(plan: Plan, gpu: Gpu) -> None:
+    """The same of the ``implicit_gemm_nhwc`` kernel, whose maps have checked themselves."""
     *packs, launch = plan.launches
     c: dict[str, Any] = dict(launch.kernel.constants)
     input_map, weight_map, output_map, *_, batch = launch.arguments
@@ -623,8 +630,8 @@ def _assert_legal_pixels(plan: Plan, gpu: Gpu) -> None:
     assert launch.grid[0] <= c["blocks"] * gpu.processors
 
 
-def _assert_legal_planes(plan: Plan, gpu: Gpu) -> None:
-    """The same of ``gemm_planes.cuh``."""
+def _assert_legal_nchw(plan: Plan, gpu: Gpu) -> None:
+    """The same of the ``implicit_gemm_nchw`` kernel."""
     pack, launch = plan.launches
     c: dict[str, Any] = dict(launch.kernel.constants)
     batch = launch.arguments[-1]
@@ -775,7 +782,7 @@ def test_any_weight_gradient_has_a_legal_plan(**case: Any) -> None:
 def test_phases_of_far_strides() -> None:
     """As many as taps reach, whatever the stride; the time it takes is that of the taps."""
     problem = _problem((1, 1, 1, 20), (1, 1, 1, 3), stride=(1, 10**9), padding=(0, 0, 1, 0))
-    placings = [phase.placing for phase in layers.phases(problem, 1)]
+    placings = [residue.placing for residue in layers.residues(problem, 1)]
     assert [placing[:4] for placing in placings] == [
         (10**9, 0, 0, 1),
         (10**9, 1, 1, 2),
@@ -806,9 +813,9 @@ def test_phases_are_the_gradient(
         for out, tap in product(range(out_width), range(kernel))
         if 0 <= (at := out * stride + tap * dilation - padding[0]) < width
     )
-    phases = layers.phases(problem, 1)
-    wholes = (layers.interleaved(phases), layers.folded(problem, 1))
-    for way in (phases, *([whole] for whole in wholes if whole is not None)):
+    residues = layers.residues(problem, 1)
+    wholes = (layers.interleaved(residues), layers.depth_to_space(problem, 1))
+    for way in (residues, *([whole] for whole in wholes if whole is not None)):
         terms, written = [], []
         for phase in way:
             to = phase.placing
@@ -826,12 +833,12 @@ def test_phases_are_the_gradient(
 
 def test_folded_steps_begin_where_taps_are_fewest() -> None:
     """With AlexNet's padding: 3 taps instead of 4, for 57 positions instead of 56."""
-    early = layers.folded(ALEXNET, 0)
+    early = layers.depth_to_space(ALEXNET, 0)
     assert early is not None
     assert (early.placing.begin, early.taps, early.size) == (-2, 3, 57)
     # ResNet's are as few where the image begins.
     problem = _problem((1, 3, 224, 224), (64, 3, 7, 7), stride=(2, 2), padding=(3, 3, 3, 3))
-    late = layers.folded(problem, 0)
+    late = layers.depth_to_space(problem, 0)
     assert late is not None
     assert (late.placing.begin, late.taps, late.size) == (0, 4, 112)
 

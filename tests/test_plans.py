@@ -19,7 +19,7 @@ from fastconv.kernels import planner, plans, tuned
 from fastconv.kernels.family import Im2colMap, Plan, TensorMap
 from fastconv.kernels.gpus import H200, named
 from fastconv.kernels.planner import EVERY, Switch
-from fastconv.kernels.plans import kept  # which other tests do without
+from fastconv.kernels.plans import find_or_make  # which other tests do without
 from fastconv.problem import Problem
 
 PASSES = (planner.forward, planner.input_grad, planner.weight_grad)
@@ -52,12 +52,12 @@ class Planner:
 
 def test_made_once() -> None:
     noted = Planner()
-    first, again = kept(noted, *ASKED), kept(noted, *ASKED)
+    first, again = find_or_make(noted, *ASKED), find_or_make(noted, *ASKED)
     assert first == again == planner.forward(*ASKED)
     assert noted.calls == 1
     assert [entry.kind for entry in cache.entries()] == ["plan"]
     (entry,) = cache.entries()
-    assert cache.about(entry) == {"source": "forward, hopper", "architecture": "sm_90a"}
+    assert cache.metadata(entry) == {"source": "forward, hopper", "architecture": "sm_90a"}
 
 
 @pytest.mark.parametrize(
@@ -74,25 +74,29 @@ def test_made_once() -> None:
 )
 def test_kept_by_all_that_it_depends_on(change: dict[int, Any]) -> None:
     noted = Planner()
-    kept(noted, *ASKED)
+    find_or_make(noted, *ASKED)
     other = [change.get(i, one) for i, one in enumerate(ASKED)]
-    assert kept(noted, *other) == planner.forward(*other)
+    assert find_or_make(noted, *other) == planner.forward(*other)
     assert noted.calls == 2
 
 
 def test_kept_by_the_pass() -> None:
-    found = [kept(plan, *ASKED) for plan in PASSES]
-    assert found == [kept(plan, *ASKED) for plan in PASSES] == [plan(*ASKED) for plan in PASSES]
+    found = [find_or_make(plan, *ASKED) for plan in PASSES]
+    assert (
+        found
+        == [find_or_make(plan, *ASKED) for plan in PASSES]
+        == [plan(*ASKED) for plan in PASSES]
+    )
 
 
 def test_kept_by_sources_and_measured_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     noted = Planner()
-    kept(noted, *ASKED)
+    find_or_make(noted, *ASKED)
     with monkeypatch.context() as changed:
         changed.setattr(tuned, "table", lambda: {"a layer": "a tile"})
-        kept(noted, *ASKED)
+        find_or_make(noted, *ASKED)
     monkeypatch.setattr(plans, "_sources", lambda: "others")
-    kept(noted, *ASKED)
+    find_or_make(noted, *ASKED)
     assert noted.calls == 3
 
 
@@ -105,20 +109,20 @@ def test_kept_by_sources_and_measured_choices(monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_no_plan(contents: bytes, folder: Path) -> None:
     assert plans.decode(contents) is None
     noted = Planner()
-    expected = kept(noted, *ASKED)
+    expected = find_or_make(noted, *ASKED)
     (entry,) = cache.entries()
     cache.store("plan", entry.path.stem, contents, {})  # its checksum is right
-    assert kept(noted, *ASKED) == kept(noted, *ASKED) == expected
+    assert find_or_make(noted, *ASKED) == find_or_make(noted, *ASKED) == expected
     assert noted.calls == 2
 
 
 def test_damage(folder: Path) -> None:
     noted = Planner()
-    expected = kept(noted, *ASKED)
+    expected = find_or_make(noted, *ASKED)
     (entry,) = cache.entries()
     contents = entry.path.read_bytes()
     entry.path.write_bytes(contents.replace(b"hopper", b"happen"))
-    assert kept(noted, *ASKED) == expected
+    assert find_or_make(noted, *ASKED) == expected
     assert noted.calls == 2
 
 

@@ -1,4 +1,4 @@
-"""Compilers in processes of their own: they give what this process would, and leave nothing."""
+"""Compiler processes: they give the same machine code, and none is left behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from effort import PATIENCE_S
 from fastconv import jit
-from fastconv.jit import compile, launch, nvrtc, processes
+from fastconv.jit import compile, nvrtc, pool, processes
 from fastconv.jit.workers import Workers
 from test_jit import BODY, needs_nvrtc, scale
 
@@ -28,9 +28,9 @@ ARCH = "sm_80"
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Threads may not compile in this process if they can have another; those that were started."""
+    """Has threads compile in processes of their own where they can; the processes they started."""
     monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compile, "MOST_HERE", 0)
+    monkeypatch.setattr(compile, "MOST_IN_PROCESS", 0)
     monkeypatch.setattr(processes, "START_S", PATIENCE_S)
     started: list[Any] = []
 
@@ -40,16 +40,16 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
             started.append(self)
 
     monkeypatch.setattr(processes, "_Compiler", Noted)
-    monkeypatch.setattr(processes, "_impossible", False)
+    monkeypatch.setattr(processes, "_start_failed", False)
     yield started
-    assert not processes._having
+    assert not processes._owners
     assert all(one._process.returncode is not None for one in started)
 
 
 def _idle(workers: Workers) -> None:
-    """Waits until no thread is left that has a process."""
+    """Waits until no thread has a compiler process."""
     until = time.monotonic() + PATIENCE_S
-    while workers._threads or processes._having:
+    while workers._threads or processes._owners:
         assert time.monotonic() < until
         time.sleep(0.001)
 
@@ -64,11 +64,11 @@ def _but_for_time(log: str) -> str:
 
 
 @pytest.mark.parametrize("body", [BODY, BODY.replace("tile[threadIdx.x] *", "pile *")])
-def test_the_same_comes_of_a_program(body: str, elsewhere: list[Any]) -> None:
-    here = nvrtc.compiled(_program(body), compile._nvrtc())
+def test_processes_give_the_same_machine_code(body: str, elsewhere: list[Any]) -> None:
+    here = nvrtc.compile_program(_program(body), compile._nvrtc())
     with processes.allowed():
         for _ in range(2):
-            there = processes.compiled(_program(body), jit.nvrtc_version())
+            there = processes.compile_program(_program(body), jit.nvrtc_version())
             assert there is not None
             assert (there.cubin, there.error) == (here.cubin, here.error)
             assert _but_for_time(there.log) == _but_for_time(here.log) != ""
@@ -82,38 +82,38 @@ def test_errors_are_those_of_the_kernel() -> None:
         jit.compile_kernel(kernel, ARCH)
 
 
-def test_threads_have_one_each_until_they_end(
+def test_each_thread_has_one_process_until_it_ends(
     elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = Workers(processes.allowed)
-    monkeypatch.setattr(launch, "_workers", workers)
-    monkeypatch.setattr(launch, "compile_threads", 3)
+    monkeypatch.setattr(pool, "_workers", workers)
+    monkeypatch.setattr(pool, "compile_threads", 3)
     kernels = [scale(factor) for factor in range(9)]
     assert len(set(jit.build_all(kernels, ARCH))) == 9
     assert len(elsewhere) in range(1, 4)
     _idle(workers)
 
 
-def test_what_is_compiled_ahead_is_not_in_the_way(
+def test_kernels_compiled_ahead_use_a_process(
     elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compile, "MOST_HERE", 4)
+    monkeypatch.setattr(compile, "MOST_IN_PROCESS", 4)
     workers = Workers(processes.allowed)
-    workers.begin("ahead", partial(jit.compile_kernel, scale(), ARCH), 2)
-    ahead = workers._pieces["ahead"].future.result(PATIENCE_S)
+    workers.submit_ahead("ahead", partial(jit.compile_kernel, scale(), ARCH), 2)
+    ahead = workers._tasks["ahead"].future.result(PATIENCE_S)
     _idle(workers)
     assert len(elsewhere) == 1
-    asked = workers.ask("asked", partial(jit.compile_kernel, scale(), ARCH), 2)
+    asked = workers.submit("asked", partial(jit.compile_kernel, scale(), ARCH), 2)
     assert asked.result(PATIENCE_S).cubin == ahead.cubin
     _idle(workers)
     assert len(elsewhere) == 1
 
 
 @pytest.mark.parametrize("limit", [0, 2])
-def test_no_more_than_there_may_be(
+def test_no_more_processes_than_allowed(
     limit: int, elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many threads begin at once, and however long it takes to start one."""
+    """The limit holds however many threads start one at once, and however long that takes."""
     monkeypatch.setenv(processes.VARIABLE, str(limit))
     workers = Workers(processes.allowed)
     gate = threading.Barrier(6)
@@ -122,38 +122,40 @@ def test_no_more_than_there_may_be(
         gate.wait(PATIENCE_S)
         return jit.compile_kernel(scale(factor), ARCH).cubin
 
-    futures = [workers.ask(n, partial(work, n), 6) for n in range(6)]
+    futures = [workers.submit(n, partial(work, n), 6) for n in range(6)]
     assert len({future.result(PATIENCE_S) for future in futures}) == 6
     _idle(workers)
     assert len(elsewhere) <= limit
     assert bool(elsewhere) == bool(limit)
 
 
-def test_a_number_of_them_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_that_is_not_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(processes.VARIABLE, "many")
     with pytest.raises(ValueError, match=r"FASTCONV_COMPILE_PROCESSES .* but got 'many'"):
         jit.compile_kernel(scale(), ARCH)
 
 
-def test_only_where_it_is_crowded(elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile, "MOST_HERE", 1)
+def test_the_first_threads_compile_in_this_process(
+    elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile, "MOST_IN_PROCESS", 1)
     with processes.allowed():
         assert jit.compile_kernel(scale(), ARCH).cubin
     assert not elsewhere
 
 
-def test_threads_of_others_compile_here(elsewhere: list[Any]) -> None:
+def test_threads_outside_of_the_pool_compile_in_this_process(elsewhere: list[Any]) -> None:
     assert jit.compile_kernel(scale(), ARCH).cubin
     assert not elsewhere
 
 
-def test_one_that_was_killed(elsewhere: list[Any]) -> None:
-    expected = nvrtc.compiled(_program(), compile._nvrtc()).cubin
+def test_a_process_that_was_killed(elsewhere: list[Any]) -> None:
+    expected = nvrtc.compile_program(_program(), compile._nvrtc()).cubin
     with processes.allowed():
         for _ in range(3):
             assert jit.compile_kernel(scale(), ARCH).cubin == expected
             elsewhere[0]._process.kill()
-    assert len(elsewhere) == 1  # who has lost one does without
+    assert len(elsewhere) == 1  # the thread starts no second process
 
 
 PRINTS = "#!/bin/sh\necho Using the python of this cluster\nsleep 60\n"
@@ -164,10 +166,10 @@ SILENT = "#!/bin/sh\nsleep 60\n"
     "trouble",
     ["another version", "no interpreter", "a program", "no file", "prints", "silent"],
 )
-def test_where_there_can_be_none(
+def test_processes_that_cannot_be_started(
     trouble: str, elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It is tried once, and takes no longer than it may."""
+    """Starting is tried once, and given up in time."""
     if trouble == "another version":
         monkeypatch.setattr(compile, "nvrtc_version", lambda: (99, 0))
     elif trouble == "no file":
@@ -183,7 +185,7 @@ def test_where_there_can_be_none(
         with processes.allowed():
             assert jit.compile_kernel(scale(), ARCH).cubin
     assert not elsewhere
-    assert processes._impossible == (trouble != "a program")
+    assert processes._start_failed == (trouble != "a program")
 
 
 @pytest.mark.parametrize(
@@ -218,7 +220,7 @@ def test_what_is_an_interpreter(
     assert not processes.is_python(str(file))
 
 
-def test_nothing_is_no_interpreter(tmp_path: Path) -> None:
+def test_missing_files_are_no_interpreters(tmp_path: Path) -> None:
     (tmp_path / "python").mkdir()
     for executable in (None, "", str(tmp_path / "python")):
         assert not processes.is_python(executable)
@@ -227,7 +229,7 @@ def test_nothing_is_no_interpreter(tmp_path: Path) -> None:
 
 def test_paths_of_any_kind(elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     class Text(str):
-        """Which no other process knows."""
+        """A type that another process cannot unpickle."""
 
     others = [Path("/nowhere"), Text("/nowhere either"), object()]
     monkeypatch.setattr(sys, "path", [*sys.path, *others])
@@ -236,12 +238,14 @@ def test_paths_of_any_kind(elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch
     assert len(elsewhere) == 1
 
 
-def test_trouble_of_its_own(elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong with a process is not what is wrong with a program: this one does it."""
+def test_errors_that_do_not_depend_on_the_program(
+    elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a compiler process runs out of memory, for example, this process compiles."""
     trouble = nvrtc.Outcome(b"", "", "NVRTC_ERROR_OUT_OF_MEMORY")
     with processes.allowed():
         jit.compile_kernel(scale(), ARCH)
-        monkeypatch.setattr(elsewhere[0], "compiled", lambda program: trouble)
+        monkeypatch.setattr(elsewhere[0], "compile", lambda program: trouble)
         assert jit.compile_kernel(scale(), ARCH).cubin
 
 
@@ -252,10 +256,10 @@ from fastconv.jit import processes, compile
 from test_jit import scale
 import os
 
-compile.MOST_HERE = 0
+compile.MOST_IN_PROCESS = 0
 with processes.allowed():
     compile.compile_kernel(scale(), "sm_80")
-    print(processes._own.compiler._process.pid, flush=True)
+    print(processes._this_thread.compiler._process.pid, flush=True)
     os._exit(0)
 """
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
@@ -270,7 +274,7 @@ with processes.allowed():
 
 
 def _is_alive(pid: int) -> bool:
-    """Zombies are not: who is left to wait for them is another's affair."""
+    """Whether a process runs; zombies do not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -89,7 +89,7 @@ def test_host_times_are_a_table_alone(
     host_times: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
     assert cli.main(["report", str(host_times), option, str(tmp_path / "made")]) == 2
-    assert f"holds host times, of which {option} makes nothing" in capsys.readouterr().err
+    assert f"holds host times, which {option} cannot show" in capsys.readouterr().err
     assert cli.main(["bench", "--compare", str(host_times), str(host_times)]) == 2
     assert "its format is 'fastconv bench --host 1'" in capsys.readouterr().err
 

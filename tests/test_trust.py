@@ -1,4 +1,4 @@
-"""What lies in the cache's folder is used only if nobody else can have put it there."""
+"""Files in the cache's folder are used only if no other user can have put them there."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from fastconv import cli, commands, jit
+from fastconv import cli, jit
+from fastconv.commands import common
 from fastconv.jit import cache, compile, trust
 from fastconv.kernels import tuned
 from test_jit import in_threads, scale
@@ -32,7 +34,7 @@ IS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache folder that is not there yet, and of which nobody was warned yet."""
+    """A cache folder that does not exist yet; no warning has been given."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("FASTCONV_CACHE_DIR", str(folder))
     monkeypatch.setattr(cache, "_told", set())
@@ -56,7 +58,7 @@ def umask(mask: int) -> Iterator[None]:
 
 
 def give(path: Path, monkeypatch: pytest.MonkeyPatch, user: int = STRANGER) -> None:
-    """Another user gets what lies there, or, as only the superuser can do so, seems to."""
+    """Gives files to another user or, without the right to do so, makes it appear that way."""
     if IS_ROOT:
         os.chown(path, user, -1, follow_symlinks=False)
         return
@@ -74,7 +76,7 @@ def give(path: Path, monkeypatch: pytest.MonkeyPatch, user: int = STRANGER) -> N
 
 
 def plant(folder: Path, name: str | None = None) -> Path:
-    """An entry as good as any: with the key of the kernel that is asked for, and its checksum."""
+    """An entry with the key of the kernel that is built, and a valid checksum."""
     folder.mkdir(0o700, parents=True, exist_ok=True)
     key = compile._key(scale().text, "sm_80")
     path = folder / (name or f"{key}.cubin")
@@ -84,7 +86,7 @@ def plant(folder: Path, name: str | None = None) -> Path:
 
 
 def build() -> tuple[bytes, list[str]]:
-    """The kernel's code, asked for three times, and all warnings."""
+    """The kernel's code, built three times, and all warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         (cubin,) = {jit.build(scale(), "sm_80") for _ in range(3)}
@@ -92,7 +94,7 @@ def build() -> tuple[bytes, list[str]]:
 
 
 def refused(*words: str) -> None:
-    """The planted entry is not used; one warning has these words."""
+    """Asserts that the planted entry is not used, and that one warning has these words."""
     cubin, (warning,) = build()
     assert cubin == COMPILED
     for part in (*words, "FASTCONV_CACHE_DIR", "chmod"):
@@ -148,7 +150,7 @@ class TestEntries:
     def test_what_is_ours_is_another_user_s(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Who we are is the effective user: root's files are root's, no others."""
+        """The effective user counts, and trusts its own files and root's."""
         plant(folder)
         monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
         if folder.stat().st_uid == 0:
@@ -169,7 +171,7 @@ class TestEntries:
     def test_an_image_that_root_has_made(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Entries are used by who cannot add any, and trust is no trouble."""
+        """Users who cannot add entries can use them, without a warning."""
         plant(folder)
         folder.chmod(0o755)
         monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
@@ -192,7 +194,7 @@ class TestEntries:
     def test_what_was_exchanged_after_the_check(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The file that is read has been checked, not only what had its name before."""
+        """The file that is read is checked, not only the one that had its name before."""
         entry = plant(folder)
         entry.chmod(0o666)
         monkeypatch.setattr(trust, "distrusted", lambda path: None)
@@ -213,8 +215,8 @@ class TestEntries:
         assert len(caught) == 1
 
 
-class TestWay:
-    """Links, and the folders above."""
+class TestPath:
+    """Symbolic links, and the folders above."""
 
     def test_a_link_to_a_folder(self, folder: Path, tmp_path: Path) -> None:
         plant(tmp_path / "elsewhere")
@@ -236,7 +238,7 @@ class TestWay:
         assert (elsewhere / "file").read_bytes().endswith(PLANTED)
 
     def test_a_link_in_a_folder_that_others_can_write(self, folder: Path, tmp_path: Path) -> None:
-        """It can be made to name another folder, of ours as well, with a file from others."""
+        """Others can have it lead to another folder, even one of ours, with a file of theirs."""
         shared = tmp_path / "shared"
         shared.mkdir()
         plant(tmp_path / "elsewhere")
@@ -271,7 +273,7 @@ class TestWay:
             assert (parent / "a").exists() == there
 
     def test_a_sticky_parent(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As /tmp is: others cannot rename there what is not theirs; but a theft of it shows."""
+        """In /tmp, for example, others cannot rename our files; a folder of theirs is noticed."""
         parent = tmp_path / "parent"
         plant(parent / "cache")
         parent.chmod(0o1777)
@@ -291,7 +293,7 @@ class TestWay:
     def test_a_namespace_without_root(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The machine's root is nobody there: fine above, but not for what is used."""
+        """The machine's root appears as nobody: trusted for parents, but not for the file."""
         nobody, strange = 65534, {"/", str(tmp_path)}
         original = os.lstat
 
@@ -325,7 +327,7 @@ class TestWay:
             assert trust.distrusted_folder(tmp_path / path) is None
 
     def test_without_owners_and_modes(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As on Windows: there is nothing to check."""
+        """On Windows, for example, there is nothing to check."""
         plant(folder).chmod(0o666)
         folder.chmod(0o777)
         monkeypatch.setattr(trust, "_HAS_OWNERS", False)
@@ -333,7 +335,7 @@ class TestWay:
         used()
 
     def test_overhead(self, folder: Path, record_property: Any) -> None:
-        """Time of a check, which each kernel costs a process once: on record, not judged."""
+        """Records the time of a check, of which a process makes one for each kernel."""
         entry = plant(folder)
         seconds = min(timeit.repeat(lambda: trust.distrusted(entry), number=100, repeat=5)) / 100
         record_property("microseconds", seconds * 1e6)
@@ -344,7 +346,7 @@ class TestMaking:
     def test_folders_and_files(
         self, tmp_path: Path, mask: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Whatever the umask, folders are the user's alone, and entries are used again."""
+        """Whatever the umask, folders are private to the user, and entries are used again."""
         above, folder = tmp_path / "above", tmp_path / "above/below/cache"
         above.mkdir(0o755)
         monkeypatch.setenv("FASTCONV_CACHE_DIR", str(folder))
@@ -369,7 +371,7 @@ class TestMaking:
 
 
 class TestTable:
-    """The user's own choices of plans lie there, too."""
+    """The user's tuned table lies in the same folder."""
 
     def test_is_used(self, folder: Path) -> None:
         with umask(0):
@@ -391,7 +393,7 @@ class TestTable:
     ) -> None:
         tuned.add(tuned.own(), {"layer": "plan"})
         folder.chmod(0o777)
-        monkeypatch.setattr(commands, "_device", lambda name: commands.torch.device("cuda"))
+        monkeypatch.setattr(common, "select_device", lambda name: torch.device("cuda"))
         assert cli.main(["tune", "--shape", "1x2x6x6 3x2x3x3"]) == 2
         told = capsys.readouterr().err
         assert f"tuned.json would not be used: {folder} can be written by others" in told
@@ -419,7 +421,7 @@ def test_info(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_each_process_warns(folder: Path) -> None:
-    """By default, where nobody records warnings."""
+    """One warning is printed by default."""
     plant(folder)
     folder.chmod(0o777)
     program = "from fastconv.jit import cache\nfor key in 'ab':\n    cache.load('cubin', key)"

@@ -1,4 +1,4 @@
-"""Threads that do what is asked for, and before it is asked for; each piece of work once."""
+"""The pool of threads: tasks run once, on request or ahead; unclaimed ones are dropped."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from effort import PATIENCE_S
-from fastconv.jit import launch
-from fastconv.jit.workers import KEPT_S, Workers, is_ahead
+from fastconv.jit import pool
+from fastconv.jit.workers import UNCLAIMED_S, Workers, is_ahead
 from test_jit import in_threads
 
 
 class Gate:
-    """Work that begins, and ends when it may."""
+    """Work that reports when it begins, and ends when it is allowed to."""
 
     def __init__(self) -> None:
         self.began, self.may_end = threading.Event(), threading.Event()
@@ -40,38 +40,38 @@ def _idle(workers: Workers) -> None:
         time.sleep(0.001)
 
 
-def test_what_was_begun_is_not_done_again() -> None:
+def test_a_task_done_ahead_is_not_done_again() -> None:
     workers, done = Workers(), Counter[int]()
-    workers.begin(1, lambda: done.update([1]) or "first", 2)
+    workers.submit_ahead(1, lambda: done.update([1]) or "first", 2)
     _idle(workers)
-    workers.begin(1, lambda: done.update([1]), 2)
-    assert workers.ask(1, lambda: done.update([1]), 2).result(PATIENCE_S) == "first"
+    workers.submit_ahead(1, lambda: done.update([1]), 2)
+    assert workers.submit(1, lambda: done.update([1]), 2).result(PATIENCE_S) == "first"
     _idle(workers)
     assert done == {1: 1}
-    assert not workers._pieces
+    assert not workers._tasks
 
 
-def test_who_asks_for_what_is_under_way_waits_for_it() -> None:
+def test_submitting_a_task_under_way_waits_for_it() -> None:
     workers, gate = Workers(), Gate()
-    workers.begin("gate", gate, 2)
+    workers.submit_ahead("gate", gate, 2)
     assert gate.began.wait(PATIENCE_S)
-    first, second = workers.ask("gate", pytest.fail, 2), workers.claim("gate")
+    first, second = workers.submit("gate", pytest.fail, 2), workers.claim("gate")
     assert second is first
     assert not first.done()
     gate.may_end.set()
     assert first.result(PATIENCE_S) == "through"
     _idle(workers)
-    assert not workers._pieces
+    assert not workers._tasks
 
 
-def test_one_thread_is_left_to_who_asks() -> None:
+def test_one_thread_is_left_for_requests() -> None:
     workers, gates = Workers(), [Gate() for _ in range(4)]
     for number, gate in enumerate(gates):
-        workers.begin(number, gate, 3)
+        workers.submit_ahead(number, gate, 3)
     until = time.monotonic() + PATIENCE_S
     while sum(gate.began.is_set() for gate in gates) < 2:
         assert time.monotonic() < until
-    assert workers.ask("asked", lambda: "at once", 3).result(PATIENCE_S) == "at once"
+    assert workers.submit("asked", lambda: "at once", 3).result(PATIENCE_S) == "at once"
     assert sum(gate.began.is_set() for gate in gates) == 2
     for gate in gates:
         gate.may_end.set()
@@ -79,14 +79,14 @@ def test_one_thread_is_left_to_who_asks() -> None:
     assert all(gate.began.is_set() for gate in gates)
 
 
-def test_what_nobody_has_got_to_can_be_dropped() -> None:
+def test_tasks_that_have_not_started_can_be_cancelled() -> None:
     workers, gates, done = Workers(), [Gate(), Gate()], list[str]()
-    futures = [workers.ask(gate, gate, 2) for gate in gates]
+    futures = [workers.submit(gate, gate, 2) for gate in gates]
     for name in "abc":
-        workers.begin(name, partial(done.append, name), 2)
+        workers.submit_ahead(name, partial(done.append, name), 2)
     workers.claim("b")
     for name in ("a", "b", "unknown", gates[0]):
-        workers.drop(name)
+        workers.cancel_ahead(name)
     for gate in gates:
         gate.may_end.set()
     assert [future.result(PATIENCE_S) for future in futures] == ["through"] * 2
@@ -96,7 +96,7 @@ def test_what_nobody_has_got_to_can_be_dropped() -> None:
 
 
 class Time:
-    """A clock, and calls that are due at some time by it."""
+    """A clock that tests advance, and the calls that are due by it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -106,7 +106,7 @@ class Time:
         self.due.append(one := (self.now + seconds, call))
         return SimpleNamespace(cancel=lambda: self.due.remove(one))
 
-    def goes_on(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         self.now += seconds
         for at, call in [*self.due]:
             if at <= self.now:
@@ -117,32 +117,32 @@ class Time:
         return Workers(clock=lambda: self.now, later=self.later)
 
 
-def test_what_nobody_asks_for_is_dropped_after_a_while() -> None:
-    """With nobody beginning or asking for anything: there is a timer."""
+def test_unclaimed_tasks_are_dropped_after_a_while() -> None:
+    """A timer drops them, even if the pool is not used in the meantime."""
     time = Time()
     workers = time.workers()
-    workers.begin("early", lambda: "result", 2)
+    workers.submit_ahead("early", lambda: "result", 2)
     _idle(workers)
-    time.goes_on(KEPT_S / 2)
-    workers.begin("late", lambda: "result", 2)
+    time.advance(UNCLAIMED_S / 2)
+    workers.submit_ahead("late", lambda: "result", 2)
     _idle(workers)
-    time.goes_on(KEPT_S / 2 - 1)
-    assert [*workers._pieces] == ["early", "late"]
-    time.goes_on(1)
-    assert [*workers._pieces] == ["late"]
+    time.advance(UNCLAIMED_S / 2 - 1)
+    assert [*workers._tasks] == ["early", "late"]
+    time.advance(1)
+    assert [*workers._tasks] == ["late"]
     assert workers.claim("early") is None
-    time.goes_on(KEPT_S / 2)
-    assert not workers._pieces
+    time.advance(UNCLAIMED_S / 2)
+    assert not workers._tasks
     assert not time.due
 
 
-def test_what_nobody_has_got_to_is_dropped_as_well() -> None:
+def test_tasks_that_have_not_started_are_dropped_as_well() -> None:
     time, gates = Time(), [Gate(), Gate()]
     workers = time.workers()
-    futures = [workers.ask(gate, gate, 2) for gate in gates]
-    workers.begin("never", pytest.fail, 2)
-    time.goes_on(KEPT_S)
-    assert "never" not in workers._pieces
+    futures = [workers.submit(gate, gate, 2) for gate in gates]
+    workers.submit_ahead("never", pytest.fail, 2)
+    time.advance(UNCLAIMED_S)
+    assert "never" not in workers._tasks
     assert not workers._ahead
     for gate in gates:
         gate.may_end.set()
@@ -150,48 +150,48 @@ def test_what_nobody_has_got_to_is_dropped_as_well() -> None:
     _idle(workers)
 
 
-def test_what_somebody_waits_for_is_not_dropped() -> None:
-    """Nor what is under way, from whose end on it is kept."""
+def test_claimed_tasks_are_not_dropped() -> None:
+    """Nor are tasks under way, whose age counts from their end."""
     time, gates = Time(), [Gate() for _ in range(2)]
     workers = time.workers()
     for number, gate in enumerate(gates):
-        workers.begin(number, gate, 3)
+        workers.submit_ahead(number, gate, 3)
         assert gate.began.wait(PATIENCE_S)
     asked = workers.claim(0)
-    waiting = workers.ask("waiting", lambda: "came", 2)
-    time.goes_on(3 * KEPT_S)
-    assert {0, 1} <= {*workers._pieces}
+    waiting = workers.submit("waiting", lambda: "came", 2)
+    time.advance(3 * UNCLAIMED_S)
+    assert {0, 1} <= {*workers._tasks}
     for gate in gates:
         gate.may_end.set()
     assert asked is not None
     assert asked.result(PATIENCE_S) == "through"
     assert waiting.result(PATIENCE_S) == "came"
     _idle(workers)
-    time.goes_on(KEPT_S - 1)
+    time.advance(UNCLAIMED_S - 1)
     later = workers.claim(1)
     assert later is not None
     assert later.result(PATIENCE_S) == "through"
-    assert not workers._pieces
+    assert not workers._tasks
     assert not time.due
 
 
-def test_how_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The latest; and nothing that was asked for counts."""
-    monkeypatch.setattr("fastconv.jit.workers.MOST_KEPT", 3)
+def test_how_many_unclaimed_tasks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest ones; claimed tasks do not count."""
+    monkeypatch.setattr("fastconv.jit.workers.MOST_UNCLAIMED", 3)
     time, gate = Time(), Gate()
     workers = time.workers()
-    future = workers.ask("asked", gate, 2)
+    future = workers.submit("asked", gate, 2)
     assert gate.began.wait(PATIENCE_S)
     for number in range(10):
         time.now += 1
-        workers.begin(number, partial(int, number), 2)
-        assert len(workers._pieces) <= 5  # one is asked for, and one may be under way
+        workers.submit_ahead(number, partial(int, number), 2)
+        assert len(workers._tasks) <= 5  # one is claimed, and one may be under way
         assert len(workers._ahead) <= 3
     gate.may_end.set()
     assert future.result(PATIENCE_S) == "through"
     _idle(workers)
-    # One that took its time is kept from when it was done, in the place of another.
-    kept = [*workers._pieces]
+    # The age of a task counts from its end, so that a slow one may be kept in place of another.
+    kept = [*workers._tasks]
     assert len(kept) == 3
     assert kept[-1] == 9
     for number in kept:
@@ -199,27 +199,27 @@ def test_how_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found is not None
         assert found.result(PATIENCE_S) == number
     dropped = next(number for number in range(10) if number not in kept)
-    assert workers.ask(dropped, lambda: "anew", 2).result(PATIENCE_S) == "anew"
+    assert workers.submit(dropped, lambda: "anew", 2).result(PATIENCE_S) == "anew"
     _idle(workers)
-    assert not workers._pieces
+    assert not workers._tasks
 
 
 def test_a_timer_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then what is too old is dropped when something else is begun."""
+    """Old tasks are then dropped when the next is submitted ahead."""
     time = Time()
     workers = Workers(clock=lambda: time.now, later=lambda *_: None)
-    workers.begin("early", lambda: "result", 2)
+    workers.submit_ahead("early", lambda: "result", 2)
     _idle(workers)
-    time.goes_on(2 * KEPT_S)
-    workers.begin("late", lambda: "result", 2)
-    assert "early" not in workers._pieces
+    time.advance(2 * UNCLAIMED_S)
+    workers.submit_ahead("late", lambda: "result", 2)
+    assert "early" not in workers._tasks
     _idle(workers)
 
 
-def test_the_timer_is_a_thread_of_its_own() -> None:
-    """Which ends when there is nothing left, and no process waits for it."""
+def test_the_timer_is_a_daemon_thread() -> None:
+    """It ends when there are no tasks left, and does not keep a process alive."""
     workers = Workers()
-    workers.begin("ahead", lambda: "result", 2)
+    workers.submit_ahead("ahead", lambda: "result", 2)
     timer = workers._timer
     assert isinstance(timer, threading.Timer)
     assert timer.daemon
@@ -230,24 +230,24 @@ def test_the_timer_is_a_thread_of_its_own() -> None:
     assert workers._timer is None
 
 
-def test_who_works_ahead_knows() -> None:
+def test_a_thread_can_tell_whether_it_runs_ahead() -> None:
     workers = Workers()
-    workers.begin("ahead", is_ahead, 2)
+    workers.submit_ahead("ahead", is_ahead, 2)
     _idle(workers)
     future = workers.claim("ahead")
     assert future is not None
     assert future.result(PATIENCE_S)
-    assert not workers.ask("asked", is_ahead, 2).result(PATIENCE_S)
+    assert not workers.submit("asked", is_ahead, 2).result(PATIENCE_S)
     assert not is_ahead()
 
 
-def test_what_is_asked_for_comes_first() -> None:
-    """Then what was begun last."""
+def test_requests_come_first() -> None:
+    """Tasks that were submitted ahead follow, the latest first."""
     workers, gates, order = Workers(), [Gate(), Gate()], list[str]()
-    futures = [workers.ask(gate, gate, 2) for gate in gates]
+    futures = [workers.submit(gate, gate, 2) for gate in gates]
     for name in "abc":
-        workers.begin(name, partial(order.append, name), 2)
-    workers.ask("d", partial(order.append, "d"), 2)
+        workers.submit_ahead(name, partial(order.append, name), 2)
+    workers.submit("d", partial(order.append, "d"), 2)
     workers.claim("c")
     assert gates[1].began.wait(PATIENCE_S)
     gates[0].may_end.set()
@@ -258,29 +258,29 @@ def test_what_is_asked_for_comes_first() -> None:
     assert [future.result(PATIENCE_S) for future in futures] == ["through"] * 2
 
 
-def test_with_one_thread_nothing_is_begun() -> None:
+def test_with_one_thread_nothing_runs_ahead() -> None:
     workers = Workers()
-    workers.begin(1, pytest.fail, 1)
+    workers.submit_ahead(1, pytest.fail, 1)
     assert workers.claim(1) is None
     assert not workers._threads
 
 
-def test_what_fails_is_told_to_who_asks_and_done_again() -> None:
+def test_a_task_that_failed_ahead_runs_again_and_reports_its_error() -> None:
     workers, tried = Workers(), list[int]()
 
     def fail() -> None:
         tried.append(1)
         raise ValueError("no")
 
-    workers.begin(1, fail, 2)
+    workers.submit_ahead(1, fail, 2)
     _idle(workers)
     assert workers.claim(1) is None
     for _ in range(2):
         with pytest.raises(ValueError, match="no"):
-            workers.ask(1, fail, 2).result(PATIENCE_S)
+            workers.submit(1, fail, 2).result(PATIENCE_S)
         _idle(workers)
     assert len(tried) == 3
-    assert not workers._pieces
+    assert not workers._tasks
 
 
 def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,17 +289,17 @@ def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(threading.Thread, "start", start)
     workers = Workers()
-    workers.begin(1, lambda: "ahead", 4)
-    workers.begin(2, lambda: "left", 4)
-    assert workers.ask(3, lambda: "here", 4).result(0) == "here"
+    workers.submit_ahead(1, lambda: "ahead", 4)
+    workers.submit_ahead(2, lambda: "left", 4)
+    assert workers.submit(3, lambda: "here", 4).result(0) == "here"
     future = workers.claim(1)
     assert future is not None
     assert future.result(0) == "ahead"
-    assert list(workers._pieces) == [2]
+    assert list(workers._tasks) == [2]
 
 
 def test_many_threads() -> None:
-    """They begin, claim and ask: nothing is done twice at a time, nor too much at once."""
+    """They submit and claim tasks: none runs twice at a time, nor more at once than allowed."""
     workers, most, keys = Workers(), 5, 40
     lock, under_way, at_once = threading.Lock(), Counter[Hashable](), list[int]()
 
@@ -324,11 +324,11 @@ def test_many_threads() -> None:
         draw = random.Random(seed)
         for _ in range(600):
             key = draw.randrange(keys)
-            how = draw.choice(["begin", "begin", "claim", "ask"])
-            if how == "begin":
-                workers.begin(key, work(key), most)
+            how = draw.choice(["submit_ahead", "submit_ahead", "claim", "submit"])
+            if how == "submit_ahead":
+                workers.submit_ahead(key, work(key), most)
                 continue
-            future = workers.claim(key) if how == "claim" else workers.ask(key, work(key), most)
+            future = workers.claim(key) if how == "claim" else workers.submit(key, work(key), most)
             if future is None:
                 continue
             try:
@@ -345,30 +345,30 @@ def test_many_threads() -> None:
     assert not wrong
     assert max(at_once) <= most
     assert workers._threads_ahead == 0
-    assert not workers._asked
+    assert not workers._claimed
     assert not workers._ahead
-    assert all(piece.future.done() and not piece.asked for piece in workers._pieces.values())
+    assert all(task.future.done() and not task.claimed for task in workers._tasks.values())
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_forked_process_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has neither the threads nor what they were about to do."""
+def test_a_forked_process_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has neither the threads nor their tasks."""
     gate = Gate()
-    monkeypatch.setattr(launch, "_workers", Workers())
-    launch._workers.begin("gate", gate, 2)
+    monkeypatch.setattr(pool, "_workers", Workers())
+    pool._workers.submit_ahead("gate", gate, 2)
     assert gate.began.wait(PATIENCE_S)
-    with launch._workers._lock:  # as a thread might have it
+    with pool._workers._lock:  # a thread may hold it at the time of the fork
         child = os.fork()
         if not child:
-            found = launch._workers.ask("gate", lambda: 7, 2).result(PATIENCE_S)
+            found = pool._workers.submit("gate", lambda: 7, 2).result(PATIENCE_S)
             os._exit(found)
     gate.may_end.set()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    _idle(launch._workers)
+    _idle(pool._workers)
 
 
-def test_begin_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable that is no number is told to who asks for a kernel."""
-    monkeypatch.setenv(launch.JOBS_VARIABLE, "two")
-    launch.begin_work("never", pytest.fail)
-    assert launch.claim("never") is None
+def test_running_ahead_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An invalid variable is reported when a kernel is needed, not before."""
+    monkeypatch.setenv(pool.JOBS_VARIABLE, "two")
+    pool.run_ahead("never", pytest.fail)
+    assert pool.claim("never") is None

@@ -3,11 +3,13 @@
 from fastconv import ops as ops  # registers torch.ops.fastconv
 from fastconv._frozen import frozen_weights
 from fastconv._precision import precision
+from fastconv._version import __version__ as __version__
 from fastconv.exporter import export
 from fastconv.functional import conv2d
 from fastconv.modules import Conv2d
-from fastconv.optimization import optimize, restore
-from fastconv.preparation import prepare, preparing
+from fastconv.network import lookahead
+from fastconv.network.optimization import optimize, restore
+from fastconv.network.preparation import prepare, preparing
 
 __all__ = [
     "Conv2d",
@@ -20,4 +22,5 @@ __all__ = [
     "preparing",
     "restore",
 ]
-__version__ = "0.1.0"
+
+lookahead.register()

@@ -1,4 +1,4 @@
-"""Weights that do not change, so that what is made of them can be kept."""
+"""``frozen_weights``: packed weights are cached while the weights do not change."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ _depth = 0
 
 
 class frozen_weights:
-    """Context manager for inference with weights that stay what they are.
+    """Context manager for inference with weights that do not change.
 
-    Tensor cores read weights in an order of their own, in which every call puts them first: a
-    launch, and a third of the GPU's time where there is one image. Within this context it is done
-    once for each weight, unless autograd records the call, or a CUDA graph is captured.
+    Kernels for tensor cores read weights in an order of their own, into which every call first
+    packs them: that is one launch, and a third of the GPU's time with a batch of one image. Within
+    this context each weight is packed once, unless autograd records the call, or a CUDA graph is
+    captured.
 
-    You vouch for the weights. A change that PyTorch's version counters tell is seen (``copy_``,
-    ``load_state_dict``, an optimizer's step), but they do not tell of all: not of writing to
-    ``weight.data``, nor of replayed CUDA graphs, FSDP's all-gathers or other libraries' kernels.
+    The caller guarantees that weights do not change. A change that PyTorch's version counters
+    record is noticed (``copy_``, ``load_state_dict``, an optimizer's step), but they do not record
+    all changes: not writes to ``weight.data``, nor those by replayed CUDA graphs, FSDP's
+    all-gathers or other libraries' kernels.
 
-    Holds for the whole process, for all of its threads; what is kept (2 GiB at most) is
-    dropped at the end. Without the native host path it has no effect.
+    The context holds for all threads of the process. Packed weights, at most 2 GiB, are freed at
+    its end. Without the native host path it has no effect.
 
         >>> with torch.inference_mode(), fastconv.frozen_weights():
         ...     for batch in requests:
@@ -38,7 +40,7 @@ class frozen_weights:
     @staticmethod
     def _change(by: int) -> None:
         global _depth
-        with _lock:  # several threads may be in their own
+        with _lock:  # several threads may enter and leave contexts at once
             outermost = min(_depth, _depth + by) == 0
             _depth += by
             if outermost:
@@ -46,5 +48,5 @@ class frozen_weights:
 
 
 def active() -> bool:
-    """Whether some thread is within such a context."""
+    """Whether any thread is within such a context."""
     return _depth > 0

@@ -1,4 +1,4 @@
-"""Which arithmetic a float32 convolution uses on a GPU: PyTorch's setting, or the user's."""
+"""The arithmetic of float32 convolutions on a GPU: PyTorch's setting, or the user's choice."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class precision:
     has no effect on CPU tensors, which are always computed in full float32, nor on other dtypes.
 
     Each thread and each asynchronous task has contexts of its own, and one object may be entered
-    any number of times, in several of them at once. A thread that has entered none takes, as it
-    would PyTorch's setting, the choice that another thread has made last and still holds to: so do
-    the threads of ``nn.DataParallel``, and those that recompute a checkpoint in backward.
+    any number of times, in several of them at once. A thread that has entered none takes the choice
+    of the context that any other thread has entered last and not left, as all threads share
+    PyTorch's setting. That covers the threads of ``nn.DataParallel``, and those that recompute a
+    checkpoint in backward.
 
         >>> with fastconv.precision("ieee"):
         ...     y = fastconv.conv2d(x, w)
@@ -50,26 +51,26 @@ class precision:
             if entered[place] is self:
                 _scope.entered = (*entered[:place], *entered[place + 1 :])
                 return
-        with _lock:  # it was entered by another thread or task
+        with _lock:  # another thread or task has entered it
             _forget(self)
 
 
 _own: ContextVar[tuple[precision, ...]] = ContextVar("fastconv.precision", default=())
-_everywhere: list[tuple[int, precision]] = []  # threads and what they have entered, in this order
-_lock = RLock()  # a generator that is collected may leave its context at any point
+_everywhere: list[tuple[int, precision]] = []  # threads and contexts, in the order of entering
+_lock = RLock()  # reentrant: the collection of a generator may leave its context at any point
 
 
 class _Scope(ModuleType):
-    """The contexts that the running code is in, as attributes.
+    """The contexts that the running code is in, as attributes of a module.
 
-    TorchDynamo traces neither a ContextVar nor threads. But it reads and writes what a *module* has
-    without tracing how, guards what it has read by reading it again, and writes for real wherever
-    it stops tracing. So to code that is compiled and to code that is not, these are the same.
+    TorchDynamo traces neither a ContextVar nor threads. But it reads and writes the attributes of a
+    *module* without tracing how, guards an attribute by reading it again, and writes it for real
+    wherever it stops tracing. So compiled code and eager code see the same contexts.
     """
 
     @property
     def entered(self) -> tuple[precision, ...]:
-        """What this thread, or this asynchronous task, has entered; the innermost is last."""
+        """The contexts that this thread or asynchronous task has entered; the innermost is last."""
         return _own.get()
 
     @entered.setter
@@ -86,7 +87,7 @@ class _Scope(ModuleType):
 
     @property
     def elsewhere(self) -> Precision | None:
-        """What another thread has chosen last, and still holds to."""
+        """The choice of the context that any other thread has entered last, and not left."""
         thread = get_ident()
         for other, context in reversed(_everywhere.copy()):
             if other != thread:
@@ -98,7 +99,7 @@ _scope = _Scope("fastconv._precision.scope")
 
 
 def _forget(context: precision, thread: int | None = None) -> None:
-    """Drops the last time that this thread, or any, has entered it."""
+    """Removes the last record of a context: of this thread, or of any if ``thread`` is None."""
     for place in range(len(_everywhere) - 1, -1, -1):
         if _everywhere[place][1] is context and thread in (None, _everywhere[place][0]):
             del _everywhere[place]
@@ -106,7 +107,7 @@ def _forget(context: precision, thread: int | None = None) -> None:
 
 
 def _after_fork() -> None:
-    """The child has one thread, and what that has entered: nobody would ever leave the others'."""
+    """Removes the contexts of other threads, which do not exist in the child process."""
     global _lock
     _lock, thread = RLock(), get_ident()
     _everywhere[:] = [record for record in _everywhere if record[0] == thread]
@@ -117,30 +118,30 @@ if hasattr(os, "register_at_fork"):
 
 
 def checked(mode: Precision) -> Precision:
-    """``mode`` itself if it is one of ours; otherwise a ValueError that names it."""
+    """Returns ``mode`` if it is valid, and raises a ValueError otherwise."""
     if mode not in get_args(Precision):
         raise ValueError(f"precision should be 'ieee' or 'tf32', but got {mode!r}")
     return mode
 
 
 def override() -> Precision | None:
-    """What the innermost ``with precision(...)`` asks for, if there is one."""
+    """Returns the choice of the innermost ``with precision(...)``; None outside of any."""
     entered = _scope.entered
     return entered[-1].mode if entered else _scope.elsewhere
 
 
 def override_untraced() -> Precision | None:
-    """The same for code that TorchDynamo does not trace, in a fifth of the time."""
+    """Returns the same as :func:`override`, in a fifth of the time; TorchDynamo cannot trace it."""
     if entered := _own.get():
         return entered[-1].mode
     return _scope.elsewhere if _everywhere else None
 
 
 def pytorch_setting() -> Precision:
-    """What PyTorch itself is set to use for float32 convolutions on GPUs, now.
+    """Returns PyTorch's current setting for float32 convolutions on GPUs.
 
-    Where PyTorch has the newer setting, only that is read: the older one is kept in step with it,
-    but raises once both have been written.
+    If PyTorch has the newer setting, only that is read: PyTorch keeps the older one equal to it,
+    but raises an error when it is read after both have been written.
     """
     conv = getattr(torch.backends.cudnn, "conv", None)
     if conv is not None:

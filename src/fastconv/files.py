@@ -1,7 +1,7 @@
-"""Files that commands read and write.
+"""Reads and writes the files that commands are given.
 
-What cannot be written is found out before the work, and a file is replaced as a whole, so that an
-interruption or a full disk leaves the old one or the new one.
+Commands check before they begin that their outputs can be written. A file is replaced as a whole,
+so that an interruption or a full disk leaves either the old contents or the new.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fastconv.jit import cache, trust
 
 
 class FileError(ValueError):
-    """A file that cannot be read or written; says which and why."""
+    """A file cannot be read or written; the message says which and why."""
 
 
 def read_bytes(path: Path) -> bytes:
-    """What a file holds."""
+    """The contents of a file."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -29,13 +29,13 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """What a text file holds."""
+    """The contents of a text file."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise FileError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise FileError(f"cannot read {path}: it is no text in UTF-8") from error
+        raise FileError(f"cannot read {path}: it is not UTF-8 text") from error
 
 
 def read_json(path: Path) -> Any:
@@ -45,14 +45,14 @@ def read_json(path: Path) -> Any:
     except json.JSONDecodeError as error:
         raise FileError(f"{path} is no JSON: {error}") from error
     except RecursionError as error:
-        raise FileError(f"{path} is no JSON that can be read: it is nested too deeply") from error
+        raise FileError(f"{path} cannot be read: its JSON is nested too deeply") from error
 
 
 def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | None] = ()) -> None:
-    """Raises a FileError unless all outputs can be written, each without losing something.
+    """Raises a FileError unless all outputs can be written.
 
-    Two outputs cannot be one file, nor can an output be what is read. None stands for what was not
-    asked for.
+    No two outputs may be the same file, and no output may be one of the inputs. None stands for a
+    file that is not requested.
     """
     taken = {Path(path).resolve(): "read" for path in inputs if path is not None}
     for path in outputs:
@@ -67,9 +67,9 @@ def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | 
 
 
 def make_folder(path: Path, private: bool = False) -> None:
-    """Makes a folder for files unless it is there, or raises a FileError that says why not.
+    """Makes a folder unless it exists; raises a FileError if files cannot be written there.
 
-    A private one, and the parents that it needs, are for the user alone.
+    If ``private``, the folder and the parents that are made are accessible to the user alone.
     """
     try:
         if private:
@@ -83,9 +83,9 @@ def make_folder(path: Path, private: bool = False) -> None:
 
 
 def write(path: Path, contents: str | bytes) -> None:
-    """Replaces a file at once; what is no plain file, a device or a pipe, is written to.
+    """Replaces the contents of a file at once; a device or a pipe is written to instead.
 
-    A symbolic link stays one: the file that it names is replaced.
+    A symbolic link stays a link: the file that it leads to is replaced.
     """
     encoded = contents.encode() if isinstance(contents, str) else contents
     try:
@@ -102,10 +102,10 @@ def write(path: Path, contents: str | bytes) -> None:
 
 
 def replaceable(path: Path) -> bool:
-    """Whether another file can take the place of what is there, if anything is.
+    """Whether a new file can be moved to the path, in place of a file that may be there.
 
-    Not so for devices and pipes; nor for what has a name there because it is open, which may be a
-    file (``/dev/stdout``); nor in a folder that takes no new files.
+    That is not so for devices and pipes, for names of open files such as ``/dev/stdout``, and in
+    folders that cannot be written.
     """
     if path.absolute().parts[1:2] in (("dev",), ("proc",)):
         return False
@@ -125,11 +125,11 @@ def _check_output(path: Path) -> None:
             raise FileError(f"cannot write {path}: it is write-protected")
         if replaceable(path):
             _try_folder(parent)
-    except (OSError, RuntimeError) as error:  # the latter where links form a loop
+    except (OSError, RuntimeError) as error:  # resolve() raises RuntimeError for a loop of links
         raise FileError(f"cannot write {path}: {getattr(error, 'strerror', error)}") from error
 
 
 def _try_folder(folder: Path) -> None:
-    """Raises an OSError unless files can be made there."""
+    """Raises an OSError unless files can be made in the folder."""
     with tempfile.TemporaryFile(dir=folder):
         pass

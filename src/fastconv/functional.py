@@ -1,4 +1,4 @@
-"""``conv2d``: what the user says, turned into the operator's plain arguments."""
+"""``fastconv.conv2d``: turns the user's arguments into those of the operators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IntOrPair = int | Sequence[int]
 PaddingLike = int | str | Sequence[int] | Sequence[Sequence[int]]
 Activation = str | tuple[str, float]
 
-_LEAKY_SLOPE = 0.01  # PyTorch's, where none is given
+_LEAKY_SLOPE = 0.01  # the default of torch.nn.functional.leaky_relu
 
 
 def conv2d(
@@ -39,9 +39,9 @@ def conv2d(
 ) -> Tensor:
     r"""Applies a 2-D convolution, as :func:`torch.nn.functional.conv2d` does.
 
-    Beyond it, with ``activation`` or ``residual``: activation(convolution + bias + residual), in
-    one kernel, which rounds to the tensors' type once. Where gradients are recorded, convolution,
-    sum and activation are three steps, and each of them rounds.
+    With ``activation`` or ``residual``, it computes activation(convolution + bias + residual) in
+    one kernel, which rounds to the tensors' type once. If autograd records the call, convolution,
+    addition and activation are three steps, and each of them rounds.
 
     Args:
         input: ``(batch, in_channels, height, width)``, or without ``batch``.
@@ -49,18 +49,20 @@ def conv2d(
         bias: ``(out_channels)``, or None.
         stride: one number, or ``(vertical, horizontal)``.
         padding: zeros around the input: one number, ``(vertical, horizontal)``, ``'valid'`` (none),
-            ``'same'`` (output as large as the input; stride 1 only), or, beyond PyTorch, one number
-            a side: ``((top, bottom), (left, right))``. The input is never copied to pad it.
+            ``'same'`` (output as large as the input; stride 1 only), or, which PyTorch does not
+            take, one number per side: ``((top, bottom), (left, right))``. The input is never copied
+            to pad it.
         dilation: one number, or ``(vertical, horizontal)``.
         groups: number of groups the channels are split into.
         precision: ``"ieee"`` or ``"tf32"`` for float32 on a GPU; None takes
             :class:`fastconv.precision`'s choice and, outside of it, PyTorch's setting.
-        activation: ``"relu"``, ``"relu6"``, ``"leaky_relu"`` (of slope 0.01; another one by
-            ``("leaky_relu", slope)``), ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` (gelu's
-            approximation by tanh), ``"hardswish"``, ``"sigmoid"``, ``"tanh"``; ``"identity"`` or
-            None for none. Integers have relu and relu6 alone, complex numbers none.
-        residual: is added before the activation: of the result's size, and the input's type and
-            device.
+        activation: ``"relu"``, ``"relu6"``, ``"leaky_relu"`` (with slope 0.01;
+            ``("leaky_relu", slope)`` for another one), ``"silu"``, ``"gelu"``, ``"gelu_tanh"``
+            (gelu's approximation by tanh), ``"hardswish"``, ``"sigmoid"``, ``"tanh"``;
+            ``"identity"`` or None for none. Integer tensors take only relu and relu6, complex ones
+            take none.
+        residual: a tensor that is added before the activation. It has the result's size and the
+            input's type and device.
 
     Returns:
         ``(batch, out_channels, out_height, out_width)``, or without ``batch``, in the memory format
@@ -110,9 +112,9 @@ def conv2d(
         )  # fmt: skip
         return output.squeeze(0)
     if not epilogue:
-        return autograd.forward_here(input, weight, bias, stride, sides, dilation, groups, mode)
+        return autograd.forward_here(input, weight, bias, (stride, sides, dilation, groups, mode))
     return autograd.fused_here(
-        _convolution, input, weight, bias, residual, stride, sides, dilation, groups, mode,
+        _convolution, input, weight, bias, residual, (stride, sides, dilation, groups, mode),
         *activation_of(activation),
     )  # fmt: skip
 
@@ -127,7 +129,7 @@ def _convolution(
     groups: int,
     mode: Precision | None,
 ) -> Tensor:
-    """The operator ``forward`` by way of the native host path, where there is one."""
+    """Computes the operator ``forward``, by the native host path if it serves calls."""
     padding = (sides[:2], sides[2:])
     return conv2d(input, weight, bias, stride, padding, dilation, groups, precision=mode)
 
@@ -143,7 +145,7 @@ def _batch_of_one(residual: Tensor) -> Tensor:
 
 
 def activation_of(value: Activation | None) -> tuple[str, float]:
-    """The activation's name and slope; names are checked where all arguments are."""
+    """Returns the activation's name and slope; the operator checks the name."""
     if value is None:
         return "identity", 0.0
     if isinstance(value, str):
@@ -156,7 +158,7 @@ def activation_of(value: Activation | None) -> tuple[str, float]:
 
 
 def _int(name: str, value: int) -> int:
-    """``value`` as an int; symbolic ones as they are, bool and everything else refused."""
+    """Returns ``value`` as an int, or as it is if symbolic; refuses bools and other types."""
     if type(value) is int or isinstance(value, torch.SymInt):
         return value
     if not isinstance(value, bool):
@@ -168,7 +170,7 @@ def _int(name: str, value: int) -> int:
 
 
 def _pair(name: str, value: IntOrPair) -> tuple[int, int]:
-    if type(value) is int:  # most are, and what follows takes longer
+    if type(value) is int:  # the most frequent form, decided first to save host time
         return value, value
     if not isinstance(value, Sequence) or isinstance(value, str):
         both = _int(name, value)
@@ -187,7 +189,7 @@ def _pair(name: str, value: IntOrPair) -> tuple[int, int]:
 def _sides(
     padding: PaddingLike, weight: Tensor, stride: tuple[int, int], dilation: tuple[int, int]
 ) -> Padding:
-    """Any form of ``padding`` as the zeros on each of the four sides."""
+    """Returns any form of ``padding`` as the number of zeros on each of the four sides."""
     if type(padding) is int:
         return Padding(padding, padding, padding, padding)
     if isinstance(padding, str):
@@ -208,7 +210,7 @@ def is_four_sided(padding: PaddingLike) -> bool:
 
 
 def four_sides(padding: PaddingLike) -> Padding:
-    """``((top, bottom), (left, right))`` as the zeros on each of the four sides."""
+    """Returns ``((top, bottom), (left, right))`` as the number of zeros on each side."""
     vertical, horizontal = cast("Sequence[Sequence[int]]", padding)
     return Padding(*_pair("padding", vertical), *_pair("padding", horizontal))
 
@@ -224,7 +226,7 @@ def _named_padding(
         raise RuntimeError(
             f"padding='same' is not supported for strided convolutions, but got stride={stride}"
         )
-    # Weights of another rank are refused later on, with a better message.
+    # A weight of another rank gets a better error message later on.
     kernel_size = (*_kernel_size(weight), 1, 1)
     vertical, horizontal = (
         step * (size - 1) for step, size in zip(dilation, kernel_size, strict=False)
@@ -234,11 +236,11 @@ def _named_padding(
 
 
 def _kernel_size(weight: Tensor) -> tuple[int, ...]:
-    """The weight's sides but for its channels, as ints.
+    """Returns the height and width of the weight, as ints.
 
-    In a trace (``torch.jit.trace``) sizes are tensors, and no operator but PyTorch's own can be
-    given them: a trace keeps the numbers, as it keeps the stride. A parameter's do not change;
-    for any other tensor PyTorch warns.
+    In a trace (``torch.jit.trace``) sizes are tensors, which only PyTorch's own operators accept as
+    arguments. So the trace records the numbers themselves, as it does for the stride. A parameter's
+    sizes do not change; for any other tensor PyTorch warns.
     """
     check_dense("weight", weight)
     if not torch.jit.is_tracing():  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
-"""``Conv2d``: a ``torch.nn.Conv2d`` whose forward is ours; and one with what follows it."""
+"""``Conv2d``: a ``torch.nn.Conv2d`` computed by fastconv; ``FusedConv2d`` adds an epilogue."""
 
-# Annotations are evaluated here: torch.fx keeps those of forward, and pickles no strings.
+# This file does not postpone the evaluation of annotations: torch.fx keeps those of forward, and
+# cannot pickle them as strings.
 
 from typing import Any, Literal, NoReturn
 
@@ -17,17 +18,18 @@ from fastconv.functional import Activation, PaddingLike, conv2d, four_sides, is_
 class Conv2d(torch.nn.Conv2d):
     """:class:`torch.nn.Conv2d`, computed by fastconv.
 
-    Takes everything that ``nn.Conv2d`` takes, in the same order, and is one: same parameters, same
-    initial values under the same seed, same state dict. Beyond it:
+    It takes the arguments of ``nn.Conv2d`` in the same order, and is a subclass of it: with the
+    same parameters, the same initial values for the same seed, and the same state dict. These
+    arguments differ:
 
     Args:
-        padding: also ``((top, bottom), (left, right))``.
-        precision: arithmetic of float32 on a GPU, ``"ieee"`` or ``"tf32"``; None (the default)
+        padding: may also be ``((top, bottom), (left, right))``.
+        precision: the arithmetic of float32 on a GPU, ``"ieee"`` or ``"tf32"``; None (the default)
             takes :class:`fastconv.precision`'s choice and, outside of it, PyTorch's setting.
-            No effect on a CPU.
+            It has no effect on a CPU.
     """
 
-    # A class attribute, so that modules whose state was saved by nn.Conv2d have one too.
+    # A class attribute: modules that were pickled as nn.Conv2d have none of their own.
     precision: Precision | None = None
 
     def __init__(
@@ -58,17 +60,18 @@ class Conv2d(torch.nn.Conv2d):
             self.precision = _precision.checked(precision)
 
     def forward(self, input: Tensor) -> Tensor:
-        # Of almost all calls, the first comparison decides, which takes the least time.
+        # The first comparison, the cheapest, is false in almost all calls.
         if type(input) is not Tensor and isinstance(input, Proxy) and self._is_leaf(input.tracer):
             path = input.tracer.path_of_module(self)
             return input.tracer.create_proxy("call_module", path, (input,), {})
         return self._conv_forward(input, self.weight, self.bias)
 
     def _is_leaf(self, tracer: Any) -> bool:
-        """Whether ``torch.fx`` would write down a call of a ``torch.nn.Conv2d``, not what is in it.
+        """Whether ``torch.fx`` would record a call of a ``torch.nn.Conv2d``, and not its contents.
 
-        It decides by the name of a class's module, and so goes into ours. Hooks have run then: with
-        them, what is in it is written down, lest they run twice.
+        ``torch.fx`` decides by the name of a class's module, and so traces into this one. When
+        forward is called, hooks have run: a module with hooks is traced into, so that its hooks do
+        not run a second time.
         """
         if (
             type(self) is not Conv2d
@@ -90,16 +93,16 @@ class Conv2d(torch.nn.Conv2d):
         )  # fmt: skip
 
     def _padded(self, input: Tensor) -> tuple[Tensor, PaddingLike]:
-        """The input, and the zeros that are to be around it."""
+        """Returns the input and the padding by zeros that is left to the convolution."""
         if self.padding_mode == "zeros":
             return input, self.padding
-        # As PyTorch does: only zeros are free, every other border is copied.
+        # As in PyTorch, the convolution itself pads only with zeros; other modes pad a copy.
         return pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise NotImplementedError(
             "torch.jit.script does not take a fastconv.Conv2d: use torch.jit.trace or "
-            "torch.export, or make it PyTorch's before, by module.__class__ = torch.nn.Conv2d"
+            "torch.export, or turn it into PyTorch's first: module.__class__ = torch.nn.Conv2d"
         )
 
     def extra_repr(self) -> str:
@@ -108,14 +111,14 @@ class Conv2d(torch.nn.Conv2d):
 
 
 PYTORCHS: Any = Conv2d.__base__
-"""What ``fastconv.optimize`` exchanges: the class of the layers that it is measured against."""
+"""``torch.nn.Conv2d``, the class of the layers that ``fastconv.optimize`` replaces."""
 
 
 class FusedConv2d(Conv2d):
-    """A convolution and what follows it in a network, in one kernel: made by ``fastconv.optimize``.
+    """A convolution and its epilogue in one kernel, made by ``fastconv.optimize``.
 
-    Computes ``activation(convolution + bias + residual)``; see :func:`fastconv.conv2d` for
-    ``activation``, None for none. A residual is given with each call, or not at all.
+    It computes ``activation(convolution + bias + residual)``; see :func:`fastconv.conv2d` for
+    ``activation``. A residual is an argument of the call.
     """
 
     activation: Activation | None = None

@@ -1,4 +1,4 @@
-"""What is to be computed: the geometry of one convolution, as a value."""
+"""The geometry of one convolution as a value: what is computed, independent of how."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple
 Pair = tuple[int, int]
 
 WORD = 1 << 63
-"""One more than the largest number in PyTorch: its integers have 64 bits."""
+"""One more than the largest integer in PyTorch, which has 64 bits."""
 
 
 class Padding(NamedTuple):
-    """Zeros around the input, side by side."""
+    """The number of zeros on each side of the input."""
 
     top: int
     bottom: int
@@ -22,14 +22,14 @@ class Padding(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What a forward pass does to its sums before it stores them.
+    """What a forward pass does to its accumulators before it stores them.
 
-    That is activation(sums + bias + residual).
+    It stores activation(accumulators + bias + residual).
     """
 
     activation: str = "identity"
-    slope: float = 0.0  # of leaky_relu, for negative numbers
-    residual: bool = False
+    slope: float = 0.0  # leaky_relu's factor of negative numbers, 0 for other activations
+    residual: bool = False  # whether there is a residual
 
 
 NO_EPILOGUE = Epilogue()
@@ -38,14 +38,17 @@ ACTIVATIONS = (
     "identity", "relu", "relu6", "leaky_relu", "silu", "gelu", "gelu_tanh", "hardswish", "sigmoid",
     "tanh",
 )  # fmt: skip
-"""Names of ``torch.nn.functional``; ``gelu`` is by erf, ``gelu_tanh`` its approximation by tanh."""
+"""Names of activations in ``torch.nn.functional``.
+
+``gelu`` is computed by erf, ``gelu_tanh`` is its approximation by tanh.
+"""
 
 
 @dataclass(frozen=True)
 class Problem:
     """The geometry of one 2-D convolution, common to its forward pass and its two gradients.
 
-    Sizes may be symbolic while PyTorch traces. Build one with :meth:`of`, which checks it.
+    Sizes may be symbolic while PyTorch traces. :meth:`of` makes a checked one.
     """
 
     batch: int
@@ -68,7 +71,7 @@ class Problem:
         dilation: tuple[int, ...],
         groups: int,
     ) -> Problem:
-        """The problem of convolving these shapes; raises PyTorch's error if there is none."""
+        """Returns the problem of convolving these shapes; raises PyTorch's error if invalid."""
         check_words(stride, padding, dilation, groups)
         _check_parameters(stride, padding, dilation, groups)
         _check_weight(weight_shape, groups)
@@ -98,7 +101,7 @@ class Problem:
 
     @property
     def kernel_extent(self) -> Pair:
-        """Rows and columns from a kernel's first tap to its last, both included."""
+        """The rows and columns that a kernel spans, from its first tap to its last."""
         return (
             self.dilation[0] * (self.kernel_size[0] - 1) + 1,
             self.dilation[1] * (self.kernel_size[1] - 1) + 1,
@@ -126,7 +129,7 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the forward pass or of either gradient, 2 a multiply-add."""
+        """Floating-point operations of a forward pass or either gradient; a multiply-add is two."""
         taps = self.kernel_size[0] * self.kernel_size[1]
         height, width = self.output_size
         per_pixel = 2 * self.out_channels * (self.in_channels // self.groups) * taps
@@ -134,7 +137,7 @@ class Problem:
 
     @property
     def without_idle_dilation(self) -> Problem:
-        """The same convolution: along an axis of one tap, any dilation is as good as 1."""
+        """The same convolution with dilation 1 along axes of one tap, where it has no effect."""
         height, width = self.kernel_size
         rows, columns = self.dilation
         dilation = (rows if height > 1 else 1, columns if width > 1 else 1)
@@ -151,7 +154,7 @@ class Problem:
 
     def _check_padded_size(self) -> None:
         for size in self.padded_size:
-            if isinstance(size, int) and size >= WORD:  # of a symbolic one PyTorch will know
+            if isinstance(size, int) and size >= WORD:  # PyTorch itself checks symbolic sizes
                 raise RuntimeError(
                     f"padded input sizes are below 2**63, but padding={list(self.padding)} "
                     f"(top, bottom, left, right) makes one of {size}"
@@ -161,7 +164,7 @@ class Problem:
 def check_words(
     stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...], groups: int
 ) -> None:
-    """Raises if a number has more than the 64 bits that PyTorch's have."""
+    """Raises if a number does not fit into 64 bits, as all integers of PyTorch do."""
     for name, values in (
         ("stride", stride),
         ("padding", padding),
@@ -245,18 +248,18 @@ def _check_input(input_shape: tuple[int, ...], weight_shape: tuple[int, ...], gr
 
 
 def is_channels_last(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether PyTorch takes these strides of a 4-D tensor for channels-last ones.
+    """Whether PyTorch takes a 4-D tensor of these strides to be channels-last.
 
-    Strides decide, not contiguity: PyTorch's own rule (``suggest_memory_format``), so that
-    tensors with sides of 1, which are contiguous in both formats, are read as PyTorch reads them.
+    This is PyTorch's own rule (``suggest_memory_format``), which depends on strides and not on
+    contiguity: tensors with sides of 1 are contiguous in both formats.
     """
-    if stride[1] > stride[3] or stride[1] == 0:  # nearly every NCHW tensor leaves here
+    if stride[1] > stride[3] or stride[1] == 0:  # true of nearly every NCHW tensor
         return False
     least = 0
     for dim in (1, 3, 2, 0):
         if shape[dim] == 0 or stride[dim] < least:
             return False
-        if dim == 0 and least == stride[1]:  # (N, C, 1, 1) of one channel: contiguous
+        if dim == 0 and least == stride[1]:  # (N, 1, 1, 1) is ambiguous, and contiguous
             return False
         least = stride[dim] * max(shape[dim], 1)
     return True

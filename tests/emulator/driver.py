@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fastconv.jit.launch import compile_jobs
+from fastconv.jit.pool import compile_jobs
 from fastconv.kernels.family import (
     FOLDER,
     MAPPED_SCALARS,

@@ -84,9 +84,9 @@ class Forced:
         height, width = problem.kernel_size
         if (
             not tile.fits(gpu)
-            or tile.box_rows > height
-            or tile.box_columns > width
-            or tile.box_channels > round_up(tile.group_in, 8)
+            or tile.tile_rows > height
+            or tile.tile_columns > width
+            or tile.tile_channels > round_up(tile.group_in, 8)
             or tile.strip_columns > round_up(problem.output_size[1], 8)
             or tile.step_rows > tile.walk_rows
         ):
@@ -227,12 +227,12 @@ def word_of(chosen: Planner) -> str:
 # The constants of each kernel that identify its tile.
 TILE_CONSTANTS = {
     "hopper/wgrad_halo/kernel.cuh": (
-        "channel_groups", "kernel_rows", "product_taps", "product_octets", "segments",
-        "phase_images", "stage_columns", "strip_stages", "plane_classes",
+        "channel_groups", "kernel_rows", "mma_taps", "mma_octets", "segments",
+        "interleaved_images", "stage_columns", "strip_stages", "plane_classes",
     ),
     "ampere/wgrad_halo/kernel.cuh": (
-        "row_tiles", "warps_out", "warps_units", "warps_pixels", "box_channels", "box_rows",
-        "box_columns", "strip_columns", "step_rows", "slice_products", "rolling",
+        "row_tiles", "warps_out", "warps_units", "warps_pixels", "tile_channels", "tile_rows",
+        "tile_columns", "strip_columns", "step_rows", "slice_mmas", "rolling",
     ),
     "ampere/halo/kernel.cuh": (
         "warps", "loaders", "product_rows", "channel_groups", "pixels", "block_rows",
@@ -241,7 +241,7 @@ TILE_CONSTANTS = {
     implicit_gemm_nhwc.SOURCE: ("consumers", "tile_columns", "blocks"),
     implicit_gemm_nchw.SOURCE: ("row_tiles", "columns", "tile_pixels", "flat", "whole", "piece"),
     wgrad_implicit_gemm.SOURCE: (
-        "row_groups", "column_groups", "product_columns", "depth", "blocks", "whole", "cluster",
+        "row_groups", "column_groups", "mma_columns", "depth", "blocks", "whole", "cluster",
         "teams", "team_warps",
     ),
 }  # fmt: skip

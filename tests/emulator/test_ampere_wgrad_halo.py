@@ -48,8 +48,8 @@ def _with(**wanted: object) -> Planner:
         return all(getattr(tile, name) == value for name, value in wanted.items())
 
     def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        boxes = wgrad._boxes(problem, operands)
-        tiles = (tile for box in boxes for tile in wgrad._with_steps(box))
+        weight_tiles = wgrad._weight_tiles(problem, operands)
+        tiles = (tile for each in weight_tiles for tile in wgrad._with_steps(each))
         fitting = (tile for tile in tiles if has_all(tile) and tile.fits(gpu))
         plan: Plan = wgrad.plan(min(fitting, key=lambda tile: tile.cycles(gpu)), gpu)
         return plan
@@ -107,8 +107,8 @@ FORCED = (
     _case(ROLLED, "float16", True, planner=_with(rolling=True, step_rows=2)),
     _case(DILATED, "ieee", True, planner=_with(rolling=True)),
     _case(DILATED, "bfloat16", planner=_with(rolling=True, strip_columns=8)),
-    _case(DEEP, "tf32", planner=_with(box_channels=16, box_rows=2)),
-    _case(DEEP, "float16", bias=True, planner=_with(box_columns=2, warps_out=2)),
+    _case(DEEP, "tf32", planner=_with(tile_channels=16, tile_rows=2)),
+    _case(DEEP, "float16", bias=True, planner=_with(tile_columns=2, warps_out=2)),
     _case(CONVS[5], "bfloat16", True, planner=_with(warps_pixels=2)),
     _case(CONVS[5], "ieee", bias=True, planner=_with(warps_pixels=4)),
     _case(CONVS[13], "float16", True, planner=_with(row_tiles=4)),

@@ -99,7 +99,7 @@ def _with_toeplitz(planner: Planner) -> Planner:
 
     @wraps(planner)
     def plan(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        with patch.object(passes, "_in_bands", return_value=True):
+        with patch.object(passes, "_takes_toeplitz", return_value=True):
             return planner(problem, operands, gpu)
 
     return plan

@@ -128,7 +128,7 @@ def test_places_of_packed_weights(tmp_path: Path) -> None:
 
 
 def _collect(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    return wgrad_few_inputs.plan(wgrad_few_inputs.collect_of(problem, operands, gpu), gpu)
+    return wgrad_few_inputs.plan(wgrad_few_inputs.layer_of(problem, operands, gpu), gpu)
 
 
 _collect.__name__ = "weight_grad"

@@ -30,12 +30,12 @@ from fastconv.problem import Problem
 
 
 def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    return few_outputs.plan(few_outputs.spread_of(forward_ways(problem, operands)[0][0], gpu), gpu)
+    return few_outputs.plan(few_outputs.walks_of(forward_ways(problem, operands)[0][0], gpu), gpu)
 
 
 def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     return few_outputs.plan(
-        few_outputs.spread_of(input_grad_ways(problem, operands)[0][0], gpu), gpu
+        few_outputs.walks_of(input_grad_ways(problem, operands)[0][0], gpu), gpu
     )
 
 

@@ -231,4 +231,4 @@ def test_declines() -> None:
     assert "aligned" in declined(POINTWISE, aligned=False)
     assert "4 channels" in declined(_conv("few", 1, (8, 4), (6, 6)))
     # Each residue is stored by code of its own.
-    assert "10000 phases" in declined(_conv("far", 1, (8, 8), (200, 200), stride=100))
+    assert "10000 residues" in declined(_conv("far", 1, (8, 8), (200, 200), stride=100))

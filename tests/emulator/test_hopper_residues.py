@@ -173,14 +173,14 @@ def test_against_float64(case: PassCase) -> None:
 
 
 def test_cases_cover_all_branches() -> None:
-    chosen = [coverage.CORRELATE.choices(case.plan.launches[-1].kernel) for case in CASES]
+    chosen = [coverage.HALO.choices(case.plan.launches[-1].kernel) for case in CASES]
 
     def pairs(*names: str) -> set[tuple[Any, ...]]:
         return {tuple(choices[name] for name in names) for choices in chosen}
 
     both = {*product((False, True), repeat=2)}
-    assert pairs("interleave") == {("phases",)}
-    for name in ("pairs", "early", "idle rows", "empty phases", "stacked", "rows", "grouped",
+    assert pairs("interleave") == {("residues",)}
+    for name in ("pairs", "early", "idle rows", "empty residues", "stacked", "rows", "grouped",
                  "several strips", "16 bits", "staged", "bulk_loads", "low_products",
                  "compensated", "resident", "row step"):  # fmt: skip
         assert pairs(name) == {(False,), (True,)}, name

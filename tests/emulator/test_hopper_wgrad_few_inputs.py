@@ -16,7 +16,7 @@ from fastconv.problem import Problem
 
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    return wgrad_few_inputs.plan(wgrad_few_inputs.collect_of(problem, operands, gpu), gpu)
+    return wgrad_few_inputs.plan(wgrad_few_inputs.layer_of(problem, operands, gpu), gpu)
 
 
 def _case(conv: Conv, mode: str, **options: Any) -> PassCase:

@@ -32,6 +32,7 @@ from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu, Kernel, Launch, Operands, Plan
 from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper.wgrad_halo import plan as by_tiles
+from fastconv.kernels.hopper.wgrad_halo import tiles as wgrad_tiles
 from fastconv.problem import Problem
 
 # Few SMs, so that a block has several runs of steps.
@@ -54,11 +55,11 @@ def _in_stages_of(columns: int, halves: bool = False, boxes: bool = False) -> Pl
         tiles = ways(*arguments)
         if not boxes:
             return tiles
-        return (tile for tile in tiles if tile.layer.has_boxes and tile.phase_strips == 1)
+        return (tile for tile in tiles if tile.layer.has_boxes and tile.interleaved_strips == 1)
 
     def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         with (
-            mock.patch.object(by_tiles, "ROW_STAGE_COLUMNS", (columns,)),
+            mock.patch.object(wgrad_tiles, "ROW_STAGE_COLUMNS", (columns,)),
             mock.patch.object(by_tiles, "_groups", wanted),
         ):
             tile = by_tiles.choose_tile(problem, operands, gpu, halves=halves)
@@ -310,7 +311,7 @@ def test_shares_of_more_than_32_bits(tmp_path: Path) -> None:
         round_up(c["out_width"] + c["lead"], 8), c["strip_stages"] * c["stage_columns"]
     )
     assert strips > 1
-    walks = ceil_div(8, c["phase_images"]) * strips
+    walks = ceil_div(8, c["interleaved_images"]) * strips
     assert begins[0].tolist() == [0, 0]
     assert ends[-1].tolist() == [walks, 0]
     assert torch.equal(begins[1:], ends[:-1])

@@ -91,7 +91,7 @@ def _tile(
     return next(
         tile
         for tile in wgrad_implicit_gemm.tiles_of(layer, gpu)
-        if (tile.row_groups, tile.column_groups, tile.product_columns, tile.depth) == wanted
+        if (tile.row_groups, tile.column_groups, tile.mma_columns, tile.depth) == wanted
         and tile.cluster == 1
         and teams in (None, (tile.teams, tile.team_warps))
     )
@@ -287,7 +287,7 @@ def test_every_tile() -> None:
 
 
 def _groups(tile: tiles.Tile) -> tuple[int, int, int, int]:
-    return tile.row_groups, tile.column_groups, tile.product_columns, tile.depth
+    return tile.row_groups, tile.column_groups, tile.mma_columns, tile.depth
 
 
 @pytest.mark.parametrize("case", CLUSTERS, ids=str)
@@ -296,7 +296,7 @@ def test_clusters_need_no_second_launch(case: PassCase) -> None:
     cluster = dict(launch.kernel.constants)["cluster"]
     assert cluster > 1
     assert launch.grid[0] % cluster == 0
-    assert launch.kernel.entry == "gemm_weights"
+    assert launch.kernel.entry == "wgrad_implicit_gemm"
     assert all(one.kernel.source == wgrad_implicit_gemm.BIAS_SOURCE for one in bias)
     assert bias or case.plan.scratch_bytes == 0
     assert f"clusters of {cluster}" in case.plan.choice

@@ -36,6 +36,7 @@ from emulator.test_hopper_wgrad_halo import (
 )
 from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.hopper.wgrad_halo import plan as by_tiles
+from fastconv.kernels.hopper.wgrad_halo import tiles
 from fastconv.problem import Problem
 
 PRECISIONS = ("tf32", "ieee")
@@ -107,7 +108,7 @@ def test_cases_cover_all_branches() -> None:
     assert all(one["repairs"] and not one["halves"] and not one["bias"] for one in second)
     for name, parts in product(("bias", "grad_bulk", "vector_input"), (1, 2)):
         assert {one[name] for one in first if one["parts"] == parts} == {False, True}, name
-    assert {one["phase_images"] for one in first} == {1, 8}
+    assert {one["interleaved_images"] for one in first} == {1, 8}
     assert {one["channel_groups"] for one in first} == {1, 2}
     assert {one["lead"] for one in first} >= {0, 2}
     boxes = {(one["stage_columns"], one["lead"] > 0) for one in first if one["grad_boxes"]}
@@ -369,7 +370,7 @@ def test_tiles_in_rounds() -> None:
     case = _case(conv, "tf32")
     tile = by_tiles.choose_tile(conv.problem, _operands(conv), GPU, halves=True)
     assert tile.count > 1
-    with mock.patch.object(by_tiles, "WORKSPACE_BYTES", tile.block_bytes):
+    with mock.patch.object(tiles, "WORKSPACE_BYTES", tile.block_bytes):
         planned = case.plan
         assert len(planned.launches) == 1 + 2 * 2 * tile.count
         tensors = Tensors.random(case)
@@ -387,8 +388,8 @@ def test_numbers_are_counted_once() -> None:
     tensors = Tensors.random(case)
     tensors.grad_output[:, 4, :, ::5] *= 2.0**-30
     counts = []
-    for tiles in (1, 2, tile.count):
-        with mock.patch.object(by_tiles, "WORKSPACE_BYTES", tiles * tile.block_bytes):
+    for count in (1, 2, tile.count):
+        with mock.patch.object(tiles, "WORKSPACE_BYTES", count * tile.block_bytes):
             counts.append(BeforeRepair.of(case, tensors).lossy[80:])
     assert all(count.equal(counts[0]) for count in counts)
     assert counts[0].nonzero().tolist() == [[4]]

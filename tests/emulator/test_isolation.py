@@ -153,8 +153,8 @@ MUTANTS = [
         "sm_90a/1 forward float16 nchw/nchw: 2x12x6x12 2x12x3x3 padding=1,1",
         Fault(
             "hopper/few_outputs/kernel.cuh",
-            "sums[i + kSlotSums] : 0.0f;",
-            "sums[i + kSlotSums] : sums[i];",
+            "acc[i + kSlotAccumulators] : 0.0f;",
+            "acc[i + kSlotAccumulators] : acc[i];",
         ),
     ),
     Mutant(
@@ -352,8 +352,8 @@ MUTANTS = [
         "sm_90a/1 forward float32 nchw/nchw: 2x4x8x8 4x1x3x3 padding=1,1 groups=4",
         Fault(
             "device/epilogue.cuh",
-            "narrow<Scalar>(activated(sums[i], residual.element[i]));",
-            "narrow<Scalar>(activated(sums[i], residual.element[(i + 1) % kCount]));",
+            "narrow<Scalar>(activated(accs[i], residual.element[i]));",
+            "narrow<Scalar>(activated(accs[i], residual.element[(i + 1) % kCount]));",
         ),
         Epilogue("relu", 0.0, True),
     ),

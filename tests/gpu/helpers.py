@@ -47,13 +47,13 @@ def _noting_kernels() -> Iterator[dict[str, Kernel]]:
     """Convolutions compute nothing, but note by their text the kernels they would have run."""
     kernels: dict[str, Kernel] = {}
 
-    def prepare(launches: Sequence[Launch], *_: Any) -> Any:
+    def load_launches(launches: Sequence[Launch], *_: Any) -> Any:
         kernels.update((launch.kernel.text, launch.kernel) for launch in launches)
         return SimpleNamespace(run=lambda *addresses: None)
 
     backend._ready.cache_clear()
     by_python = mock.patch.multiple(native, conv2d=None, begin=lambda: None)
-    with mock.patch.object(launch, "prepare", prepare), by_python:
+    with mock.patch.object(launch, "load_launches", load_launches), by_python:
         try:
             yield kernels
         finally:

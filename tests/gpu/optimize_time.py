@@ -4,7 +4,7 @@
     PYTHONPATH=src python tests/gpu/optimize_time.py resnet50 --mode inference --benchmark
 
 For TF32 in NCHW and for bfloat16 in channels-last (autocast), each in a new process with empty
-caches, fastconv's and CUDA's: a line of JSON with the seconds of each phase and of the first step
+caches, fastconv's and CUDA's: a line of JSON with the seconds of each task and of the first step
 afterwards. Then once more with the cache that this has left. ``--benchmark`` sets
 ``cudnn.benchmark``, whose trying out is then most of "PyTorch's first calls".
 """
@@ -78,8 +78,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         **vars(arguments),
         "optimize_s": round(seconds, 2),
-        "phases_s": {name: round(took, 2) for name, took in report.phases.items()},
-        "rest_s": round(seconds - sum(report.phases.values()), 2),
+        "tasks_s": {name: round(took, 2) for name, took in report.task_seconds.items()},
+        "rest_s": round(seconds - sum(report.task_seconds.values()), 2),
         "steps_s": [round(step, 3) for step in steps],
         "native_under_way": under_way,
         "native_more_s": round(time.perf_counter() - start, 2),

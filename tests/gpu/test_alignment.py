@@ -58,7 +58,7 @@ def test_any_tensor_may_begin_anywhere(work: PassCase) -> None:
         named = {one: _here(tensor) for one, tensor in tensors.items()}
         assert named[name].data_ptr() % 16 == work.dtype.itemsize
         named["scratch"] = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8, device=CUDA)
-        prepared = launch.prepare(plan.launches, CUDA)
+        prepared = launch.load_launches(plan.launches, CUDA)
         prepared.run(*(named[one].data_ptr() if one in named else 0 for one in prepared.names))
         torch.manual_seed(0)
         given = Tensors.random(work)

@@ -49,7 +49,7 @@ def _run(case: PassCase, tensors: Tensors) -> Tensor:
     named["scratch"] = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8, device=CUDA)
     if case.bias_grad:
         named["bias_grad"] = output.new_full(case.conv.weight[:1], torch.nan)
-    prepared = launch.prepare(plan.launches, CUDA)
+    prepared = launch.load_launches(plan.launches, CUDA)
     prepared.run(*(named[name].data_ptr() if name in named else 0 for name in prepared.names))
     return output.cpu()
 

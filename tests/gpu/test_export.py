@@ -223,7 +223,7 @@ def hand_made(example: ModuleType) -> Any:
         plans[name] = example.Plan((launch,), 0)
     launches = [launch for plan in plans.values() for launch in plan.launches]
     kernels = tuple(dict.fromkeys(map(example.kernel_of, launches)))
-    return example.Ready(plans, example.build(kernels, "sm_90a"), kernels)
+    return example.BuiltPlans(plans, example.build(kernels, "sm_90a"), kernels)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -279,7 +279,7 @@ def test_cuda_errors_have_their_text(example: ModuleType) -> None:
     model(x)
     geometry = example.Geometry(tuple(x.shape), (8, 8, 3, 3), (1, 1), (1, 1), (1, 1), 1)
     operands = example.Operands("float", 4, False, True)
-    ready = example.prepared(("forward",), geometry, operands, "ieee", x.device.index)
+    ready = example.plan_and_build(("forward",), geometry, operands, "ieee", x.device.index)
     with pytest.raises(RuntimeError, match=r"launch of pack: cudaErrorInvalid\w+: invalid"):
         ready.module.launch(0, [1, 2048, 0, 0], [[0], [0]], torch.cuda.current_stream().cuda_stream)
     model(x)  # the error is not a lasting one

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 def test_products(case: Case | Rounds) -> None:
     tensors = case.tensors()
     there = {name: tensor.to(CUDA) for name, tensor in tensors.items()}
-    prepared = jit.prepare([case.launch], CUDA, there)
+    prepared = jit.load_launches([case.launch], CUDA, there)
     prepared.run(*(tensor.data_ptr() for tensor in there.values()))
     *_, found = there.values()
     assert torch.equal(found.cpu(), case.expected(tensors))

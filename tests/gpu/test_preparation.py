@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import fastconv
 from fastconv.backends import cuda
-from fastconv.jit import launch
-from fastconv.ops import ahead
-from fastconv.ops.ahead import begin  # which other tests do without
+from fastconv.jit import pool
+from fastconv.network import lookahead
+from fastconv.network.lookahead import compile_gradients  # conftest patches it elsewhere
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +51,7 @@ def test_nothing_is_left_to_compile(
     def fails(*_: object) -> None:
         raise AssertionError("compiled after all")
 
-    monkeypatch.setattr(launch, "build_all", fails)
+    monkeypatch.setattr(pool, "build_all", fails)
     misses = cuda._ready.cache_info().misses
     with torch.autocast("cuda", torch.bfloat16, enabled=half):
         for _ in range(2):
@@ -103,18 +103,18 @@ def test_backward_finds_its_kernels(
     """They were compiled while the forward pass was under way, or after it."""
     layout = torch.channels_last if channels_last else torch.contiguous_format
     monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(ahead, "begin", begin)
+    monkeypatch.setattr(lookahead, "compile_gradients", compile_gradients)
     ours = fastconv.Conv2d(37, 59, 3, padding=1).cuda().to(memory_format=layout)
     images = torch.randn(3, 37, 29, 31, device="cuda").to(memory_format=layout).requires_grad_()
     output = ours(images)
-    while launch._workers._threads:
+    while pool._workers._threads:
         time.sleep(0.01)
 
     def fails(*_: object) -> None:
         raise AssertionError("compiled after all")
 
-    monkeypatch.setattr(launch, "build", fails)
-    monkeypatch.setattr(launch, "kept", fails)
+    monkeypatch.setattr(pool, "build", fails)
+    monkeypatch.setattr(pool, "cached_cubin", fails)
     monkeypatch.setattr(cuda, "planned", fails)
     grad_output = torch.randn_like(output)
     output.backward(grad_output)

@@ -122,7 +122,7 @@ class TestEarlyLaunches:
     BLOCKS, THREADS = 2048, 128
 
     @pytest.fixture
-    def prepared(self, tmp_path: Path) -> jit.Prepared:
+    def prepared(self, tmp_path: Path) -> jit.LoadedLaunches:
         """Each launch needs what the one before it wrote, and overwrites what that read."""
         (tmp_path / "sum.cuh").write_text(SUM)
         kernel = Kernel(str(tmp_path / "sum.cuh"), "sum", ())
@@ -131,7 +131,7 @@ class TestEarlyLaunches:
             Launch(kernel, (self.BLOCKS, 1, 1), self.THREADS, 0, order, early=True)
             for order in (names, names[::-1]) * (STEPS // 2)
         ]
-        return jit.prepare(launches, CUDA, names)
+        return jit.load_launches(launches, CUDA, names)
 
     def _tensors(self) -> tuple[Tensor, Tensor]:
         first = torch.randint(1000, (self.BLOCKS, self.THREADS), device=CUDA).float()
@@ -142,7 +142,7 @@ class TestEarlyLaunches:
         steps = rounds * STEPS
         return [first.roll(-steps, 0) + steps, first.roll(1 - steps, 0) + steps - 1]
 
-    def test_each_waits_for_the_one_before(self, prepared: jit.Prepared) -> None:
+    def test_each_waits_for_the_one_before(self, prepared: jit.LoadedLaunches) -> None:
         first, second = self._tensors()
         expected = self._expected(first, rounds=50)
         torch.cuda._sleep(SLEEP // 10)  # so that all are queued
@@ -151,7 +151,7 @@ class TestEarlyLaunches:
         assert torch.equal(first, expected[0])
         assert torch.equal(second, expected[1])
 
-    def test_in_a_graph(self, prepared: jit.Prepared) -> None:
+    def test_in_a_graph(self, prepared: jit.LoadedLaunches) -> None:
         first, second = self._tensors()
         expected = self._expected(first, rounds=30)
         graph = torch.cuda.CUDAGraph()
@@ -379,7 +379,7 @@ def _launch(problem: Problem) -> Launch:
 
 
 def _attempt(launch: Launch) -> None:
-    prepared = jit.prepare([launch], torch.device("cuda", 0))
+    prepared = jit.load_launches([launch], torch.device("cuda", 0))
     prepared.run(*(0 for _ in prepared.names))
 
 

@@ -17,6 +17,6 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_product(case: Case) -> None:
     there = {name: tensor.to(CUDA) for name, tensor in case.tensors().items()}
-    prepared = jit.prepare([case.launch], CUDA, there)
+    prepared = jit.load_launches([case.launch], CUDA, there)
     prepared.run(*(tensor.data_ptr() for tensor in there.values()))
     assert torch.equal(there["products"].cpu(), case.expected())

@@ -28,7 +28,7 @@ def _boxes(case: Case) -> Tensor:
 def test_load(name: str) -> None:
     for seed in SEEDS:
         case = tensor_maps.cases(seed)[name]
-        prepared = jit.prepare([case.launch], CUDA, NAMES)
+        prepared = jit.load_launches([case.launch], CUDA, NAMES)
         tensors = [case.memory.to(CUDA), case.coordinates.to(CUDA), _boxes(case)]
         prepared.run(*(tensor.data_ptr() for tensor in tensors))
         assert torch.equal(tensors[2].cpu(), case.loaded()), (seed, case.map)
@@ -39,7 +39,7 @@ def test_store(name: str) -> None:
     for seed in SEEDS:
         case = tensor_maps.stores(seed)[name]
         boxes = torch.randn(case.boxes_shape).view(torch.int32)
-        prepared = jit.prepare([case.storing_launch], CUDA, NAMES)
+        prepared = jit.load_launches([case.storing_launch], CUDA, NAMES)
         tensors = [case.memory.to(CUDA), case.coordinates.to(CUDA), boxes.to(CUDA)]
         prepared.run(*(tensor.data_ptr() for tensor in tensors))
         stored = tensors[0].cpu().view(torch.int16)
@@ -49,7 +49,7 @@ def test_store(name: str) -> None:
 def test_every_run_has_its_own_addresses() -> None:
     """Runs that are still queued keep theirs; so do graphs."""
     case = tensor_maps.cases(0)["4d swizzle 128"]
-    prepared = jit.prepare([case.launch], CUDA, NAMES)
+    prepared = jit.load_launches([case.launch], CUDA, NAMES)
     coordinates = case.coordinates.to(CUDA)
     inputs = [(case.memory * factor).to(CUDA) for factor in (1, 2, 4)]
     results = [_boxes(case) for _ in inputs]
@@ -71,7 +71,7 @@ def test_every_run_has_its_own_addresses() -> None:
 
 def test_misaligned_tensor_is_refused() -> None:
     case = tensor_maps.cases(0)["2d swizzle 0"]
-    prepared = jit.prepare([case.launch], CUDA, NAMES)
+    prepared = jit.load_launches([case.launch], CUDA, NAMES)
     tensor, coordinates, boxes = case.memory.to(CUDA), case.coordinates.to(CUDA), _boxes(case)
     with pytest.raises(jit.LaunchError, match=r"mapping tensor at address .*INVALID_VALUE"):
         prepared.run(tensor.data_ptr() + 8, coordinates.data_ptr(), boxes.data_ptr())

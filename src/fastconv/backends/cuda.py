@@ -1,7 +1,7 @@
 """The CUDA backend: plan, compile, launch.
 
-Whatever can be decided from shapes is decided once and kept; a call looks it up, allocates its
-workspace and launches.
+All that follows from shapes is decided once and cached; a call looks it up, allocates its workspace
+and launches.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensor
 
 from fastconv import _precision, native
 from fastconv.backends.epilogue import applied
-from fastconv.jit import launch
+from fastconv.jit import launch, loading, pool
 from fastconv.kernels import planner, plans
 from fastconv.kernels.family import ALIGNMENT, BIAS_ALIGNMENT, Gpu, Operands, Plan
 from fastconv.kernels.planner import Pass, Switch
@@ -41,9 +41,10 @@ def forward(
     residual: Tensor | None = None,
     epilogue: Epilogue = NO_EPILOGUE,
 ) -> None:
-    """Fill ``out`` with activation(convolution of ``input`` + bias + residual).
+    """Fills ``out`` with activation(convolution of ``input`` + bias + residual).
 
-    ``precision`` is that of float32 products; None follows PyTorch's setting, in all three passes.
+    In all three passes, ``precision`` is the arithmetic of float32, and None follows PyTorch's
+    setting.
     """
     if problem.in_channels == 0:
         out.zero_()
@@ -77,10 +78,11 @@ def input_grad(
     out: Tensor,
     precision: str | None = None,
 ) -> None:
-    """Fill ``out`` with the gradient of the input."""
+    """Fills ``out`` with the input gradient."""
     if out.is_complex():
         real = torch.empty(_planes(out).shape, dtype=out.real.dtype, device=out.device)
-        # The real weight's transpose conjugates; the operator itself does not.
+        # An input gradient multiplies by the weight's transpose. Transposing the real weight also
+        # conjugates it, which the operator must not do, so the weight is conjugated before.
         planes = _planes(grad_output)
         input_grad(_real(problem), planes, _real_weight(weight.conj()), real, precision)
         _set_planes(out, real)
@@ -98,7 +100,7 @@ def weight_grad(
     bias_out: Tensor | None,
     precision: str | None = None,
 ) -> None:
-    """Fill ``out`` with the gradient of the weight, and ``bias_out`` with that of the bias."""
+    """Fills ``out`` with the weight gradient, and ``bias_out`` with the gradient of the bias."""
     if problem.batch == 0 or out.numel() == 0:
         out.zero_()
         if bias_out is not None:
@@ -114,7 +116,7 @@ def weight_grad(
 
 
 class Need(NamedTuple):
-    """All that plan and launches of a pass depend on."""
+    """All that the plan and the launches of a pass depend on."""
 
     plan: Pass
     problem: Problem
@@ -127,7 +129,7 @@ class Need(NamedTuple):
     bias_grad: bool
     epilogue: Epilogue
     aligned_bias: bool
-    device: int
+    device: int  # the GPU's index
     switch: Switch
 
 
@@ -144,11 +146,12 @@ def need(
     epilogue: Epilogue = NO_EPILOGUE,
     bias: Tensor | None = None,
 ) -> Need | None:
-    """What one of these passes needs, for tensors that lie in memory as these do; fake ones, too.
+    """Says what a pass needs, for tensors with the layout of these, which may be fake.
 
-    It is planned by the switch, or by the one that is set. The tensors that are not dense
-    (:func:`is_dense`) and the bias have to be made contiguous first, and a residual has to lie in
-    memory as the result does. None where there is more to it than launches.
+    The pass is planned by ``switch``, or by the switch that is set. Before its launches, tensors
+    that are not dense (:func:`is_dense`) and the bias have to be made contiguous, and the residual
+    has to be given the result's memory format. Returns None for a pass that is not computed by
+    launches alone.
     """
     if out.is_complex() or 0 in (problem.batch, problem.in_channels, problem.out_channels):
         return None
@@ -160,17 +163,17 @@ def need(
 
 
 def ready(need: Need, plan: Plan | None = None) -> Ready:
-    """The launches, made once; by a plan if it is there already (:func:`planned`)."""
+    """Makes the launches, once; by ``plan``, if the caller has made it (:func:`planned`)."""
     if plan is None:
-        return _ready(*need)
-    _ahead[need] = plan
+        return _ready(need)
+    _given_plans[need] = plan
     try:
-        return _ready(*need)
+        return _ready(need)
     finally:
-        _ahead.pop(need, None)
+        _given_plans.pop(need, None)
 
 
-# The names that launches know a pass's tensors by, in the order of Ready.run.
+# The names of a pass's tensors in launches, in the order of Ready.run.
 CORRELATION_TENSORS = ("input", "weight", "bias", "residual", "output", "scratch")
 _TENSORS: dict[Pass, tuple[str, ...]] = {
     planner.forward: CORRELATION_TENSORS,
@@ -180,14 +183,15 @@ _TENSORS: dict[Pass, tuple[str, ...]] = {
 
 
 class Ready(NamedTuple):
-    """A plan whose kernels are on the device."""
+    """A plan whose kernels are loaded on the device."""
 
-    launches: launch.Prepared
+    launches: launch.LoadedLaunches
     scratch_bytes: int
     family: str
-    packs: int
+    packs: int  # see Plan.packs
 
     def run(self, *tensors: Tensor | None) -> None:
+        """Launches the kernels; tensors are in the order of the pass's names for them."""
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         if self.scratch_bytes == 0:
             self.launches.run(*addresses, 0)
@@ -210,7 +214,7 @@ def _need(
     epilogue: Epilogue = NO_EPILOGUE,
     bias: Tensor | None = None,
 ) -> Need:
-    """The same; the arguments are Operands' roles."""
+    """Says what a pass needs; input, output and weight are the roles in ``Operands``."""
     dtype = input.dtype
     if dtype != torch.float32:
         precision = "ieee"
@@ -224,7 +228,7 @@ def _need(
         not input.is_contiguous(),
         not output.is_contiguous(),
         _weight_strides(weight),
-        # Those without data stand for such as PyTorch allocates.
+        # A fake tensor stands for one that PyTorch allocates, which is aligned.
         without_data or _begin_at_multiples(ALIGNMENT, input, output, weight, residual),
         precision,
         bias_grad,
@@ -236,50 +240,61 @@ def _need(
 
 
 def _weight_strides(weight: Tensor) -> tuple[int, ...]:
-    """As they are, but for those that kernels would not have in 32 bits and never multiply.
+    """Returns the weight's strides, with 0 for those of one-element axes above 32 bits.
 
-    PyTorch leaves an axis of one element whatever stride it was given.
+    PyTorch keeps any stride that such an axis was given. Kernels never use it, but take strides as
+    32-bit ints.
     """
     axes = zip(weight.shape, weight.stride(), strict=True)
     return tuple(stride if size > 1 or stride < 1 << 31 else 0 for size, stride in axes)
 
 
 def _begin_at_multiples(of_bytes: int, *tensors: Tensor | None) -> bool:
-    """Whether the addresses of all tensors that are there are such."""
+    """Whether the addresses of all tensors but None are multiples of this many bytes."""
     return not any(tensor.data_ptr() % of_bytes for tensor in tensors if tensor is not None)
 
 
-def family(plan: Pass, problem: Problem, *operands: Any) -> str:
-    """Whose kernels compute it; ``operands`` are the rest of :func:`_need`'s arguments."""
-    return ready(_need(plan, problem, *operands)).family
+def family(
+    plan: Pass,
+    problem: Problem,
+    input: Tensor,
+    output: Tensor,
+    weight: Tensor,
+    precision: str | None,
+) -> str:
+    """Returns the family whose kernels compute a pass; tensors have the roles in ``Operands``."""
+    return ready(_need(plan, problem, input, output, weight, precision)).family
 
 
 MOST_READY = 4096
-"""Passes whose launches are kept, those that were asked for last."""
+"""The most passes whose launches are cached; the least recently used ones are dropped."""
 
 
 @lru_cache(maxsize=MOST_READY)
-def _ready(*fields: Any) -> Ready:
-    need = Need(*fields)
+def _ready(need: Need) -> Ready:
     native.begin()
-    plan = _ahead.get(need)
+    plan = _given_plans.get(need)
     if plan is None:
         if need.plan is planner.forward and before_forward is not None:
             before_forward(need)
-        plan = launch.claim(need) or planned(need)
+        plan = pool.claim(need) or planned(need)
     device = torch.device("cuda", need.device)
-    prepared = launch.prepare(plan.launches, device, _TENSORS[need.plan])
+    prepared = launch.load_launches(plan.launches, device, _TENSORS[need.plan])
     _note_made(need)
     _latest.need = need if need.plan is planner.forward else None
     return Ready(prepared, plan.scratch_bytes, plan.family, plan.packs)
 
 
 before_forward: Callable[[Need], None] | None = None
-"""Is told of forward passes that are about to be planned and compiled."""
+"""Is called before a forward pass is planned and compiled.
 
-_ahead: dict[Need, Plan] = {}  # for _ready to take, beside its arguments
-_made: dict[Need, None] = {}  # the latest MOST_READY, in this order
-_latest = threading.local()
+``fastconv`` sets it when it is imported, to what compiles the next layers of a network in the
+background, which lies above the backends.
+"""
+
+_given_plans: dict[Need, Plan] = {}  # the plans that callers of ready() have made
+_made: dict[Need, None] = {}  # the latest MOST_READY passes, the oldest first
+_latest = threading.local()  # the forward pass that a thread has made ready last
 _lock = threading.Lock()
 
 
@@ -291,12 +306,12 @@ def _note_made(need: Need) -> None:
 
 
 def is_ready(need: Need) -> bool:
-    """Whether its launches have been made, in this process."""
+    """Whether this process has made the launches of a pass."""
     return need in _made
 
 
 def take_latest() -> Need | None:
-    """The forward pass that this thread has made ready last; once."""
+    """Returns the forward pass that this thread has made ready last, if not returned before."""
     need: Need | None = getattr(_latest, "need", None)
     if need is not None:
         _latest.need = None
@@ -304,34 +319,34 @@ def take_latest() -> Need | None:
 
 
 def begin(need: Need) -> None:
-    """Has a pass planned and its kernels compiled in the background, for :func:`ready` to find."""
+    """Begins to plan a pass and compile its kernels in the background; :func:`ready` uses them."""
     if not is_ready(need):
-        gpu(need.device)  # is asked here, once, and not in the background
-        launch.begin_work(need, partial(begun, need))
+        gpu(need.device)  # cached here: background threads do not query the device
+        pool.run_ahead(need, partial(begun, need))
 
 
 def drop(need: Need) -> None:
-    """Leaves what was begun, if nobody has got to it yet."""
-    launch.drop(need)
+    """Cancels what :func:`begin` has queued for a pass, if it has not started."""
+    pool.cancel_ahead(need)
 
 
 def begun(need: Need) -> Plan:
-    """The plan; its kernels are compiled in the background, while others are planned."""
+    """Plans a pass and begins to compile its kernels in the background."""
     plan = planned(need)
     kernels = (one.kernel for one in plan.launches)
-    launch.begin(kernels, gpu(need.device).architecture, need.device)
+    loading.compile_ahead(kernels, gpu(need.device).architecture, need.device)
     return plan
 
 
 def planned(need: Need) -> Plan:
-    """The plan alone, kept on disk or made anew."""
+    """Returns the plan of a pass, from the disk or made anew."""
     operands = operands_for(need)
     _check_sizes(need.problem)
-    return plans.kept(need.plan, need.problem, operands, gpu(need.device), need.switch)
+    return plans.find_or_make(need.plan, need.problem, operands, gpu(need.device), need.switch)
 
 
 def operands_for(need: Need) -> Operands:
-    """What its planner is told of the tensors."""
+    """Returns what the planner of a pass has to know of the tensors."""
     return operands_of(
         need.dtype,
         need.input_channels_last,
@@ -346,7 +361,7 @@ def operands_for(need: Need) -> Operands:
 
 
 def _check_sizes(problem: Problem) -> None:
-    """Raises if a number is too large for kernels, which take them as 32-bit ints."""
+    """Raises if a number is too large for kernels, which take sizes as 32-bit ints."""
     for name, values in (
         ("input of size", problem.input_shape),
         ("weight of size", problem.weight_shape),
@@ -362,22 +377,42 @@ def _check_sizes(problem: Problem) -> None:
             )
 
 
-def operands_of(dtype: torch.dtype, *layout: Any) -> Operands:
-    """Operands of this type; ``layout`` is the rest of their fields, in order."""
+def operands_of(
+    dtype: torch.dtype,
+    input_channels_last: bool,
+    output_channels_last: bool,
+    weight_strides: tuple[int, ...],
+    aligned: bool,
+    precision: str = "ieee",
+    bias_grad: bool = False,
+    epilogue: Epilogue = NO_EPILOGUE,
+    aligned_bias: bool = True,
+) -> Operands:
+    """Returns operands of this type and layout."""
     if dtype not in _SCALARS:
         raise NotImplementedError(
             f"fastconv is not implemented for {dtype} on a GPU; "
             "it takes float16, bfloat16, float32, float64 and the complex types"
         )
-    return Operands(*_SCALARS[dtype], *layout)
+    return Operands(
+        *_SCALARS[dtype],
+        input_channels_last,
+        output_channels_last,
+        weight_strides,  # type: ignore[arg-type]  # a weight has four dimensions
+        aligned,
+        precision,
+        bias_grad,
+        epilogue,
+        aligned_bias,
+    )
 
 
 @cache
 def gpu(index: int) -> Gpu:
-    """What planning needs to know of this device."""
+    """Returns the properties of a device that planning depends on."""
     properties = torch.cuda.get_device_properties(index)
     return Gpu(
-        launch.architecture(torch.device("cuda", index)),
+        loading.architecture(torch.device("cuda", index)),
         properties.multi_processor_count,
         properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         properties.shared_memory_per_multiprocessor,
@@ -385,12 +420,12 @@ def gpu(index: int) -> Gpu:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The tensor itself where it is dense, or a copy."""
+    """Returns the tensor itself if it is dense, or else a contiguous copy."""
     return tensor if is_dense(tensor) else tensor.contiguous()
 
 
 def _laid_out_as(output: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor itself where it has the output's memory format, without gaps, or a copy."""
+    """Returns the tensor, or a copy, in the output's memory format and without gaps."""
     contiguous = output.is_contiguous()
     return tensor.contiguous(
         memory_format=torch.contiguous_format if contiguous else torch.channels_last
@@ -398,11 +433,11 @@ def _laid_out_as(output: Tensor, tensor: Tensor) -> Tensor:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether kernels can read the tensor: in one of the two memory formats, without gaps."""
+    """Whether the tensor has one of the two memory formats, without gaps, as kernels require."""
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-# --- Complex tensors: twice the channels, real and imaginary planes side by side ------------------
+# --- Complex tensors: twice the channels, a real and an imaginary plane for each ------------------
 
 
 def _real(problem: Problem) -> Problem:
@@ -419,7 +454,7 @@ def _real(problem: Problem) -> Problem:
 
 
 def _planes(tensor: Tensor) -> Tensor:
-    """(N, C, H, W) complex as (N, C * 2, H, W) real."""
+    """Returns a complex tensor (N, C, H, W) as a real one (N, C * 2, H, W)."""
     return torch.view_as_real(tensor.resolve_conj()).permute(0, 1, 4, 2, 3).flatten(1, 2)
 
 
@@ -429,7 +464,7 @@ def _set_planes(tensor: Tensor, planes: Tensor) -> None:
 
 
 def _real_weight(weight: Tensor) -> Tensor:
-    """The real weight that does to planes what a complex one does: [[re, -im], [im, re]]."""
+    """Returns the real weight [[re, -im], [im, re]], which does to planes what ``weight`` does."""
     real, imaginary = torch.view_as_real(weight.resolve_conj()).unbind(-1)
     rows = [torch.stack((real, -imaginary), 2), torch.stack((imaginary, real), 2)]
     return torch.stack(rows, 1).flatten(2, 3).flatten(0, 1)

@@ -11,25 +11,32 @@ from torch import Tensor
 from fastconv.problem import Epilogue
 
 
-def applied(sums: Tensor, residual: Tensor | None, epilogue: Epilogue) -> Tensor:
-    """activation(sums + residual); ``sums`` itself where there is nothing to do."""
+def applied(output: Tensor, residual: Tensor | None, epilogue: Epilogue) -> Tensor:
+    """Returns activation(output + residual); ``output`` itself where there is nothing to do."""
     if residual is not None:
-        sums = sums + residual
+        output = output + residual
     if epilogue.activation == "leaky_relu":
-        return F.leaky_relu(sums, epilogue.slope)
-    return _FUNCTIONS[epilogue.activation](sums)
+        return F.leaky_relu(output, epilogue.slope)
+    return _FUNCTIONS[epilogue.activation](output)
 
 
-def _identity(sums: Tensor) -> Tensor:
-    return sums
+def applied_in_place(output: Tensor, residual: Tensor | None, epilogue: Epilogue) -> Tensor:
+    """Returns activation(output + residual), and overwrites ``output`` with the sum."""
+    if residual is not None:
+        output += residual
+    return applied(output, None, epilogue)
 
 
-def _relu6(sums: Tensor) -> Tensor:
-    return F.relu6(sums) if sums.is_floating_point() else sums.clamp(0, 6)
+def _identity(output: Tensor) -> Tensor:
+    return output
 
 
-def _gelu_tanh(sums: Tensor) -> Tensor:
-    return F.gelu(sums, approximate="tanh")
+def _relu6(output: Tensor) -> Tensor:
+    return F.relu6(output) if output.is_floating_point() else output.clamp(0, 6)
+
+
+def _gelu_tanh(output: Tensor) -> Tensor:
+    return F.gelu(output, approximate="tanh")
 
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

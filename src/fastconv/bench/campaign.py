@@ -25,7 +25,7 @@ import torch
 from fastconv.bench import environment
 from fastconv.bench.trials import Trial
 from fastconv.bench.verify import ELEMENTS, Check
-from fastconv.jit import launch, processes
+from fastconv.jit import pool, processes
 
 MOST_JOBS = 16  # The default number of processes is at most this.
 TRIAL_SECONDS = 300.0  # A process that takes longer than this for a trial is taken to hang.
@@ -201,7 +201,7 @@ def _work(connection: Connection, check: Checker, device: torch.device) -> None:
     """The main function of a worker process: checks trials until the connection is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The main process handles Ctrl-C.
     torch.set_num_threads(1)
-    launch.compile_threads = 1
+    pool.compile_threads = 1
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)
     with suppress(EOFError, OSError):

@@ -73,7 +73,7 @@ def measure(
     def tflops(kind: str, warps: int) -> float:
         one = launch_of(kind, warps, sms, ROUNDS)
         read, written = matrices(kind, device), totals(one, device)
-        prepared = launch.prepare([one], device, ("matrices", "totals"))
+        prepared = launch.load_launches([one], device, ("matrices", "totals"))
         taken = seconds(lambda: prepared.run(read.data_ptr(), written.data_ptr()))
         return flops(one, kind) / taken * 1e-12
 

@@ -26,8 +26,8 @@ from fastconv.bench.cases import FORMATS, reason
 from fastconv.bench.console import MissingExtra
 from fastconv.bench.results import NetworkRow, Optimized
 from fastconv.bench.row_timing import Timing, extra_mib, first_call_ms
-from fastconv.optimization import Optimization
-from fastconv.preparation import tensors_of
+from fastconv.network.dry_run import tensors_of
+from fastconv.network.report import Optimization
 from fastconv.timing import Effort
 
 UNET = "unet"

@@ -114,9 +114,9 @@ class _Run:
         self._output = torch.empty_like(contestants.ours(case)(tensors))
         device = tensors.input.device
         self._workspace = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
-        self._prepared = launch.prepare(plan.launches, device, cuda.CORRELATION_TENSORS)
+        self._launches = launch.load_launches(plan.launches, device, cuda.CORRELATION_TENSORS)
 
     def __call__(self, tensors: Tensors) -> Tensor:
         operands = (self._read(tensors), tensors.weight, None, None, self._output, self._workspace)
-        self._prepared.run(*(0 if one is None else one.data_ptr() for one in operands))
+        self._launches.run(*(0 if one is None else one.data_ptr() for one in operands))
         return self._output

@@ -1,18 +1,14 @@
-"""Writes one Python file with a convolution and all of its kernels: ``fastconv export``."""
+"""``fastconv.export``: writes one Python file with a convolution and all of its kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from fastconv import files
+from fastconv.exporter.common import DTYPES, ExportError
+
 __all__ = ["DTYPES", "ExportError", "export"]
-
-DTYPES = ("float32", "float16", "bfloat16")
-"""What exported files compute in."""
-
-
-class ExportError(ValueError):
-    """What cannot be exported; says what, and what can."""
 
 
 def export(
@@ -26,27 +22,29 @@ def export(
 ) -> str:
     """The text of one Python file whose ``ModelNew`` convolves with kernels of its own.
 
-    The file needs only PyTorch (2.0.1 or newer) and nvcc. It is tuned for what is exported, on
-    GPUs since Ampere, and right for every other geometry, and since Volta: ``docs/export.md``.
+    The file needs only PyTorch (2.0.1 or newer) and nvcc. It has tuned kernels for the exported
+    convolutions on GPUs since Ampere, and portable kernels for all other geometries and for GPUs
+    since Volta: see ``docs/export.md``. Give one of ``workload``, ``shape`` and ``reference``.
 
     Args:
-        workload: the name of one of the bench's workloads, "dilated5x9" say.
-        shape: instead, a shape as ``fastconv bench`` takes it.
-        reference: instead, a Python file with a class ``Model``, and functions ``get_init_inputs``
-            and ``get_inputs`` with its arguments and those of its ``forward``. It is executed.
-            ``ModelNew`` is its ``Model`` with every ``nn.Conv2d`` replaced.
-        output: where to write the file as well.
-        attribute: under which name ``ModelNew`` holds its convolution (and its state dict the
-            parameters); None: it is the convolution itself. Has no effect on a reference's model.
-        dtypes: of "float32", "float16" and "bfloat16", those to be tuned for; all are right.
+        workload: the name of one of the benchmark's workloads, for example "dilated5x9".
+        shape: a shape as ``fastconv bench`` takes it.
+        reference: a Python file with a class ``Model``, and functions ``get_init_inputs`` and
+            ``get_inputs`` that return the arguments of its constructor and of its ``forward``. The
+            file is executed. ``ModelNew`` is its ``Model`` with every ``nn.Conv2d`` replaced.
+        output: the file to write; the text is returned in any case.
+        attribute: the attribute of ``ModelNew`` that holds its convolution, which also names the
+            parameters in the state dict. With None, ``ModelNew`` is the convolution itself. Has
+            no effect on a reference's model.
+        dtypes: the types to tune for, of "float32", "float16" and "bfloat16". The file computes
+            correctly in all of them.
 
     Raises:
-        ExportError: it cannot be exported, for the reason given.
+        ExportError: the convolution cannot be exported; the message says why.
 
         >>> fastconv.export("dilated5x9", output="model.py")
     """
-    # Planning is no part of convolving: `import fastconv` does without.
-    from fastconv import files
+    # Imported here, because `import fastconv` does not need the planner.
     from fastconv.exporter import file, subject
 
     path = None if output is None else Path(output)

@@ -1,4 +1,4 @@
-"""Puts an exported file together from its parts."""
+"""Composes the text of an exported file from its parts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import fastconv
+from fastconv._version import __version__
 from fastconv.exporter import plans
 from fastconv.exporter.subject import Subject
 from fastconv.kernels.family import FOLDER, Plan
 
 PARTS = Path(__file__).parent / "parts"
+# The device sources of the portable kernels, which every file has.
 PORTABLE = ("direct/forward/kernel.cuh", "direct/wgrad/kernel.cuh", "direct/bias_grad.cuh")
 
 _ABOUT = '''\
@@ -43,30 +44,31 @@ newer, and nvcc (CUDA 11.8 or newer). Kernels are compiled when first used, for 
 kept in PyTorch's cache of extensions."""
 _TUNING = """
 Tuned for {what}, in {dtypes}, on {gpus}. Everything else is computed by portable kernels: other
-sizes, strides, groups and types (float32, float16, bfloat16), channels-last tensors, older GPUs. No
-convolution of PyTorch is used, and nothing is fallen back to: what goes wrong raises an error."""
+sizes, strides, groups and types (float32, float16, bfloat16), channels-last tensors, older GPUs.
+PyTorch's own convolution is never used as a fallback: what goes wrong raises an error."""
 _ARITHMETIC = """
-On tensor cores, float32 products follow PyTorch's setting, torch.backends.cudnn.allow_tf32; other
-kernels compute in float32 throughout. Results are deterministic. Gradients cannot be differentiated
-again."""
+On tensor cores, float32 arithmetic follows PyTorch's setting, torch.backends.cudnn.allow_tf32;
+other kernels compute in float32 throughout. Results are deterministic. Gradients cannot be
+differentiated again."""
 _CONTENTS = """
-In this file: device code, where each kernel begins with its idea; host code; plans, which say with
-which constants and how many blocks a kernel runs; PyTorch's side of it; ModelNew; a self-check."""
+In this file: device code, where each kernel begins with an explanation; host code; plans, which
+give the constants and the grid of each launch; the code that calls PyTorch; ModelNew; a
+self-check."""
 
 
 def compose(subject: Subject, dtypes: Sequence[str]) -> str:
-    """The whole text."""
+    """The text of the file for a subject, with plans tuned for the given types."""
     tuned, made = plans.text(subject.problems, dtypes)
     sources = list(dict.fromkeys([*plans.sources(made), *PORTABLE]))
     call = ", ".join([subject.example, *map(repr, subject.input_shapes)])
     sections = {
         "Device code": _device_code(sources),
         "Host code": _host_code(),
-        "Plans for the portable kernels: any geometry": _body("portable"),
-        "Plans that fastconv made for what was exported, by GPU": tuned,
-        "PyTorch's side": _body("runtime"),
+        "Plans for the portable kernels, for any geometry": _body("portable"),
+        "Tuned plans for the exported convolutions, by GPU": tuned,
+        "Compiling, launching and autograd": _body("runtime"),
         "The model": "\n" + subject.model,
-        "Self-check: this alone uses PyTorch's convolution": _body("self_check"),
+        "Self-check: the only part that uses PyTorch's convolution": _body("self_check"),
     }
     return (
         _about(subject, dtypes, made)
@@ -90,7 +92,7 @@ def _about(subject: Subject, dtypes: Sequence[str], made: Sequence[Plan]) -> str
         title=_quoted(f"{subject.title}."),
         convolutions="A convolution" if one else "Convolutions",
         example=subject.example,
-        version=fastconv.__version__,
+        version=__version__,
         command=_quoted(subject.command),
         **{name: textwrap.fill(text.strip(), 100) for name, text in paragraphs.items()},
     )
@@ -103,7 +105,7 @@ def _gpus(families: set[str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """As it has to be written in a docstring: the name of a reference may be any file's."""
+    """Text that may be any file's name, escaped for a docstring."""
     return text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
 
 
@@ -112,7 +114,7 @@ def _heading(title: str) -> str:
 
 
 def _device_code(kernels: Sequence[str]) -> str:
-    """SOURCES: the kernels, and after them the headers that they include."""
+    """The dictionary SOURCES: the kernels, and after them the headers that they include."""
     headers = {name: None for kernel in kernels for name in _headers(kernel)}
     parts = ["SOURCES = {}"]
     parts += [f'SOURCES["{name}"] = r"""\n{_device_text(name)}"""' for name in (*kernels, *headers)]
@@ -120,7 +122,7 @@ def _device_code(kernels: Sequence[str]) -> str:
 
 
 def _headers(source: str) -> list[str]:
-    """What a device source includes, directly or not, each after those that include it."""
+    """The headers that a source includes, directly or not, each after those that include it."""
     text = (FOLDER / source).read_text(encoding="utf-8")
     direct = [line.split('"')[1] for line in text.splitlines() if line.startswith('#include "')]
     found = [*direct, *(name for header in direct for name in _headers(header))]
@@ -128,7 +130,7 @@ def _headers(source: str) -> list[str]:
 
 
 def _device_text(name: str) -> str:
-    """A device source as files hold it: kernels are in namespaces there, so not extern "C"."""
+    """A device source as files hold it: without extern "C", as kernels are in namespaces."""
     text = (FOLDER / name).read_text(encoding="utf-8")
     return text.replace("#pragma once\n", "").replace('extern "C" __global__', "__global__")
 
@@ -141,12 +143,12 @@ def _host_code() -> str:
 
 
 def _body(part: str) -> str:
-    """A part's text without its docstring and imports."""
+    """The text of a part without its docstring and imports."""
     text = _part(part)
     first = next(node for node in ast.parse(text).body if not _is_head(node))
     lines = text.splitlines()
     start = first.lineno - 1
-    while lines[start - 1].startswith(("#", "@")):  # what belongs to it
+    while lines[start - 1].startswith(("#", "@")):  # comments and decorators of the first statement
         start -= 1
     body = "\n".join(lines[start:]) + "\n"
     return "\n\n" + body if isinstance(first, (ast.ClassDef, ast.FunctionDef)) else body
@@ -165,7 +167,7 @@ def _is_head(node: ast.stmt) -> bool:
 def _imports(others: Iterable[str]) -> str:
     """All import statements of the parts and the model: the standard library's, then torch's."""
     plain: set[str] = set()
-    members: dict[str, set[str]] = {}  # of modules
+    members: dict[str, set[str]] = {}  # names imported from each module
     for text in (*map(_part, ("portable", "runtime", "self_check")), *others):
         for node in ast.parse(text).body:
             if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""The plans that an exported file holds, as text."""
+"""Makes the tuned plans of an exported file, and writes them as Python."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ from typing import NamedTuple
 import torch
 
 from fastconv.backends.cuda import operands_of
-from fastconv.exporter import DTYPES, ExportError
+from fastconv.exporter.common import DTYPES, ExportError
 from fastconv.kernels import planner
 from fastconv.kernels.family import AnyMap, Argument, Constant, Gpu, Launch, Operands, Plan
 from fastconv.kernels.gpus import GPUS
 from fastconv.problem import Problem
 
-# The GPUs that plans are made for. Those of sm_80 and sm_86 serve all other GPUs since, by their
-# shared memory.
+# The GPUs that plans are made for. The plans of sm_80 and sm_86 also run on all newer GPUs with
+# enough shared memory.
 TARGETS = ("sm_90a", "sm_80", "sm_86")
 
 Constants = tuple[tuple[str, Constant], ...]
 
-# The tensors that plans may use. Files have them all but the weight gradient's "bias_grad", which
-# they compute by a kernel of its own: a tensor that is absent is a null pointer.
-_CORRELATION = {"input", "weight", "bias", "output", "scratch"}
+# The tensors that plans may use. Exported files pass all of them but the weight gradient's
+# "bias_grad", for which they launch a separate kernel: an absent tensor is a null pointer.
+_CONVOLUTION_TENSORS = {"input", "weight", "bias", "output", "scratch"}
 _PLANNERS = {
-    "forward": (planner.forward, _CORRELATION),
-    "input_grad": (planner.input_grad, _CORRELATION),
+    "forward": (planner.forward, _CONVOLUTION_TENSORS),
+    "input_grad": (planner.input_grad, _CONVOLUTION_TENSORS),
     "weight_grad": (
         planner.weight_grad,
         {"grad_output", "input", "output", "bias_grad", "scratch"},
     ),
 }
-_WORKERS = 5  # where a weight gradient's kernels, both of them, have the number of its workers
+# The number of splits is this argument of both kernels of Ampere's weight gradient (split-K).
+_SPLITS_ARGUMENT = 5
 
 
 class Tuned(NamedTuple):
-    """A plan: for which GPU, what is computed, of which problem, in which type and precision."""
+    """A plan, and what it is for: the GPU, the pass, the problem, the type and the precision."""
 
     target: str
     which: str
@@ -49,7 +50,7 @@ class Tuned(NamedTuple):
 
 
 def tuned(problems: Sequence[Problem], dtypes: Sequence[str]) -> Iterator[Tuned]:
-    """All plans of a file."""
+    """All tuned plans of a file."""
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise ExportError(f"dtype should be one of {', '.join(DTYPES)}, but got {dtype!r}")
@@ -64,33 +65,33 @@ def tuned(problems: Sequence[Problem], dtypes: Sequence[str]) -> Iterator[Tuned]
 
 
 def _operands(problem: Problem, dtype: str, precision: str) -> Operands:
-    """Contiguous tensors."""
+    """The operands that tuned plans are made for: contiguous tensors."""
     _, group_in, height, width = problem.weight_shape
     strides = (group_in * height * width, height * width, width, 1)
     return operands_of(getattr(torch, dtype), False, False, strides, True, precision)
 
 
 def _plan(which: str, problem: Problem, operands: Operands, target: str) -> Plan | None:
-    """The package's; None where the file plans the portable kernels."""
+    """The package's plan; None if the file's plan for the portable kernels serves as well."""
     plan_pass, tensors = _PLANNERS[which]
-    # Right on GPUs with fewer processors as well: blocks do not wait for one another. And without
-    # this process's switch: the file outlives it.
+    # The plan is right on GPUs with fewer SMs as well, since blocks do not wait for one another.
+    # EVERY family is considered, whatever FASTCONV_FAMILY selects in this process.
     plan = plan_pass(problem, operands, GPUS[target], planner.EVERY)
     if plan.family == "direct" and target != "sm_90a":
         return None
     used = {name for launch in plan.launches for name in launch.tensors}
     if unknown := used - tensors:
-        raise ExportError(f"plans for {which} use tensors that files have not: {sorted(unknown)}")
+        raise ExportError(f"plans for {which} use tensors that files lack: {sorted(unknown)}")
     return plan
 
 
 def sources(plans: Sequence[Plan]) -> list[str]:
-    """The device code that plans need, in the order of its first use."""
+    """The device sources of some plans, in the order of their first use."""
     return list(dict.fromkeys(launch.kernel.source for plan in plans for launch in plan.launches))
 
 
 def text(problems: Sequence[Problem], dtypes: Sequence[str]) -> tuple[str, list[Plan]]:
-    """The plans as Python that fills a dictionary TUNED, and the plans themselves."""
+    """Python that fills the dictionary TUNED with all plans, and the plans themselves."""
     geometries = {
         problem: "EXPORTED" if len(problems) == 1 else f"EXPORTED_{number}"
         for number, problem in enumerate(problems)
@@ -107,7 +108,7 @@ def text(problems: Sequence[Problem], dtypes: Sequence[str]) -> tuple[str, list[
 
 def _targets() -> str:
     lines = (
-        f'    "{name}": Target(processors={GPUS[name].processors}, '
+        f'    "{name}": Target(sms={GPUS[name].processors}, '
         f"shared_bytes={GPUS[name].shared_bytes_per_block}),\n"
         for name in TARGETS
     )
@@ -129,9 +130,9 @@ def _geometry(name: str, problem: Problem) -> str:
 
 
 def _assignment(one: Tuned, geometry: str, names: dict[Constants, str]) -> str:
-    """A plan, as a function of what share of the blocks that it has a GPU has room for.
+    """A plan as Python: a function of ``share``, which scales a number of blocks to another GPU.
 
-    Before it come constants that are not among ``names``, and are then.
+    Definitions of constants that ``names`` does not have precede it, and are added to ``names``.
     """
     target, which, _, scalar, precision, plan = one
     suffix = geometry.removeprefix("EXPORTED")
@@ -159,7 +160,7 @@ def _all_constants(plan: Plan) -> Iterator[Constants]:
 
 
 def _constants(name: str, constants: Constants, others: dict[Constants, str]) -> str:
-    """In full, or by how they differ from those of ``others`` that are most like them."""
+    """The definition of constants, by their differences from the most similar of ``others``."""
     alike = (other for other in others if [*dict(other)] == [*dict(constants)])
     like = max(alike, key=lambda other: len({*other} & {*constants}), default=())
     words = [others[like]] if like else []
@@ -168,7 +169,7 @@ def _constants(name: str, constants: Constants, others: dict[Constants, str]) ->
 
 
 def _filled(words: list[str], indent: int) -> str:
-    """Arguments in lines of at most 96 characters."""
+    """Arguments, in lines of at most 96 characters."""
     return textwrap.fill(
         ", ".join(words) + ",",
         96,
@@ -184,9 +185,9 @@ def _launch(launch: Launch, constants: str, gpu: Gpu) -> str:
         raise ExportError(f"files launch grids of one dimension, but got {launch.grid}")
     arguments = [_argument(argument) for argument in launch.arguments]
     early = " early=True," if launch.early else ""
-    workers = _workers(launch)
-    if workers is not None:
-        arguments[_WORKERS] = _share(workers)
+    splits = _splits(launch)
+    if splits is not None:
+        arguments[_SPLITS_ARGUMENT] = _share(splits)
     return (
         "        Launch(\n"
         f'            "{launch.kernel.source}", "{launch.kernel.entry}", {constants},\n'
@@ -197,39 +198,40 @@ def _launch(launch: Launch, constants: str, gpu: Gpu) -> str:
 
 
 def _separated(arguments: Sequence[str]) -> str:
-    """In a line, or each in one of its own where a map takes several."""
+    """Arguments in one line or, if one is a tensor map of several lines, each in its own."""
     if not any("\n" in argument for argument in arguments):
         return ", ".join(arguments)
     return "".join(f"\n{' ' * 16}{argument}," for argument in arguments) + f"\n{' ' * 12}"
 
 
 def _grid(launch: Launch, gpu: Gpu) -> str:
-    """Blocks, or, where they go by the number of processors, the share of them."""
+    """The grid as Python: a number, or a share of it where it depends on the number of SMs."""
     kernel, blocks = launch.kernel, launch.grid[0]
     if (kernel.source, kernel.entry) == ("ampere/halo/kernel.cuh", "correlate"):
-        # They walk over tiles: any number will do, also where there were as many tiles by chance.
+        # The blocks are persistent, so that any number is right. A multiple of the SMs may also be
+        # the number of tiles by chance, which does no harm.
         return _share(blocks) if blocks % gpu.processors == 0 else str(blocks)
-    workers = _workers(launch)
-    if workers is not None and kernel.entry == "weight_grad":
-        return f"{blocks // workers} * {_share(workers)}"
+    splits = _splits(launch)
+    if splits is not None and kernel.entry == "weight_grad":
+        return f"{blocks // splits} * {_share(splits)}"
     return str(blocks)
 
 
 def _scratch_bytes(plan: Plan) -> str:
-    """Workers have equal parts of it."""
-    workers = _workers(plan.launches[0])
-    if workers is None:
+    """The size of the workspace as Python; splits have equal parts of it."""
+    splits = _splits(plan.launches[0])
+    if splits is None:
         return str(plan.scratch_bytes)
-    return f"{plan.scratch_bytes // workers} * {_share(workers)}"
+    return f"{plan.scratch_bytes // splits} * {_share(splits)}"
 
 
-def _workers(launch: Launch) -> int | None:
-    """How many share a weight gradient's pixels, where that may be another number."""
+def _splits(launch: Launch) -> int | None:
+    """The splits (split-K) of a weight gradient, if their number is free; else None."""
     if launch.kernel.source != "ampere/wgrad_halo/kernel.cuh":
         return None
-    workers = launch.arguments[_WORKERS]
-    assert isinstance(workers, int)
-    return workers
+    splits = launch.arguments[_SPLITS_ARGUMENT]
+    assert isinstance(splits, int)
+    return splits
 
 
 def _share(blocks: int) -> str:
@@ -241,7 +243,7 @@ def _argument(argument: Argument) -> str:
 
 
 def _map(of: AnyMap) -> str:
-    """With all of its fields, of which the file's own class has the same ones."""
+    """A tensor map as Python; the class in the file has the same fields."""
     fields = [f"{name}={_quoted(value)}" for name, value in vars(of).items()]
     return f"{type(of).__name__}(\n{_filled(fields, 20)}\n{' ' * 16})"
 

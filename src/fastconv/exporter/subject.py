@@ -1,4 +1,4 @@
-"""What is exported: the text of ``ModelNew``, and the convolutions that it makes."""
+"""Finds out what is exported: the text of ``ModelNew``, and the convolutions that it computes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from fastconv import files
-from fastconv.exporter import ExportError
+from fastconv.exporter.common import ExportError
 from fastconv.problem import Padding, Problem
 from fastconv.workloads import SUITES, Workload, WorkloadError, parse_shape
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a file is exported for.
+    """The model that a file is exported for.
 
-    ``example`` is an expression that constructs it, ``input_shapes`` are what it is then called
-    with; ``imports`` are statements that ``model``, the text of class ``ModelNew``, needs.
+    ``model`` is the text of the class ``ModelNew``, and ``imports`` are the statements that it
+    needs. ``example`` is an expression that constructs it, and ``input_shapes`` are the shapes of
+    the tensors that it is then called with. ``problems`` are its convolutions.
     """
 
     title: str
@@ -42,7 +43,7 @@ class Subject:
 def choose(
     workload: str | None, shape: str | None, reference: str | Path | None, attribute: str | None
 ) -> Subject:
-    """What the arguments of :func:`fastconv.export` ask for."""
+    """The subject that the arguments of :func:`fastconv.export` select."""
     given = [name for name, value in (("workload", workload), ("shape", shape),
                                       ("reference", reference)) if value is not None]  # fmt: skip
     if len(given) != 1:
@@ -154,13 +155,13 @@ def _from_reference(path: Path) -> Subject:
     text = files.read_text(path)
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError) as error:  # the latter for null bytes, in older Pythons
+    except (SyntaxError, ValueError) as error:  # older Pythons raise ValueError for null bytes
         raise ExportError(f"cannot read {path}: {error}") from error
     with _running(path):
         names = runpy.run_path(str(path))
     for name in ("Model", "get_init_inputs", "get_inputs"):
         if name not in names:
-            raise ExportError(f"{path} should define {name}, a reference's, but does not")
+            raise ExportError(f"{path} should define {name}, as a reference has to, but does not")
     model = next(
         (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Model"),
         None,
@@ -185,9 +186,9 @@ def _from_reference(path: Path) -> Subject:
 
 @contextmanager
 def _running(path: Path) -> Iterator[None]:
-    """While the reference's own code runs, which may raise and print anything.
+    """A context for running the reference's code, which may raise and print anything.
 
-    What it prints goes where messages do: the exported file may be what is printed.
+    What it prints goes to stderr, because the exported file may be printed to stdout.
     """
     try:
         with redirect_stdout(sys.stderr):
@@ -202,7 +203,7 @@ def _running(path: Path) -> Iterator[None]:
 
 
 def _listed(names: dict[str, Any], function: str, path: Path) -> list[Any]:
-    """What one of the reference's functions returns."""
+    """The list that one of the reference's functions returns."""
     found = names[function]()
     if not isinstance(found, (list, tuple)):
         raise ExportError(f"{path}: {function} should return a list, but returns {found!r}")
@@ -221,7 +222,7 @@ def _literal(argument: Any, path: Path) -> str:
 
 
 def _rewritten(text: str, model: ast.ClassDef, names: dict[str, Any], path: Path) -> str:
-    """The class's text, as ModelNew, with our convolutions."""
+    """The text of the class, renamed ModelNew, with our convolutions."""
     changes: list[tuple[ast.expr, str]] = []
     for node in _references(model):
         value = _value(node, names)
@@ -232,7 +233,7 @@ def _rewritten(text: str, model: ast.ClassDef, names: dict[str, Any], path: Path
     if not any(replacement == "Conv2d" for _, replacement in changes):
         raise ExportError(f"Model of {path} constructs no nn.Conv2d: there is nothing to replace")
     lines = [line.encode() for line in text.splitlines()]
-    # From the last to the first, so that columns stay what they are.
+    # From the last column of a line to the first, so that earlier columns stay valid.
     for place, replacement in sorted(changes, key=lambda c: (c[0].lineno, -c[0].col_offset)):
         assert place.lineno == place.end_lineno, "a dotted name is on one line"
         line = lines[place.lineno - 1]
@@ -248,7 +249,7 @@ Dotted = ast.Name | ast.Attribute
 
 
 def _references(model: ast.ClassDef) -> Iterator[Dotted]:
-    """Names and dotted names that the class reads, the longest of each."""
+    """The names and whole dotted names that the class reads."""
     nodes: list[ast.AST] = [model]
     while nodes:
         node = nodes.pop()
@@ -260,27 +261,31 @@ def _references(model: ast.ClassDef) -> Iterator[Dotted]:
 
 
 def _root(node: ast.expr) -> str | None:
-    """The first name of a dotted one; None if it is something else, a call's attribute say."""
+    """The first name of a dotted name; None for other expressions, as an attribute of a call."""
     if isinstance(node, ast.Attribute):
         return _root(node.value)
     return node.id if isinstance(node, ast.Name) else None
 
 
 def _value(node: ast.expr, names: dict[str, Any]) -> Any:
-    """What a dotted name stands for at the top of the reference; None if it is no name there."""
+    """The value of a dotted name at the top level of the reference; None if it has none."""
     if isinstance(node, ast.Attribute):
         return getattr(_value(node.value, names), node.attr, None)
     return names.get(node.id) if isinstance(node, ast.Name) else None
 
 
-# What exported files import anyway, in the forms that references write it.
+# Statements whose names exported files import in any case.
 _PROVIDED = {"import torch", "import torch.nn as nn", "from torch import nn"}
 
 
 def _imports(
     tree: ast.Module, model: ast.ClassDef, names: dict[str, Any], path: Path
 ) -> tuple[str, ...]:
-    """The reference's import statements that the class needs; all else it must bring itself."""
+    """The reference's import statements that the class needs.
+
+    Raises:
+        ExportError: the class needs anything else that is defined outside of it.
+    """
     imported = dict(_bindings(tree))
     own = {argument.arg for argument in ast.walk(model) if isinstance(argument, ast.arg)}
     own |= {
@@ -298,8 +303,8 @@ def _imports(
             if hasattr(builtins, name):
                 continue
             raise ExportError(
-                f"Model of {path} uses {name}, which is neither imported nor its own: "
-                "an exported file has the class alone"
+                f"Model of {path} uses {name}, which is neither imported nor defined in the "
+                "class: an exported file has nothing but the class"
             )
         module, statement = imported[name]
         if module not in {"torch", *sys.stdlib_module_names}:
@@ -313,7 +318,7 @@ def _imports(
 
 
 def _bindings(tree: ast.Module) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Names that the file imports: from which top-level module, and by which statement."""
+    """The names that the file imports, each with its top-level module and its statement."""
     for node in tree.body:
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -329,9 +334,9 @@ def _bindings(tree: ast.Module) -> Iterator[tuple[str, tuple[str, str]]]:
 def _convolutions(
     names: dict[str, Any], arguments: list[Any], path: Path
 ) -> tuple[tuple[Problem, ...], tuple[tuple[int, ...], ...]]:
-    """The convolutions that the model makes of its inputs, and the inputs' shapes.
+    """The convolutions that the model computes of its inputs, and the inputs' shapes.
 
-    All of it on the meta device: nothing is allocated or computed.
+    The model runs on the meta device: nothing is allocated or computed.
     """
     problems: dict[Problem, None] = {}
 
@@ -344,10 +349,10 @@ def _convolutions(
             if type(module) is nn.Conv2d:
                 module.register_forward_pre_hook(record)
         if not all(isinstance(input, Tensor) for input in inputs):
-            raise ExportError(f"{path}: all that get_inputs returns should be tensors")
+            raise ExportError(f"{path}: get_inputs should return tensors and nothing else")
         model(*inputs)
     if not problems:
-        raise ExportError(f"{path}: Model makes no convolution of what get_inputs returns")
+        raise ExportError(f"{path}: Model computes no convolution of what get_inputs returns")
     return tuple(problems), tuple(tuple(input.shape) for input in inputs)
 
 

@@ -1,6 +1,6 @@
-"""The GPU runtime: compiles kernels at first use, keeps them on disk, and launches them.
+"""The GPU runtime: compiles kernels at first use, caches them on disk, and launches them.
 
-Importing this imports nothing of CUDA; what is missing is reported at first use.
+Importing this package imports nothing of CUDA. What is missing is reported at first use.
 """
 
 from fastconv.jit.compile import (
@@ -11,18 +11,21 @@ from fastconv.jit.compile import (
     compile_kernel,
     nvrtc_version,
 )
-from fastconv.jit.launch import LaunchError, Prepared, architecture, build_all, prepare
+from fastconv.jit.driver import LaunchError
+from fastconv.jit.launch import LoadedLaunches, load_launches
+from fastconv.jit.loading import architecture
+from fastconv.jit.pool import build_all
 
 __all__ = [
     "CompilationError",
     "Compiled",
     "GpuUnavailable",
     "LaunchError",
-    "Prepared",
+    "LoadedLaunches",
     "architecture",
     "build",
     "build_all",
     "compile_kernel",
+    "load_launches",
     "nvrtc_version",
-    "prepare",
 ]

@@ -1,9 +1,10 @@
-"""One file with kept entries, to take them to other machines.
+"""The file format of ``fastconv cache export``: cache entries in one file, for other machines.
 
-The first line says what it is; the second has the size and the checksum of the rest. That begins
-with a line that says who made it. Then there is, for each entry, a line with its name and size, and
-its bytes, as they lie in the cache's folder. The same entries give the same bytes: they are in the
-order of their names, and no time is in them.
+The first line is a title with the format's number. The second is JSON with the size and checksum of
+the rest. The third is JSON with the versions of fastconv and NVRTC that made the entries. Then
+each entry follows: a line of JSON with its name and size, and its bytes as they are in the cache's
+folder. The entries are sorted by name and the file holds no times, so that the same entries always
+give the same file.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ _FORMAT = 1
 
 
 class ArchiveError(ValueError):
-    """A file that cannot be imported; says what is wrong with it."""
+    """The file cannot be imported; the message says what is wrong with it."""
 
 
 class Archive(NamedTuple):
-    """What such a file holds: each entry's bytes, and what it says of itself, by its name."""
+    """The contents of a file; ``packed`` and ``metadata`` are those of each entry, by its name."""
 
     made_by: dict[str, str]
     packed: dict[str, bytes]
-    about: dict[str, dict[str, str]]
+    metadata: dict[str, dict[str, str]]
 
 
 def encode(made_by: Mapping[str, str], packed: Mapping[str, bytes]) -> bytes:
-    """The file, given the versions that made the entries, and each entry's bytes by its name."""
+    """The file for some entries, given the versions that made them and their bytes by name."""
     parts = [_line(made_by)]
     for name, entry in sorted(packed.items()):
         parts += [_line({"name": name, "bytes": len(entry)}), entry]
@@ -42,10 +43,11 @@ def encode(made_by: Mapping[str, str], packed: Mapping[str, bytes]) -> bytes:
 
 
 def decode(contents: bytes) -> Archive:
-    """The entries of a file, each of them checked.
+    """The entries of a file, after verifying the checksum of each.
 
     Raises:
-        ArchiveError: it is no such file, one of another format, truncated, or damaged.
+        ArchiveError: the file is none that was exported, has another format, is truncated or
+            damaged.
     """
     _check_title(contents)
     start = contents.find(b"\n", len(_title())) + 1
@@ -57,14 +59,14 @@ def decode(contents: bytes) -> Archive:
         packed: dict[str, bytes] = {}
         while at < len(rest):
             line, at = _read_line(rest, at)
-            packed[_free_name(line, packed)] = rest[at : at + line["bytes"]]
+            packed[_checked_name(line, packed)] = rest[at : at + line["bytes"]]
             at += line["bytes"]
         if not packed:
-            raise ValueError("there is no entry in it")
-        about = {name: cache.unpack(name, entry)[0] for name, entry in packed.items()}
-        return Archive({name: str(made_by[name]) for name in made_by}, packed, about)
+            raise ValueError("it has no entries")
+        metadata = {name: cache.unpack(name, entry)[0] for name, entry in packed.items()}
+        return Archive({name: str(made_by[name]) for name in made_by}, packed, metadata)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        # What matches its checksum is so by intent, or another version's entries.
+        # The checksum was right: the file was forged, or has entries of another version.
         raise ArchiveError(f"it does not hold what it should: {error}") from error
 
 
@@ -87,16 +89,16 @@ def _summary(rest: bytes) -> bytes:
     return _line({"bytes": len(rest), "sha256": hashlib.sha256(rest).hexdigest()})
 
 
-def _damage(summary: bytes, there: int) -> str:
-    """What is wrong, given the line that should say how much is to come."""
+def _damage(summary: bytes, present: int) -> str:
+    """Says what is wrong with a file whose second line does not match the rest."""
     found = re.search(rb'"bytes": ([0-9]{1,18}),', summary)
-    if found and int(found[1]) > there:
-        return f"it is truncated: {there} of {int(found[1])} bytes are there"
+    if found and int(found[1]) > present:
+        return f"it is truncated: {present} of {int(found[1])} bytes are there"
     return "it is damaged: it does not match its checksum"
 
 
-def _free_name(line: dict[str, Any], taken: Mapping[str, bytes]) -> str:
-    """An entry's name: it becomes a file's, so it must be a key and nothing else."""
+def _checked_name(line: dict[str, Any], taken: Mapping[str, bytes]) -> str:
+    """An entry's name, checked: a file of that name will be written to the cache's folder."""
     name, size = line["name"], line["bytes"]
     if not cache.is_name(name) or name in taken or size < 0:
         raise ValueError(f"no entry is {line}")
@@ -108,9 +110,9 @@ def _line(value: Mapping[str, Any]) -> bytes:
 
 
 def _read_line(contents: bytes, start: int) -> tuple[dict[str, Any], int]:
-    """A line's value, and where the next begins."""
+    """The value of the line that begins at ``start``, and where the next line begins."""
     end = contents.index(b"\n", start)
     value = json.loads(contents[start:end])
     if not isinstance(value, dict):
-        raise TypeError(f"{value!r} is no table")
+        raise TypeError(f"{value!r} is not a JSON object")
     return value, end + 1

@@ -1,16 +1,14 @@
-"""Keeps machine code on disk, so that a kernel is compiled once and not once per process.
+"""The disk cache: machine code, plans and measured times, so that each is made once per machine.
 
-Beside it lie times that were measured, for the same reason.
+Each entry is a file, named ``KEY.KIND``. The kind says what it holds, the key is a hash of what it
+was made from. Any number of processes may share the folder: an entry appears whole or not at all,
+and one that does not match its checksum counts as missing. So does an entry that other users could
+have written (see :mod:`fastconv.jit.trust`), since anyone can compute a checksum. Problems with
+the folder never fail a computation: at worst, kernels are compiled again.
 
-An entry has a kind, which says what it holds, and a key, which says of what; its file's name is
-both. Any number of processes may share the folder: an entry appears whole or not at all, and one
-that does not match its checksum counts as missing. So does one that others could have made or
-changed (see :mod:`fastconv.jit.trust`): a checksum anyone can compute. No trouble with the folder
-is an error of a process that computes: the worst it costs is compiling again.
-
-The folder has a limit, beyond which the entries that were not used for longest are removed. A
-file's time of modification is when it was last used, give or take an hour: times of access are
-not kept everywhere. What a process uses is in its memory, so nobody misses what is removed.
+The folder has a size limit, beyond which the least recently used entries are removed. A file's
+modification time records its last use to within an hour, because many file systems do not record
+access times. Processes hold the entries that they use in memory, so that removing one is safe.
 """
 
 from __future__ import annotations
@@ -35,28 +33,36 @@ from typing import NamedTuple
 from fastconv.jit import trust
 
 KERNEL, PLAN, TIMES = KINDS = ("cubin", "plan", "times")
-"""What entries hold.
-
-Machine code of a program; a plan, which says what of it to launch; what a part of a network took.
+"""The kinds of entries: a program's machine code, the launches chosen for a problem, and measured
+times of a part of a network.
 """
 
 VARIABLE = "FASTCONV_CACHE_LIMIT"
+"""The environment variable that sets the folder's size limit."""
 
-# A kernel takes 25 to 300 kB, a network's some 10 to 30 MB for a type and a memory format: dozens
-# of them fit, and what earlier versions have left goes in time.
+# Bytes of all entries together. A kernel takes 25 to 300 kB, and all kernels of a network 10 to
+# 30 MB for one type and memory format: dozens of networks fit.
 DEFAULT_LIMIT = 2 << 30
 
-# Changes whenever an entry's layout or the making of keys does.
+# Has to change whenever the layout of entries or the computation of keys does.
 _MAGIC = b"fastconv entry 2"
+# An entry is the magic, a SHA-256 checksum, the metadata's length, the metadata and the payload.
 _HEADER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
-_LENGTH_BYTES = 4  # of the description's length, which comes next
-# All else in the folder belongs to others: it may be shared.
+_LENGTH_BYTES = 4
+
+# The names of our files. Files with other names are left alone: the folder may be shared.
 _ENTRY = re.compile(rf"[0-9a-f]{{64}}\.({'|'.join(KINDS)})")
 _TEMPORARY = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{32}\.tmp")
+
+# A temporary file of this age, in seconds, is one that a killed process has left behind.
 _STALE_S = 3600.0
-_USED_AGAIN_S = 3600.0  # spares shared disks, where thousands of processes load the same entries
+# A use within so many seconds of the recorded one is not recorded. This spares shared disks, from
+# which thousands of processes may load the same entries.
+_USE_RESOLUTION_S = 3600.0
 _STORES_BETWEEN_SWEEPS = 64
-_TROUBLE = (OSError, RuntimeError)  # the latter from Path.home() where there is none
+
+# What goes wrong with the folder. Path.home() raises RuntimeError if the user has no home.
+_FOLDER_ERRORS = (OSError, RuntimeError)
 
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
@@ -69,11 +75,11 @@ _stores = itertools.count()
 
 
 class Damaged(ValueError):
-    """Bytes that are no entry, or not the one that they should be."""
+    """The bytes are not the entry that its name says."""
 
 
 class Size(NamedTuple):
-    """How much entries are."""
+    """The bytes of some entries, and how many of each kind there are."""
 
     bytes: int
     kernels: int
@@ -97,14 +103,14 @@ class Size(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """How much it may hold, and what is wrong with the variable that should say so."""
+    """The size limit; ``trouble`` says what is wrong with the variable that sets it, or is None."""
 
     bytes: int
     trouble: str | None
 
 
 class Entry(NamedTuple):
-    """A file in the folder; when it was last used, in seconds since the epoch."""
+    """A file of the cache; ``used`` is the time of its last use in seconds since the epoch."""
 
     path: Path
     bytes: int
@@ -116,7 +122,11 @@ class Entry(NamedTuple):
 
 
 def folder() -> Path:
-    """Where entries lie: ``$FASTCONV_CACHE_DIR``, or the platform's place for caches."""
+    """The cache's folder: ``$FASTCONV_CACHE_DIR``, or the platform's place for caches.
+
+    Raises:
+        RuntimeError: the variable is not set, and the user has no home folder.
+    """
     if chosen := os.environ.get("FASTCONV_CACHE_DIR"):
         return Path(chosen).expanduser()
     if sys.platform == "win32":
@@ -124,12 +134,13 @@ def folder() -> Path:
         return (Path(local) if local else Path.home() / "AppData/Local") / "fastconv" / "Cache"
     if sys.platform == "darwin":
         return Path.home() / "Library/Caches/fastconv"
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # to be ignored unless absolute
+    # The XDG specification has relative paths ignored.
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "fastconv"
 
 
 def limit() -> Limit:
-    """``$FASTCONV_CACHE_LIMIT``: bytes, or a size with a unit. Nonsense counts as not set."""
+    """The limit that ``$FASTCONV_CACHE_LIMIT`` sets, in bytes or with a unit, or the default."""
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
         return Limit(DEFAULT_LIMIT, None)
@@ -145,7 +156,7 @@ def limit() -> Limit:
 
 
 def in_units(count: int) -> str:
-    """Bytes, for reading."""
+    """A number of bytes as text, in the unit that suits it."""
     size = float(count)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -157,24 +168,30 @@ def in_units(count: int) -> str:
 def key(
     text: str, headers: Mapping[str, str], options: Iterable[str], version: tuple[int, int]
 ) -> str:
-    """Names what comes of compiling ``text`` with these headers, options and compiler."""
+    """The key for the result of compiling ``text`` with these headers, options and compiler.
+
+    Plans and times use the same function, with what they depend on in place of the arguments.
+    """
     digest = hashlib.sha256(_MAGIC)
     for part in (text, *(s for header in headers.items() for s in header), *options, str(version)):
         encoded = part.encode()
-        digest.update(len(encoded).to_bytes(8, "little"))  # so that parts cannot run together
+        digest.update(
+            len(encoded).to_bytes(8, "little")
+        )  # no two lists of parts hash the same bytes
         digest.update(encoded)
     return digest.hexdigest()
 
 
 def load(kind: str, key: str) -> bytes | None:
-    """What was stored under the key, or None. A damaged entry is removed.
+    """The payload that was stored under the key; None if there is none.
 
-    One that is not to be trusted is ignored, with a warning, once in a process.
+    A damaged entry is removed. One that other users could have written is ignored, with one
+    warning per process.
     """
     try:
         path = _path(kind, key)
         packed = trust.read(path)
-    except _TROUBLE:
+    except _FOLDER_ERRORS:
         return None
     try:
         _, payload = unpack(path.name, packed)
@@ -186,11 +203,11 @@ def load(kind: str, key: str) -> bytes | None:
     return payload
 
 
-def store(kind: str, key: str, payload: bytes, about: Mapping[str, str]) -> None:
-    """Stores the payload, or warns, once in a process, that the folder cannot be written.
+def store(kind: str, key: str, payload: bytes, metadata: Mapping[str, str]) -> None:
+    """Stores the payload; if the folder cannot be written, warns once per process.
 
-    ``about`` says for people and for :mod:`fastconv.jit.archive` what it is. Nothing is written to
-    a folder that is not to be trusted: it would not be used.
+    ``metadata`` describes the entry to ``fastconv cache list`` and ``fastconv cache import``.
+    Nothing is written to a folder that other users can write, since it would not be used.
     """
     try:
         path = _path(kind, key)
@@ -199,14 +216,15 @@ def store(kind: str, key: str, payload: bytes, about: Mapping[str, str]) -> None
             return
         trust.make_folder(path.parent)
         try:
-            replace(path, pack(path.name, payload, about), trust.FILE_MODE)
-        finally:  # where the disk is full, too
+            replace(path, pack(path.name, payload, metadata), trust.FILE_MODE)
+        finally:  # also if the disk is full, which a sweep may remedy
             if next(_stores) % _STORES_BETWEEN_SWEEPS == 0:
                 _sweep()
-    except _TROUBLE as error:
-        # Windows refuses to replace a file that another process is just reading: no harm.
+    except _FOLDER_ERRORS as error:
+        # Windows refuses to replace a file that another process is reading. That does no harm if
+        # the file holds the same payload.
         if load(kind, key) != payload:
-            _tell(
+            _warn_once(
                 "folder",
                 "fastconv cannot keep compiled kernels, so every process compiles them again: "
                 f"{error}. Set FASTCONV_CACHE_DIR to a folder that can be written.",
@@ -214,12 +232,12 @@ def store(kind: str, key: str, payload: bytes, about: Mapping[str, str]) -> None
 
 
 def add(packed: Mapping[str, bytes]) -> int:
-    """Stores entries by their names, as :func:`pack` made them, unless they are there already.
+    """Adds entries, as :func:`pack` makes them, by name; returns how many were not there yet.
 
-    All of them are written before the first appears. Returns how many were not there.
+    Either all of them appear or, if the disk is full, none.
 
     Raises:
-        OSError: the folder cannot be written, or is not to be trusted; says why.
+        OSError: the folder cannot be written, or other users can write it.
     """
     into = folder()
     if words := trust.distrusted_folder(into):
@@ -236,79 +254,81 @@ def add(packed: Mapping[str, bytes]) -> int:
 
 
 def entries() -> list[Entry]:
-    """All that is there, of this version or of others; what was used last comes first.
+    """All entries, of this and other versions of fastconv, the most recently used first.
 
     Raises:
-        OSError: the folder is there, but cannot be read.
-        RuntimeError: there is no home folder, and no other was chosen.
+        OSError: the folder exists, but cannot be read.
+        RuntimeError: no folder is chosen, and the user has no home folder.
     """
     found = []
     with suppress(FileNotFoundError), os.scandir(folder()) as files:
         for file in files:
             if is_name(file.name):
-                with suppress(OSError):  # removed since
+                with suppress(OSError):  # another process may have removed it
                     status = file.stat()
                     if stat.S_ISREG(status.st_mode):
                         found.append(Entry(Path(file.path), status.st_size, status.st_mtime))
     return sorted(found, key=lambda entry: (-entry.used, entry.path.name))
 
 
-def about(entry: Entry) -> dict[str, str]:
-    """What an entry says of itself, its checksum aside.
+def metadata(entry: Entry) -> dict[str, str]:
+    """An entry's metadata, read without verifying the checksum.
 
-    Nothing if it has another version's layout, is damaged, or was removed.
+    Empty if the entry has the layout of another version, is damaged, or was removed.
     """
     with suppress(OSError, Damaged), entry.path.open("rb") as file:
         if file.read(_HEADER_BYTES).startswith(_MAGIC):
             length = file.read(_LENGTH_BYTES)
-            return _described(file.read(min(_number(length), entry.bytes)))
+            return _parse_metadata(file.read(min(_number(length), entry.bytes)))
     return {}
 
 
 def remove(chosen: Iterable[Entry]) -> Size:
-    """Removes entries; what was there of them. Others may use the folder meanwhile.
+    """Removes entries, and returns the size of those that were there.
+
+    Other processes may use the folder meanwhile.
 
     Raises:
-        OSError: one cannot be removed.
+        OSError: an entry cannot be removed.
     """
     removed = []
     for entry in chosen:
-        with suppress(FileNotFoundError):  # by another process
+        with suppress(FileNotFoundError):  # another process may have removed it
             entry.path.unlink()
             removed.append(entry)
     return Size.of(removed)
 
 
 def size() -> Size:
-    """What all entries take."""
-    with suppress(*_TROUBLE):
+    """The size of all entries; 0 if the folder cannot be read."""
+    with suppress(*_FOLDER_ERRORS):
         return Size.of(entries())
     return Size.of(())
 
 
 def is_name(name: str) -> bool:
-    """Whether an entry's file may have that name."""
+    """Whether ``name`` has the form of an entry's file name."""
     return _ENTRY.fullmatch(name) is not None
 
 
-def pack(name: str, payload: bytes, about: Mapping[str, str]) -> bytes:
-    """An entry, as it is in its file."""
-    described = json.dumps(dict(about), sort_keys=True).encode()
-    rest = len(described).to_bytes(_LENGTH_BYTES, "little") + described + payload
+def pack(name: str, payload: bytes, metadata: Mapping[str, str]) -> bytes:
+    """The contents of the file of an entry."""
+    encoded = json.dumps(dict(metadata), sort_keys=True).encode()
+    rest = len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded + payload
     return _header(name, rest) + rest
 
 
 def unpack(name: str, packed: bytes) -> tuple[dict[str, str], bytes]:
-    """What an entry says of itself, and what it holds.
+    """An entry's metadata and payload, from the contents of its file.
 
     Raises:
-        Damaged: it is not what :func:`pack` made for that name.
+        Damaged: :func:`pack` did not make these contents for that name.
     """
     rest = packed[_HEADER_BYTES:]
     if packed[:_HEADER_BYTES] != _header(name, rest):
         raise Damaged(f"{name} does not match its checksum, or is of another version")
     end = _LENGTH_BYTES + _number(rest[:_LENGTH_BYTES])
-    return _described(rest[_LENGTH_BYTES:end]), rest[end:]
+    return _parse_metadata(rest[_LENGTH_BYTES:end]), rest[end:]
 
 
 def _path(kind: str, key: str) -> Path:
@@ -325,27 +345,27 @@ def _number(encoded: bytes) -> int:
     return int.from_bytes(encoded, "little")
 
 
-def _described(encoded: bytes) -> dict[str, str]:
+def _parse_metadata(encoded: bytes) -> dict[str, str]:
     try:
         found = json.loads(encoded)
     except (ValueError, RecursionError) as error:
-        raise Damaged("an entry's description is no JSON") from error
+        raise Damaged("an entry's metadata is not JSON") from error
     if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
-        raise Damaged("an entry's description is no table of texts")
+        raise Damaged("an entry's metadata is not a table of strings")
     return found
 
 
 def replace(path: Path, contents: bytes, mode: int = 0o666) -> None:
-    """Writes the file so that readers see the old one or the new one, never a part.
+    """Writes a file so that readers see the old contents or the new, never a part.
 
-    It has the bits of ``mode`` that the umask allows.
+    The file gets the permissions ``mode``, less those that the umask removes.
     """
     replace_all({path: contents}, mode)
 
 
 def replace_all(files: Mapping[Path, bytes], mode: int) -> None:
-    """Writes files as :func:`replace` does; none of them if there is no room for all."""
-    # The checksum, not fsync, guards against a machine that stops before the data is on disk.
+    """Writes files as :func:`replace` does; if there is no room for all, none is replaced."""
+    # There is no fsync: if the machine stops before the data is on disk, the checksum tells.
     temporaries = {path: path.with_name(f"{path.stem}.{uuid.uuid4().hex}.tmp") for path in files}
     try:
         for path, temporary in temporaries.items():
@@ -361,36 +381,37 @@ def replace_all(files: Mapping[Path, bytes], mode: int) -> None:
 
 
 def _note_use(path: Path) -> None:
-    with suppress(OSError):  # root's, in a container's image: it stays as it is
-        # Either way: clocks of machines that share a disk differ.
-        if abs(time.time() - path.stat().st_mtime) > _USED_AGAIN_S:
+    """Records in the file's modification time that an entry was used."""
+    with suppress(OSError):  # the file may be read-only, as in a container's image
+        # The absolute difference, since the clocks of machines that share a disk differ.
+        if abs(time.time() - path.stat().st_mtime) > _USE_RESOLUTION_S:
             os.utime(path)
 
 
 def _sweep() -> None:
-    """Removes what killed processes have left half written, and what is beyond the limit.
+    """Removes files that killed processes have left half written, and entries beyond the limit.
 
-    Processes that do so at once remove the same files: all take the oldest first.
+    Processes that sweep at the same time remove the same files, since all begin with the oldest.
     """
-    oldest = time.time() - _STALE_S  # nobody writes for so long
-    with suppress(OSError):  # no need to: another process may be at it
+    oldest = time.time() - _STALE_S
+    with suppress(OSError):  # another process may remove the same files
         for path in folder().iterdir():
             if _TEMPORARY.fullmatch(path.name) and path.stat().st_mtime < oldest:
                 path.unlink()
     most, trouble = limit()
     if trouble:
-        _tell("limit", trouble)
-    with suppress(OSError):  # a folder that is read-only
-        kept = entries()
-        excess = sum(entry.bytes for entry in kept) - most
+        _warn_once("limit", trouble)
+    with suppress(OSError):  # the folder may be read-only
+        present = entries()
+        excess = sum(entry.bytes for entry in present) - most
         while excess > 0:
-            entry = kept.pop()
+            entry = present.pop()
             entry.path.unlink(missing_ok=True)
             excess -= entry.bytes
 
 
-def _tell(topic: str, words: str) -> None:
-    """Warns, once in a process."""
+def _warn_once(topic: str, words: str) -> None:
+    """Warns about a topic, once per process."""
     if topic not in _told:
         _told.add(topic)
         warnings.warn(words, stacklevel=3)

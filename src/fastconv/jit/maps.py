@@ -1,7 +1,7 @@
-"""Has the CUDA driver make descriptors of tensors, for Hopper's tensor copies.
+"""Encodes the tensor maps of Hopper's TMA through the CUDA driver.
 
-Its functions are called through ctypes: ``cuda.bindings`` would have them write to Python objects,
-which do not lie at addresses that are as aligned as the driver demands.
+The driver's functions are called by ctypes: ``cuda.bindings`` would have them write to Python
+objects, whose addresses are not as aligned as the driver demands.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ from typing import Any
 from fastconv.kernels.family import AnyMap, TensorMap
 
 BYTES = 128
-"""Of a descriptor."""
+"""The size of an encoded tensor map."""
 
 ALIGNMENT = 128
-"""Of a descriptor: driver and kernels ask for 64 bytes, but CUDA 13's own type has 128."""
+"""The alignment of an encoded tensor map in bytes.
 
+The driver and the hardware ask for 64, but CUDA 13's own type is aligned to 128.
+"""
+
+# Stands for the tensor's address until that is known. It is aligned, and nothing is read there.
 _PLACEHOLDER = 1 << 20
-"""An address that is as aligned as any tensor's: nothing is read there."""
 
+# The CUDA driver's names of element types, by the names in device code.
 _TYPES = {
     "float": "FLOAT32",
     "tf32": "TFLOAT32",
@@ -30,18 +34,18 @@ _TYPES = {
     "fastconv::bfloat16": "BFLOAT16",
 }
 
-# The GIL is kept: they only compute, for less time than it takes to give it away.
+# PYFUNCTYPE keeps the GIL: the functions only compute, in less time than releasing it takes.
 _ENCODE_TILED = ctypes.PYFUNCTYPE(
     ctypes.c_int,
-    ctypes.c_void_p,  # the descriptor
-    ctypes.c_int,  # the type of elements
+    ctypes.c_void_p,  # the tensor map
+    ctypes.c_int,  # the element type
     ctypes.c_uint32,  # the rank
-    ctypes.c_void_p,  # the tensor
+    ctypes.c_void_p,  # the tensor's address
     ctypes.POINTER(ctypes.c_uint64),  # sizes
     ctypes.POINTER(ctypes.c_uint64),  # strides
-    ctypes.POINTER(ctypes.c_uint32),  # the box
+    ctypes.POINTER(ctypes.c_uint32),  # the TMA box
     ctypes.POINTER(ctypes.c_uint32),  # element strides
-    *[ctypes.c_int] * 4,  # interleave, swizzle, L2 promotion, what lies outside
+    *[ctypes.c_int] * 4,  # interleave, swizzle, L2 promotion, out-of-bounds fill
 )
 _ENCODE_IM2COL = ctypes.PYFUNCTYPE(
     ctypes.c_int,
@@ -51,8 +55,8 @@ _ENCODE_IM2COL = ctypes.PYFUNCTYPE(
     ctypes.c_void_p,
     ctypes.POINTER(ctypes.c_uint64),
     ctypes.POINTER(ctypes.c_uint64),
-    ctypes.POINTER(ctypes.c_int),  # the lower corner
-    ctypes.POINTER(ctypes.c_int),  # the upper corner
+    ctypes.POINTER(ctypes.c_int),  # the lower corner of the bounding box
+    ctypes.POINTER(ctypes.c_int),  # its upper corner
     ctypes.c_uint32,  # channels
     ctypes.c_uint32,  # pixels
     ctypes.POINTER(ctypes.c_uint32),
@@ -62,28 +66,30 @@ _REPLACE_ADDRESS = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_voi
 
 
 class Memory:
-    """Room for descriptors, aligned: that with a given number begins at :meth:`address`."""
+    """Aligned memory for encoded tensor maps, which are numbered from 0."""
 
     def __init__(self, count: int) -> None:
         self._bytes = array("B", bytes(count * BYTES + ALIGNMENT - 1))
         self._start = -self._bytes.buffer_info()[0] % ALIGNMENT
 
     def address(self, number: int) -> int:
+        """The address of a tensor map."""
         return self._bytes.buffer_info()[0] + self._start + number * BYTES
 
     def __getitem__(self, number: int) -> bytes:
         first = self._start + number * BYTES
         return self._bytes[first : first + BYTES].tobytes()
 
-    def __setitem__(self, number: int, descriptor: bytes) -> None:
+    def __setitem__(self, number: int, encoded: bytes) -> None:
         first = self._start + number * BYTES
-        self._bytes[first : first + BYTES] = array("B", descriptor)
+        self._bytes[first : first + BYTES] = array("B", encoded)
 
 
-def encoded(of: AnyMap, driver: Any, entry: Callable[[str], int]) -> tuple[int, bytes]:
-    """The driver's status, and the descriptor with an address that is yet to be replaced.
+def encode(of: AnyMap, driver: Any, function_address: Callable[[str], int]) -> tuple[int, bytes]:
+    """Encodes a tensor map, with a placeholder for the tensor's address.
 
-    ``entry`` gives the address of a function of the driver.
+    ``driver`` is ``cuda.bindings.driver``, and ``function_address`` finds its functions by name.
+    Returns the driver's status and the bytes.
     """
     memory = Memory(1)
     rank = len(of.sizes)
@@ -93,26 +99,30 @@ def encoded(of: AnyMap, driver: Any, entry: Callable[[str], int]) -> tuple[int, 
         rank,
         _PLACEHOLDER,
         (ctypes.c_uint64 * rank)(*of.sizes),
-        (ctypes.c_uint64 * rank)(*of.strides),  # one more than is read: there are empty ones
+        (ctypes.c_uint64 * rank)(*of.strides),  # and a spare: the driver reads rank - 1
     )
     element_strides = (ctypes.c_uint32 * rank)(*of.element_strides)
     modes = _modes(of, driver)
     if isinstance(of, TensorMap):
-        encode = _ENCODE_TILED(entry("cuTensorMapEncodeTiled"))
-        status = encode(*tensor, (ctypes.c_uint32 * rank)(*of.box), element_strides, *modes)
+        encode_tiled = _ENCODE_TILED(function_address("cuTensorMapEncodeTiled"))
+        status = encode_tiled(*tensor, (ctypes.c_uint32 * rank)(*of.box), element_strides, *modes)
     else:
-        encode = _ENCODE_IM2COL(entry("cuTensorMapEncodeIm2col"))
+        encode_im2col = _ENCODE_IM2COL(function_address("cuTensorMapEncodeIm2col"))
         corners = ((ctypes.c_int * (rank - 2))(*corner) for corner in (of.lower, of.upper))
-        status = encode(*tensor, *corners, of.channels, of.pixels, element_strides, *modes)
+        status = encode_im2col(*tensor, *corners, of.channels, of.pixels, element_strides, *modes)
     return status, memory[0]
 
 
-def replace_address(entry: Callable[[str], int]) -> Callable[[int, int], int]:
-    """A function that puts an address into the descriptor at another, and returns a status."""
-    return _REPLACE_ADDRESS(entry("cuTensorMapReplaceAddress"))
+def replace_address(function_address: Callable[[str], int]) -> Callable[[int, int], int]:
+    """The driver's function that sets the tensor's address in an encoded tensor map.
+
+    It takes the addresses of the map and of the tensor, and returns a status.
+    """
+    return _REPLACE_ADDRESS(function_address("cuTensorMapReplaceAddress"))
 
 
 def _modes(of: AnyMap, driver: Any) -> tuple[int, int, int, int]:
+    """The driver's interleave, swizzle, L2 promotion and out-of-bounds fill."""
     swizzle = f"CU_TENSOR_MAP_SWIZZLE_{f'{of.swizzle}B' if of.swizzle else 'NONE'}"
     promotion = f"CU_TENSOR_MAP_L2_PROMOTION_{f'L2_{of.promotion}B' if of.promotion else 'NONE'}"
     return (

@@ -1,8 +1,8 @@
-"""A program, compiled by NVRTC: as a module in this process, as a script in one of its own.
+"""Compiles programs with NVRTC: as a module in this process, as a script in a process of its own.
 
-As a script it compiles what it is sent, one program after the other, until there is nobody left to
-send any (see :mod:`fastconv.jit.processes`). It imports nothing of the package, whose imports take
-longer than most kernels: it is there in a sixth of a second.
+As a script it compiles the programs that it is sent, one after the other, until its input ends
+(see :mod:`fastconv.jit.processes`). It imports nothing of the package, whose imports take longer
+than compiling most kernels: the script starts in a sixth of a second.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
+# A message is a magic, the number of bytes to come, and a pickled value.
 _HEADER = struct.Struct("8sQ")
 _MAGIC = b"fastconv"
 
 
 class Program(NamedTuple):
-    """What NVRTC is given; names and contents of the files that the text includes."""
+    """NVRTC's input; ``headers`` are the contents of the included files, by name."""
 
     text: str
     name: str
@@ -29,15 +30,15 @@ class Program(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What NVRTC made of a program, and what it said; ``error`` is the name of its status."""
+    """NVRTC's output; ``error`` is the name of its status unless that is success."""
 
     cubin: bytes
     log: str
     error: str | None = None
 
 
-def compiled(program: Program, nvrtc: Any) -> Outcome:
-    """Compiles the program. ``nvrtc`` is ``cuda.bindings.nvrtc``, which releases the GIL."""
+def compile_program(program: Program, nvrtc: Any) -> Outcome:
+    """Compiles a program. ``nvrtc`` is ``cuda.bindings.nvrtc``, which releases the GIL."""
     headers = {name.encode(): contents.encode() for name, contents in program.headers.items()}
     options = [option.encode() for option in program.options]
     status, handle = nvrtc.nvrtcCreateProgram(
@@ -58,7 +59,7 @@ def compiled(program: Program, nvrtc: Any) -> Outcome:
 
 
 def _output(handle: Any, size: Any, fill: Any) -> tuple[Any, bytes]:
-    """A status, and what there is if it is that of success."""
+    """The status and bytes of one of NVRTC's outputs, given the functions that read it."""
     status, length = size(handle)
     if status:
         return status, b""
@@ -75,11 +76,11 @@ def send(value: Any, to: IO[bytes]) -> None:
 
 
 def receive(of: IO[bytes]) -> Any:
-    """What was sent.
+    """Receives a value that :func:`send` has sent.
 
     Raises:
-        EOFError: there is nobody left to send anything.
-        ValueError: somebody else has printed something.
+        EOFError: the sender has closed the pipe.
+        ValueError: something else was written to the pipe.
     """
     header = of.read(_HEADER.size)
     if not header:
@@ -91,9 +92,13 @@ def receive(of: IO[bytes]) -> Any:
 
 
 def _serve() -> None:
-    """Compiles for another process: sent where modules are, answers with NVRTC's version."""
+    """Compiles for another process.
+
+    The first request is that process's ``sys.path``, and the answer is NVRTC's version. Each
+    further request is a program.
+    """
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever else may print
+    os.dup2(2, 1)  # anything printed to stdout would corrupt the answers
     sys.path[:] = receive(requests)
     nvrtc = importlib.import_module("cuda.bindings.nvrtc")
     send(nvrtc.nvrtcVersion()[1:], answers)
@@ -102,7 +107,7 @@ def _serve() -> None:
             program = receive(requests)
         except EOFError:
             return
-        send(tuple(compiled(Program(*program), nvrtc)), answers)
+        send(tuple(compile_program(Program(*program), nvrtc)), answers)
 
 
 if __name__ == "__main__":

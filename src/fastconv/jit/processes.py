@@ -1,9 +1,10 @@
-"""Compilers in processes of their own, for threads that compile beside many others.
+"""Compiler processes: they let many threads compile at once.
 
-NVRTC's front end takes one program at a time in a process, for a sixth of what a kernel takes: of
-16 threads, 9 would wait for the others. A thread's process ends with the thread. It is a help and
-no more: without it, a thread compiles as all others do. ``FASTCONV_COMPILE_PROCESSES`` says how
-many there may be at once; 0 for none.
+Within a process, NVRTC's front end compiles one program at a time, for a sixth of a kernel's
+compile time: of 16 threads, 9 would wait for the others. So a thread may have a process that
+compiles for it, and that ends with the thread. If the process cannot be started or fails, the
+thread compiles by itself. ``FASTCONV_COMPILE_PROCESSES`` sets how many there may be at once; 0
+means none.
 """
 
 from __future__ import annotations
@@ -22,25 +23,35 @@ from typing import Any
 from fastconv.jit import nvrtc, workers
 
 VARIABLE = "FASTCONV_COMPILE_PROCESSES"
-DEFAULT_MOST = 12  # of 75 MB each
-START_S = 20.0  # in which one has to be there: it takes 0.2
+"""The environment variable that sets how many compiler processes there may be."""
 
-# What NVRTC says of a program, in whatever process; of other trouble a process may have its own.
-_OF_PROGRAMS = (None, "NVRTC_ERROR_COMPILATION")
+DEFAULT_MOST = 12
+"""How many compiler processes there may be by default; each takes 75 MB of memory."""
 
-# How interpreters are called: python3.12, python3.13t, python3.11-dbg, pythonw.exe.
+START_S = 20.0
+"""Seconds after which a compiler process that has not answered is killed; 0.2 are usual."""
+
+# The statuses of NVRTC that depend on the program alone. With any other status, for example
+# out of memory, the program is compiled again in this process.
+_PROGRAM_STATUSES = (None, "NVRTC_ERROR_COMPILATION")
+
+# Names of interpreters: python3.12, python3.13t, python3.11-dbg, pythonw.exe.
 _PYTHON = re.compile(r"python(w|[\d.]+[a-z]*)?(_d)?(-dbg|-debug|-intel64)?(\.exe)?", re.IGNORECASE)
 
 
-class _Own(threading.local):
-    """A thread's: whether it may have a process, and the one that it has."""
+class _ThreadState(threading.local):
+    """Whether the current thread may have a compiler process, and the one that it has."""
 
     allowed = False
     compiler: _Compiler | None = None
 
 
 class _Compiler:
-    """Another process that compiles; its NVRTC is of the version that is asked for."""
+    """A process that compiles with NVRTC.
+
+    Raises:
+        ValueError: its NVRTC does not have the given version.
+    """
 
     def __init__(self, version: tuple[int, int]) -> None:
         self._process = subprocess.Popen(
@@ -48,34 +59,35 @@ class _Compiler:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt from the terminal is not for it
+            start_new_session=True,  # Ctrl-C in the terminal does not reach it
         )
-        late = threading.Timer(START_S, self._kill)
-        late.daemon = True
+        kill_late = threading.Timer(START_S, self._kill)
+        kill_late.daemon = True
         try:
-            late.start()
+            kill_late.start()
             paths = (os.fspath(path) for path in sys.path if isinstance(path, str | os.PathLike))
-            if tuple(self._ask([*map(str, paths)])) != version:
-                raise ValueError("another NVRTC")
+            if tuple(self._request([*map(str, paths)])) != version:
+                raise ValueError("another version of NVRTC")
         except BaseException:
             self.close()
             raise
         finally:
-            late.cancel()
+            kill_late.cancel()
 
-    def compiled(self, program: nvrtc.Program) -> nvrtc.Outcome:
-        return nvrtc.Outcome(*self._ask(tuple(program)))
+    def compile(self, program: nvrtc.Program) -> nvrtc.Outcome:
+        return nvrtc.Outcome(*self._request(tuple(program)))
 
     def close(self) -> None:
-        self._kill()  # it may not notice the end of its input: forks have that open, too
+        # Closing its input would not end it if a forked process has the pipe open as well.
+        self._kill()
         for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(OSError):  # of what it was sent and will not read
+            with suppress(OSError):  # closing flushes a request that nobody will read
                 assert pipe is not None
                 pipe.close()
         self._process.wait()
 
     def _kill(self) -> None:
-        """With whatever else it may have started, if it is a script that starts the interpreter."""
+        """Kills the process and its children: the executable may be a script that starts Python."""
         if self._process.returncode is not None:
             return
         with suppress(OSError):
@@ -84,23 +96,23 @@ class _Compiler:
             else:
                 self._process.kill()
 
-    def _ask(self, message: Any) -> Any:
+    def _request(self, message: Any) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         nvrtc.send(message, self._process.stdin)
         return nvrtc.receive(self._process.stdout)
 
 
-_own = _Own()
-_having: set[threading.Thread] = set()  # threads that have one, or are about to
-_impossible = False  # to start one: nobody tries again
+_this_thread = _ThreadState()
+_owners: set[threading.Thread] = set()  # threads that have a compiler process, or start one
+_start_failed = False  # after one failure, no thread tries again
 
 
 def most() -> int:
-    """How many processes there may be: ``$FASTCONV_COMPILE_PROCESSES``, or some.
+    """How many compiler processes there may be: ``$FASTCONV_COMPILE_PROCESSES``, or the default.
 
     Raises:
-        ValueError: the variable is no number.
+        ValueError: the variable is not a number.
     """
     value = os.environ.get(VARIABLE) or str(DEFAULT_MOST)
     if not value.isdecimal():
@@ -109,10 +121,10 @@ def most() -> int:
 
 
 def is_python(executable: str | None) -> bool:
-    """Whether that file is an interpreter, which takes a program's name as its first argument.
+    """Whether the file is a Python interpreter, judged by its name after following links.
 
-    ``sys.executable`` need not be one: an application that embeds Python may name itself there, and
-    would be started once more. Links count as what they lead to.
+    ``sys.executable`` need not be one: an application that embeds Python may put its own path
+    there, and running it would start the application once more.
     """
     if not executable or getattr(sys, "frozen", False):
         return False
@@ -122,52 +134,55 @@ def is_python(executable: str | None) -> bool:
 
 @contextmanager
 def allowed() -> Iterator[None]:
-    """Within, this thread may have a process that compiles for it."""
-    _own.allowed = True
+    """A context in which this thread may have a compiler process; it ends with the context."""
+    _this_thread.allowed = True
     try:
         yield
     finally:
-        _own.allowed = False
+        _this_thread.allowed = False
         _close()
 
 
-def compiled(program: nvrtc.Program, version: tuple[int, int]) -> nvrtc.Outcome | None:
-    """What this thread's process makes of the program; None if it has none, or has trouble.
+def compile_program(program: nvrtc.Program, version: tuple[int, int]) -> nvrtc.Outcome | None:
+    """Compiles in this thread's process; None if it has no process, or the process failed.
+
+    ``version`` is the version of NVRTC that the process must have.
 
     Raises:
-        ValueError: ``FASTCONV_COMPILE_PROCESSES`` is no number.
+        ValueError: ``FASTCONV_COMPILE_PROCESSES`` is not a number.
     """
     limit = most()
-    if not _own.allowed or not (_own.compiler or _started(version, limit)):
+    if not _this_thread.allowed or not (_this_thread.compiler or _started(version, limit)):
         return None
-    assert _own.compiler is not None
+    assert _this_thread.compiler is not None
     try:
-        outcome = _own.compiler.compiled(program)
-    except Exception:  # it was killed, say
-        _own.allowed = False
+        outcome = _this_thread.compiler.compile(program)
+    except Exception:  # the process was killed, for example
+        _this_thread.allowed = False
         _close()
         return None
-    return outcome if outcome.error in _OF_PROGRAMS else None
+    return outcome if outcome.error in _PROGRAM_STATUSES else None
 
 
 def _started(version: tuple[int, int], limit: int) -> bool:
-    """Whether this thread has a process now."""
-    global _impossible
-    if _impossible or not is_python(sys.executable):
+    """Starts a compiler process for this thread; False if it may not or cannot."""
+    global _start_failed
+    if _start_failed or not is_python(sys.executable):
         return False
-    _having.add(thread := threading.current_thread())  # before it is there: others start theirs
+    # Added before the process runs, so that threads that start theirs meanwhile count this one.
+    _owners.add(thread := threading.current_thread())
     try:
-        if workers.alive(_having) <= limit:
-            _own.compiler = _Compiler(version)
+        if workers.alive(_owners) <= limit:
+            _this_thread.compiler = _Compiler(version)
     except Exception:
-        _impossible = True
-    if _own.compiler is None:
-        _having.discard(thread)
-    return _own.compiler is not None
+        _start_failed = True
+    if _this_thread.compiler is None:
+        _owners.discard(thread)
+    return _this_thread.compiler is not None
 
 
 def _close() -> None:
-    if (compiler := _own.compiler) is not None:
-        _own.compiler = None
+    if (compiler := _this_thread.compiler) is not None:
+        _this_thread.compiler = None
         compiler.close()
-        _having.discard(threading.current_thread())
+        _owners.discard(threading.current_thread())

@@ -1,17 +1,21 @@
-"""Says which kept files may be used: what is loaded from a folder runs with the user's rights.
+"""Decides which cached files may be used: machine code from the cache runs with the user's rights.
 
 A file may be used if it and the folder that holds it belong to the user or to root, and nobody else
-can write them. Group members are others as well, be the group private: who is in it can change.
+can write them. Members of the file's group are others as well, even if the group is private: its
+members can change.
 
 - A sticky bit does not make up for a folder that others can write. They cannot replace files there,
-  but add some: of their own, which their owner gives away, and names (links) for the user's.
-- Nor may others be able to exchange what lies on the way, up to ``/``: each folder and each link
-  belongs to the user or to root, and folders that others can write are sticky, as ``/tmp`` is.
-- Links are followed one by one. Where the file's own name is one, both folders are checked: the
-  one that holds the link, and the one that holds the file.
+  but can add them: files of their own whose ownership they give away, and hard links to the
+  user's files.
+- Others must not be able to replace anything on the path either, up to ``/``: each folder and each
+  symbolic link belongs to the user or to root, and folders that others can write are sticky, as
+  ``/tmp`` is.
+- Symbolic links are followed one by one. If the file's own name is a link, both folders are
+  checked: the one that holds the link, and the one that holds the file.
 
-Windows has no such bits, and there is no check: folders in a user's profile are the user's alone
-by inheritance. Nor does it see access lists that leave no trace in the mode (macOS's, NFSv4's).
+On Windows, which has no such permission bits, nothing is checked: folders in a user's profile
+inherit permissions for the user alone. Access control lists that leave no trace in the mode
+(those of macOS and NFSv4) are not seen.
 """
 
 from __future__ import annotations
@@ -26,53 +30,54 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER_MODE = 0o700
-# Not less: what root has kept in the image of a container, others may read. Not what the umask
-# leaves: where that is 002, the file would not be used.
+# Others may read files, since root may have compiled them into a container's image. Others must not
+# write them, whatever the umask: with a umask of 002 the group could, and the file would not be
+# used.
 FILE_MODE = 0o644
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_MOST_LINKS = 40  # as in Linux
+_MOST_LINKS = 40  # symbolic links on a path, as many as Linux follows
 _HAS_OWNERS = hasattr(os, "geteuid")
-_once = threading.Lock()  # taken by the first warning, for good: no two threads get it
+_once = threading.Lock()  # the first warning acquires it and never releases it
 
 
 class Distrusted(OSError):
-    """A file that may not be used; says why."""
+    """The file may not be used; the message says why."""
 
 
 class _Place(NamedTuple):
-    """What is passed on the way to a file."""
+    """A folder, link or file that a path leads through."""
 
     path: str
     status: os.stat_result
-    close: bool  # the file itself, or a folder that holds it or a link to it
+    close: bool  # the file itself, or a folder that holds the file or a link to it
 
 
 def distrusted(path: Path) -> str | None:
-    """Why the file at ``path`` may not be used, in words; None if it may, or if there is none.
+    """Why the file at ``path`` may not be used, in words; None if it may, or does not exist.
 
-    The answer holds for what is done next by the path's name, such as loading a library: if the
-    file may be used, nobody but the user and root can change it, or what the name stands for.
+    The answer stays valid for later operations on the path, such as loading a library: if the file
+    may be used, only the user and root can change the file or the path.
     """
     return _distrusted(path)
 
 
 def distrusted_folder(folder: Path) -> str | None:
-    """Why nothing in a folder may be used; None if that depends on the file. It may be missing."""
+    """Why no file in a folder may be used; None if files may, or if there is no such folder."""
     return _distrusted(folder, os.curdir)
 
 
 def read(path: Path) -> bytes:
-    """What a file holds.
+    """The contents of a file.
 
     Raises:
-        Distrusted: it may not be used; there has been a warning.
-        OSError: it cannot be read.
+        Distrusted: the file may not be used; a warning has been given.
+        OSError: the file cannot be read.
     """
     words = distrusted(path)
     if words is None:
         with path.open("rb") as file:
-            # Of the very file that is read, whatever has its name by now.
+            # Checks the open file, since the path may name another one by now.
             words = _trouble(_Place(str(path), os.fstat(file.fileno()), True))
             if words is None:
                 return file.read()
@@ -81,19 +86,19 @@ def read(path: Path) -> bytes:
 
 
 def warn(words: str) -> None:
-    """Warns, once in a process, that something is ignored, given what is wrong with it."""
+    """Warns, once per process, that cached files are ignored, for the given reason."""
     if _once.acquire(blocking=False):
         warnings.warn(
-            f"fastconv ignores kept files that others may have made or changed: {words}. Kernels "
-            "are compiled by every process instead. Take others' right to write away (chmod go-w; "
-            "chmod 700 for the cache's own folder), or set FASTCONV_CACHE_DIR to a folder that "
-            "is yours alone.",
+            f"fastconv ignores cached files that others may have made or changed: {words}. Every "
+            "process compiles its kernels instead. Remove the others' write permission (chmod "
+            "go-w; chmod 700 for the cache's own folder), or set FASTCONV_CACHE_DIR to a folder "
+            "that is yours alone.",
             stacklevel=3,
         )
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder for the user alone, and its parents, whatever the umask; none is changed."""
+    """Makes a folder, and the parents it lacks, for the user alone; changes no existing folder."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
         path.mkdir(FOLDER_MODE, exist_ok=True)
@@ -103,16 +108,16 @@ def _distrusted(path: Path, *more: str) -> str | None:
     if not _HAS_OWNERS:
         return None
     try:
-        way = _way([*path.absolute().parts[1:], *more])
-        return next(filter(None, map(_trouble, way)), None)
+        places = _places([*path.absolute().parts[1:], *more])
+        return next(filter(None, map(_trouble, places)), None)
     except (FileNotFoundError, NotADirectoryError):
-        return None  # what is not there harms nobody
+        return None  # there is no file that could be used
     except OSError as error:
         return f"{error.filename or path} cannot be examined ({error.strerror})"
 
 
-def _way(names: Sequence[str]) -> Iterator[_Place]:
-    """All that the system passes as it looks up the names in turn, from the root folder on."""
+def _places(names: Sequence[str]) -> Iterator[_Place]:
+    """All that the system visits as it resolves a path of these names, from the root folder on."""
     here, rest, links = os.sep, [*reversed(names)], 0
     while True:
         status = os.lstat(here)
@@ -133,17 +138,18 @@ def _way(names: Sequence[str]) -> Iterator[_Place]:
 
 
 def _trouble(place: _Place) -> str | None:
-    """What others can do to a place, in words."""
+    """Why a place is not safe from other users, in words; None if it is."""
     path, status, close = place
     if not _HAS_OWNERS:
         return None
     user, owner = os.geteuid(), status.st_uid
-    # Within some containers (user namespaces), the machine's root is seen as nobody. Whoever has
-    # the root folder has everything; but nobody's are the files of other users, too.
+    # In some containers (user namespaces), the machine's root appears as the user "nobody". The
+    # owner of the root folder controls everything, and is accepted for folders further up. It is
+    # not accepted close to the file, because other users' files belong to "nobody" as well.
     if owner not in (user, 0) and (close or owner != os.lstat(os.sep).st_uid):
         return f"{path} belongs to user {owner}, neither to you (user {user}) nor to root"
     if stat.S_ISLNK(status.st_mode):
-        return None  # it can only be replaced, and has no mode
+        return None  # a link has no mode; its folder decides who can replace it
     if status.st_mode & _OTHERS_WRITE and (close or not status.st_mode & stat.S_ISVTX):
         return f"{path} can be written by others (mode {stat.S_IMODE(status.st_mode):04o})"
     return None

@@ -1,4 +1,4 @@
-"""Small sums that plans need."""
+"""Integer arithmetic for plans."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ def round_up(a: int, b: int) -> int:
 
 
 def divisors(n: int) -> list[int]:
-    """All of them, ascending."""
+    """Returns all divisors of ``n``, in ascending order."""
     small = [i for i in range(1, isqrt(n) + 1) if n % i == 0]
     return sorted({*small, *(n // i for i in small)})
 
 
 def shares(size: int) -> list[int]:
-    """What the largest of n equal shares can be, for any n, ascending."""
+    """Returns ceil(size / n) for all n, without repetitions and in ascending order."""
     found, n = [], 1
     while n <= size:
         share = ceil_div(size, n)
         found.append(share)
-        n = (size - 1) // (share - 1) + 1 if share > 1 else size + 1  # the first with a smaller one
+        # The next n is the least one with a smaller share.
+        n = (size - 1) // (share - 1) + 1 if share > 1 else size + 1
     return found[::-1]

@@ -1,10 +1,10 @@
-"""Which kinds of kernels there are: what remains of them without what is a mere size.
+"""Coverage classes of kernels: which code a kernel consists of, apart from mere sizes.
 
-A kernel is made of parts (one loads, one multiplies, one stores), and each is compiled to different
-code for some of its constants. What these are for one kernel is a *class* of each of its parts.
-Two kernels of the same classes run the same code, but for the numbers in it; so tests that execute
-every class, and every pair of choices, have executed all code that the planner can choose. Each
-choice with each property of a problem that decides how far code reaches is a class, too.
+A kernel is made of parts (one loads, one multiplies, one stores), and the code of each part depends
+on the values of some constants. These values are the kernel's *coverage class* of that part. Two
+kernels of the same classes run the same code, but for the numbers in it. So tests that execute
+every class, and every pair of choices, execute all code that the planner can choose. Each choice
+together with each property of a problem that decides how far code reads and writes is a class, too.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from fastconv.kernels.family import Constant, Kernel, Plan
 from fastconv.problem import Problem
 
 Class = tuple[str, str, tuple[tuple[str, Constant], ...]]
-"""Source, part (or :data:`PAIR`), and what was chosen."""
+"""A coverage class: source, part (or :data:`PAIR` or :data:`REACH`), and the choices."""
 
 PAIR = "pair"
+"""The part of classes that are two choices of a kernel."""
 REACH = "reach"
-"""The part of classes that are a choice with a property of the problem: see :func:`reaches`."""
+"""The part of classes that are a choice and a property of the problem: see :func:`reaches`."""
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What chooses the code of a family's kernel.
+    """What selects the code of a family's kernel.
 
-    Constants that are not ``sizes`` do, each by its value, and so does what ``chosen`` makes of all
-    constants. ``parts`` says which of these choices the code of each part knows.
+    The choices are the values of all constants but ``sizes``, and what ``chosen`` derives from the
+    constants. ``parts`` lists the choices that the code of each part depends on.
     """
 
     sizes: frozenset[str]
@@ -52,10 +53,10 @@ class Anatomy:
 
 
 def reaches(problem: Problem) -> dict[str, Constant]:
-    """What of a problem decides where code reads and writes beyond an image, but chooses no code.
+    """Returns the properties of a problem that decide where code reads and writes at the borders.
 
-    Rows and columns that are left over where those a dilation apart are walked together, planes
-    with an odd number of elements, and on which sides there is padding.
+    They select no code: whether rows and columns are left over where those a dilation apart are
+    computed together, whether planes have an odd number of elements, and which sides are padded.
     """
     height, width = problem.output_size
     top, bottom, left, right = problem.padding
@@ -69,7 +70,7 @@ def reaches(problem: Problem) -> dict[str, Constant]:
 
 
 def _step(problem: Problem, axis: int) -> int:
-    """How far apart outputs are that read the same input."""
+    """Returns the distance between outputs that read the same inputs."""
     return problem.dilation[axis] // gcd(problem.stride[axis], problem.dilation[axis])
 
 
@@ -79,10 +80,10 @@ def _padded(before: int, behind: int) -> str:
 
 
 def classes(plan: Plan, problem: Problem, anatomies: Mapping[str, Anatomy]) -> set[Class]:
-    """The classes of all kernels of a plan for a problem.
+    """Returns the coverage classes of all kernels of a plan for a problem.
 
-    In which order they are launched is a class of its own, and so is each choice of a kernel with
-    each property of the problem that decides how far it reaches.
+    The order of the launches is a class of its own, and so is each choice of a kernel together with
+    each of the problem's properties in :func:`reaches`.
     """
     kernels = {launch.kernel.constants: launch.kernel for launch in plan.launches}
     found = {one for kernel in kernels.values() for one in anatomies[kernel.source].classes(kernel)}

@@ -1,4 +1,4 @@
-"""What a kernel family hands over: device code with its constants, and how to launch it."""
+"""The values that a kernel family's plans are made of: kernels with constants, and launches."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from fastconv.kernels.arithmetic import ceil_div
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 FOLDER = Path(__file__).parent
-"""Where the families' device code lies; ``#include`` paths start here."""
+"""The folder of the families' device code; ``#include`` paths are relative to it."""
 
 Constant = int | bool | str
 
 RESIDUAL = "#define FASTCONV_RESIDUAL\n"
 
-MOST_ROUNDS = 32  # of a weight gradient's tiles through the workspace: each is two launches
+MOST_ROUNDS = 32
+"""The most rounds in which a weight gradient's tiles pass through the workspace.
+
+Each round is two launches.
+"""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Kernel:
     ``source`` is a file below :data:`FOLDER`, ``entry`` an ``extern "C" __global__`` function in
     it. The file reads its constants from a struct ``Config``: ints and bools are static constexpr
     members of it, strings are member types. A ``residual`` is also a parameter of the function, so
-    the preprocessor is told of it (``device/epilogue.cuh``).
+    there is a preprocessor macro for it (``device/epilogue.cuh``).
     """
 
     source: str
@@ -37,7 +41,7 @@ class Kernel:
 
     @property
     def text(self) -> str:
-        """The translation unit: the constants, then the file that uses them."""
+        """The source of the translation unit: the constants, then the file that uses them."""
         members = "\n".join(f"  {_member(name, value)}" for name, value in self.constants)
         names = {name for name, _ in self.constants}
         types = "epilogue" if "activation" in names else "scalar"
@@ -56,25 +60,25 @@ MAPPED_SCALARS = {
     "fastconv::float16": 2,
     "fastconv::bfloat16": 2,
 }
-"""Element types of mapped tensors, by their names in device code, and their bytes.
+"""The element types that a tensor map can have, by their names in device code, and their bytes.
 
-``tf32`` is float32 that loads round to TF32's mantissa: to nearest, ties to even.
+``tf32`` is float32 that TMA loads round to TF32's mantissa, to nearest with ties to even.
 """
 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """Describes a tensor to ``tensor_load`` and ``tensor_store``, which copy boxes of it.
+    """A tensor map (tiled mode): with it, TMA loads and stores boxes of a tensor.
 
-    Dimensions come innermost first. ``strides`` are the bytes between neighbours along each but the
-    innermost, whose elements lie side by side. ``box`` are the elements that a copy spans; with
-    ``element_strides``, it takes only every so many-th of them, beginning with the first. What lies
-    outside of the tensor is read as zeros, and not written. ``swizzle`` is the span of the pattern
-    in shared memory, 32, 64 or 128 bytes, ``promotion`` what the L2 cache fetches at once, 64, 128
-    or 256 bytes; 0 stands for none.
+    Dimensions come innermost first. ``strides`` are the bytes between neighbours along each
+    dimension but the innermost, which is contiguous. ``box`` is the number of elements that a TMA
+    box spans along each dimension; with ``element_strides`` n, TMA copies only every n-th of them,
+    from the first on. TMA reads elements outside of the tensor as zeros, and does not write them.
+    ``swizzle`` is the span of the swizzle pattern in shared memory, 32, 64 or 128 bytes;
+    ``promotion`` is the size of the L2 cache's fetches, 64, 128 or 256 bytes; 0 means none.
 
     Raises:
-        ValueError: the CUDA driver would refuse it.
+        ValueError: the CUDA driver would refuse the tensor map.
     """
 
     tensor: str
@@ -96,22 +100,23 @@ class TensorMap:
 
     @property
     def box_bytes(self) -> int:
-        """What a copy has in shared memory, and a barrier counts, in or out of bounds."""
+        """Bytes of a TMA box in shared memory, which an mbarrier counts, in or out of bounds."""
         counts = map(ceil_div, self.box, self.element_strides)
         return prod(counts) * MAPPED_SCALARS[self.scalar]
 
 
 @dataclass(frozen=True)
 class Im2colMap:
-    """Describes images to ``im2col_load``, which copies ``channels`` of ``pixels`` in a row.
+    """A tensor map in im2col mode: TMA loads ``channels`` of ``pixels`` consecutive pixels.
 
     Dimensions come innermost first: channels, columns, rows (and slices), images. The pixels lie in
-    a bounding box, which begins ``lower`` after an image's first pixel and ends ``upper`` after its
-    last, along columns, then rows. A copy goes through it in the order of memory, from one image to
-    the next, ``element_strides`` apart. The rest is as in :class:`TensorMap`.
+    a bounding region, which begins ``lower`` after an image's first pixel and ends ``upper`` after
+    its last, along columns, then rows. A load traverses the region in the order of memory, from one
+    image to the next, in steps of ``element_strides``. The other fields are those of
+    :class:`TensorMap`.
 
     Raises:
-        ValueError: the CUDA driver would refuse it.
+        ValueError: the CUDA driver would refuse the tensor map.
     """
 
     tensor: str
@@ -149,7 +154,7 @@ class Im2colMap:
 
     @property
     def box_bytes(self) -> int:
-        """What a copy has in shared memory, and a barrier counts, in or out of bounds."""
+        """Bytes of a TMA box in shared memory, which an mbarrier counts, in or out of bounds."""
         return self.pixels * self.channels * MAPPED_SCALARS[self.scalar]
 
 
@@ -158,7 +163,7 @@ Argument = str | int | TensorMap | Im2colMap
 
 
 def _check_layout(of: AnyMap, ranks: range) -> None:
-    """What the two kinds of maps have in common."""
+    """Checks the fields that both kinds of tensor maps have."""
     if of.scalar not in MAPPED_SCALARS:
         raise _refused(of, f"{of.scalar} is none of {', '.join(MAPPED_SCALARS)}")
     if len(of.sizes) not in ranks:
@@ -168,7 +173,7 @@ def _check_layout(of: AnyMap, ranks: range) -> None:
     _check_each(of, "sizes", of.sizes, range(1, 2**32 + 1))
     _check_each(of, "strides", of.strides, range(0, 2**40, 16))
     _check_each(of, "element_strides", of.element_strides, range(1, 9))
-    if of.element_strides[0] != 1:  # the driver would ignore it
+    if of.element_strides[0] != 1:  # the driver would ignore such a stride
         raise _refused(
             of, f"element_strides {of.element_strides} skip elements that are neighbours"
         )
@@ -177,7 +182,7 @@ def _check_layout(of: AnyMap, ranks: range) -> None:
 
 
 def _check_row(of: AnyMap, elements: int) -> None:
-    """Of the innermost elements of a box, which lie in shared memory in one piece."""
+    """Checks the innermost elements of a TMA box, which are contiguous in shared memory."""
     row = elements * MAPPED_SCALARS[of.scalar]
     if row % 16:
         raise _refused(of, f"a box has rows of {row} bytes, not a multiple of 16")
@@ -211,12 +216,12 @@ class Launch:
     """One kernel launch, complete but for the addresses of its tensors.
 
     ``arguments`` are the kernel's, in order: a string names a tensor (its address is passed, 0 for
-    an absent one), an int is passed as a 32-bit int, a map as a descriptor of the tensor it names
-    (``const __grid_constant__ fastconv::TensorMap``). ``scratch`` is one of the names where the
-    launch needs a workspace.
+    an absent one), an int is passed as a 32-bit int, a tensor map as a descriptor of the tensor it
+    names (``const __grid_constant__ fastconv::TensorMap``). The name ``scratch`` is the workspace.
 
-    The blocks of an ``early`` launch may begin while the launch before it, of ours or not, is still
-    under way: the kernel calls ``wait_for_earlier_launch`` before it touches any tensor.
+    An ``early`` launch uses programmatic dependent launch (PDL): its blocks may begin while the
+    launch before it, of any library, is still running. So the kernel calls
+    ``wait_for_earlier_launch`` before it reads or writes any tensor.
     """
 
     kernel: Kernel
@@ -242,14 +247,15 @@ def _member(name: str, value: Constant) -> str:
 
 
 class Declined(Exception):
-    """A family does not take a problem; the message says what it is that it does not take."""
+    """A family does not take a problem; the message names the property that it does not take."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """How a pass is computed: launches in order, and bytes of workspace (tensor ``scratch``).
 
-    ``why`` says in a few words why this family, and why in this way; ``explanation`` in lines.
+    ``why`` says in a few words why this family and this plan were chosen, ``explanation`` in
+    several lines.
     """
 
     launches: tuple[Launch, ...]
@@ -257,53 +263,56 @@ class Plan:
     family: str
     why: str
     explanation: tuple[str, ...] = ()
-    key: str = ""  # the problem's, and this plan's name, in tables of measured choices
-    choice: str = ""
-    packs: int = 0  # launches, the first, that only pack the weight; others only read it there
-    cycles: float = 0.0  # that all of it should take, where that is estimated
+    key: str = ""  # the problem's key in tables of measured choices
+    choice: str = ""  # this plan's name in such a table
+    packs: int = 0  # the first launches, which pack the weight into a workspace that others read
+    cycles: float = 0.0  # the estimated time of all launches, 0 where there is no estimate
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What planning needs to know of a device."""
+    """The properties of a device that planning depends on."""
 
     architecture: str
-    processors: int
+    processors: int  # the number of SMs
     shared_bytes_per_block: int
     shared_bytes_per_processor: int
 
     def shared_budget(self, blocks: int) -> int:
-        """Bytes of shared memory for each of ``blocks`` blocks on one processor."""
-        reserved = 1024  # by the system, for each block
+        """Returns the bytes of shared memory for each of ``blocks`` blocks on one SM."""
+        reserved = 1024  # bytes that CUDA reserves for each block
         return min(
             self.shared_bytes_per_block, self.shared_bytes_per_processor // blocks - reserved
         )
 
 
 ALIGNMENT = 16
-"""Bytes, of which the addresses of a pass's tensors are multiples if they are ``aligned``."""
+"""The addresses of a pass's ``aligned`` tensors are multiples of this many bytes."""
 BIAS_ALIGNMENT = 4
-"""The same of a bias: kernels read no more of it at once than two elements of 16 bits."""
+"""The address of an ``aligned_bias`` is a multiple of this many bytes.
+
+Kernels read at most two 16-bit elements of a bias at once.
+"""
 
 
 @dataclass(frozen=True)
 class Operands:
-    """How the tensors of a pass lie in memory.
+    """The layout of a pass's tensors in memory, and the arithmetic of the pass.
 
-    The two activations (what the pass reads, or the input and the output's gradient; and what it
-    writes) are dense, in either memory format.
+    The pass's activations (input and output, or their gradients) are dense, in either memory
+    format.
 
-    What a plan may assume of addresses is said here, and whoever launches plans has to keep to it.
-    Every tensor begins at a multiple of its elements' bytes. ``aligned`` says that input, weight,
-    output, the output's gradient and the residual begin at multiples of :data:`ALIGNMENT`;
-    ``aligned_bias`` that the bias, if there is one, begins at a multiple of
-    :data:`BIAS_ALIGNMENT`. The bias's gradient is written one by one, so that it may begin
-    anywhere; a workspace always begins at a multiple of 256 bytes.
+    Plans may assume the following of addresses, and callers that launch plans have to ensure it.
+    Every tensor begins at a multiple of its elements' bytes. If ``aligned``, then input, weight,
+    output, the output's gradient and the residual begin at multiples of :data:`ALIGNMENT`; if
+    ``aligned_bias``, then the bias, if there is one, begins at a multiple of
+    :data:`BIAS_ALIGNMENT`. Kernels write the bias's gradient element by element, so it may begin
+    anywhere. A workspace always begins at a multiple of 256 bytes.
 
-    ``precision`` is that of float32 products, "ieee" or "tf32". ``bias_grad`` asks a
-    weight gradient to fill a tensor of that name too, with that of the bias. ``epilogue`` is what a
-    forward pass does to its sums; a residual is a tensor of that name, which lies as the output
-    does and shares no memory with it.
+    ``precision`` is the arithmetic of float32, "ieee" or "tf32". With ``bias_grad``, a weight
+    gradient also fills a tensor of that name with the gradient of the bias. ``epilogue`` is what a
+    forward pass does to its accumulators before it stores them; a residual is a tensor of that
+    name, which has the output's layout and shares no memory with it.
     """
 
     scalar: str  # name of the element type in device code
@@ -324,18 +333,18 @@ class Operands:
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of the type that this one is summed in."""
+        """Bytes of the type that elements are summed in."""
         return max(self.scalar_bytes, 4)
 
     @property
     def vector(self) -> int:
-        """Elements of the widest copy."""
+        """Elements of the widest vector access, which has 16 bytes."""
         return ALIGNMENT // self.scalar_bytes
 
     def widest_vector(self, *distances: int) -> int:
-        """Elements of the widest copy whose addresses, these distances apart, are all aligned."""
+        """Returns the elements of the widest vector that stays aligned at all these distances."""
         vector = gcd(self.vector, *distances) if self.aligned else 1
-        return vector if vector * self.scalar_bytes >= 4 else 1  # no copy is narrower than 4 bytes
+        return vector if vector * self.scalar_bytes >= 4 else 1  # no vector is below 4 bytes
 
 
 GEOMETRY = frozenset(
@@ -346,7 +355,7 @@ GEOMETRY = frozenset(
     "groups", "group_in", "group_out", "padding_top", "padding_left", "weight_stride_out",
     "weight_stride_in", "weight_stride_height", "weight_stride_width",
 }  # fmt: skip
-"""Constants that every kernel has: what is computed, not how."""
+"""The constants, common to all kernels, that say what is computed and not how."""
 
 
 def geometry_constants(
@@ -356,9 +365,9 @@ def geometry_constants(
     padding: tuple[int, int],
     operands: Operands,
 ) -> dict[str, Constant]:
-    """What every kernel is told of the kernel, and of its weight in memory.
+    """Returns the constants of the convolution's geometry and of the weight's layout.
 
-    ``padding`` is that at the top and at the left.
+    ``kernel`` is the size of the convolution's kernel; ``padding`` is that at the top and left.
     """
     return {
         "kernel_height": kernel[0],
@@ -391,7 +400,7 @@ _ACTIVATIONS = {
 
 
 def epilogue_constants(epilogue: Epilogue) -> dict[str, Constant]:
-    """What a kernel is told of its epilogue; nothing, if it stores its sums as they are."""
+    """Returns the constants of an epilogue; none, if accumulators are stored as they are."""
     if epilogue == NO_EPILOGUE:
         return {}
     activation = f"fastconv::{_ACTIVATIONS[epilogue.activation]}"
@@ -402,7 +411,7 @@ def epilogue_constants(epilogue: Epilogue) -> dict[str, Constant]:
 
 
 def problem_constants(problem: Problem, operands: Operands) -> dict[str, Constant]:
-    """The same of a problem as it stands."""
+    """Returns the constants of a problem's geometry and of its weight's layout."""
     padding = (problem.padding.top, problem.padding.left)
     return geometry_constants(
         problem.kernel_size, problem.stride, problem.dilation, padding, operands
@@ -410,17 +419,17 @@ def problem_constants(problem: Problem, operands: Operands) -> dict[str, Constan
 
 
 def blocks_at_once(count: int, block_bytes: int, workspace_bytes: int, most_bytes: int) -> int:
-    """Of a weight gradient's ``count`` blocks, how many have their sums in the workspace at once.
+    """Returns how many of a weight gradient's ``count`` tiles share the workspace in one round.
 
-    It has ``workspace_bytes``, and up to ``most_bytes`` where weights are so large that there would
-    be more than :data:`MOST_ROUNDS`.
+    The workspace has ``workspace_bytes``, and up to ``most_bytes`` for weights so large that there
+    would be more than :data:`MOST_ROUNDS` rounds.
     """
     blocks = max(workspace_bytes // block_bytes, ceil_div(count, MOST_ROUNDS))
     return min(blocks, most_bytes // block_bytes)
 
 
 def weight_grad_constants(problem: Problem, operands: Operands) -> dict[str, Constant]:
-    """What every kernel for weight gradients is told of its problem and tensors."""
+    """Returns the constants that all kernels for weight gradients have."""
     return {
         "Scalar": operands.scalar,
         "bias": operands.bias_grad,

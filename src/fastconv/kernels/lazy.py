@@ -1,4 +1,4 @@
-"""What is computed once for each object."""
+"""Properties that are computed once for each object."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ T = TypeVar("T")
 
 
 class lazy(Generic[T]):
-    """functools.cached_property without a lock, which takes a tenth of a plan before Python 3.12.
+    """A ``functools.cached_property`` without its lock.
 
-    Two threads may both compute a value: it is the same one.
+    Before Python 3.12, the lock takes a tenth of the time of planning. Without it, two threads may
+    both compute a value; they compute the same one.
     """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
@@ -23,5 +24,5 @@ class lazy(Generic[T]):
 
     def __get__(self, instance: Any, owner: type | None = None) -> T:
         value: T = self._compute(instance)
-        instance.__dict__[self._name] = value  # where Python looks first from now on
+        instance.__dict__[self._name] = value  # Python finds it there before this descriptor
         return value

@@ -1,13 +1,13 @@
-"""Which kernel family computes a pass: the first of a list that takes it.
+"""Chooses the kernel family that computes a pass: the first of a list that takes the problem.
 
-A new family is one more entry in a list. The portable kernels come last: they take everything. On
-Hopper, Ampere's kernels plan only where they are asked for: where its own decline, it was not
-measured whether they are faster than the portable ones.
+A new family is one more entry in a list. The portable kernels come last: they take every problem.
+On Hopper, Ampere's kernels are used only if a switch asks for them: for the problems that Hopper's
+decline, it was not measured whether Ampere's are faster than the portable ones.
 
-``FASTCONV_FAMILY=hopper`` leaves a list with that family and the portable kernels, for what it
-declines. ``FASTCONV_FAMILY=hopper:sm_86`` also plans as if a block had the shared memory that it
-has on that GPU; what is compiled for, and the number of processors, stay the device's own. It is
-read once, when a process makes its first plan. :func:`only` does the same for a time.
+``FASTCONV_FAMILY=hopper`` restricts a list to that family and the portable kernels, for the
+problems that it declines. ``FASTCONV_FAMILY=hopper:sm_86`` also plans as if a block had only that
+GPU's shared memory; the architecture and the number of SMs stay the device's own. The variable is
+read once, when a process makes its first plan. :func:`only` does the same within a context.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple, Protocol
 
-from fastconv import native
+from fastconv import bypass
 from fastconv.kernels import ampere, depthwise, direct, gpus, hopper
 from fastconv.kernels.ampere.coverage import ANATOMIES as AMPERE
 from fastconv.kernels.depthwise.coverage import ANATOMIES as DEPTHWISE
@@ -51,19 +51,19 @@ WEIGHT_GRAD: tuple[Planner, ...] = (
 )
 
 ANATOMIES = {**HOPPER, **AMPERE, **DEPTHWISE, **DIRECT}
-"""What chooses the code of every kernel that a plan can have, by its source."""
+"""What selects the code of each kernel that a plan can have, by the kernel's source."""
 
 VARIABLE = "FASTCONV_FAMILY"
 
 
 class Switch(NamedTuple):
-    """Which family alone plans, beside the portable kernels; and whose shared memory it has.
+    """The one family that plans beside the portable kernels, and the GPU that limits shared memory.
 
-    Whatever keeps plans keeps them by this, too.
+    A switch is part of the key of every cached plan.
     """
 
-    family: str | None = None  # all of them
-    limits: str | None = None  # the GPU's own
+    family: str | None = None  # None: all families
+    limits: str | None = None  # None: the GPU's own shared memory
 
     def __str__(self) -> str:
         return ":".join(filter(None, self)) or "all"
@@ -76,7 +76,7 @@ class Switch(NamedTuple):
         return (*(one for one in others if _family(one) == self.family), portable)
 
     def gpu(self, gpu: Gpu) -> Gpu:
-        """The GPU as it is seen: with no more shared memory than it has, or kernels would fail."""
+        """Returns the GPU to plan for: with its own shared memory or the limit, if that is less."""
         if self.limits is None:
             return gpu
         other = gpus.named(self.limits)
@@ -90,15 +90,15 @@ class Switch(NamedTuple):
 
 
 EVERY = Switch()
-"""All families, for the GPU as it is: what there is without a switch."""
+"""All families, for the GPU as it is: the switch that is set by default."""
 
 
 class SwitchError(ValueError):
-    """A family or a GPU that is not known; the message names it, and those that are."""
+    """An unknown family or GPU; the message names it, and lists those that are known."""
 
 
 class Pass(Hashable, Protocol):
-    """One of the three functions below; without a switch, they go by the one that is set."""
+    """One of the three functions below; without a switch, they use the one that is set."""
 
     __name__: str
 
@@ -110,7 +110,7 @@ class Pass(Hashable, Protocol):
 def forward(problem: Problem, operands: Operands, gpu: Gpu, switch: Switch | None = None) -> Plan:
     """Plans a forward convolution: tensors ``input``, ``weight``, ``bias`` and ``output``.
 
-    ``operands.epilogue`` may ask for one of ``residual`` too.
+    With ``operands.epilogue.residual``, there is a tensor ``residual`` too.
     """
     return _first(FORWARD, problem, operands, gpu, switch)
 
@@ -139,28 +139,28 @@ def _refuse_epilogue(what: str, operands: Operands) -> None:
 
 
 def families() -> list[str]:
-    """The names of all families, as plans and the switch have them."""
+    """Returns the names of all families, as in plans and switches."""
     return list(dict.fromkeys(map(_family, (*FORWARD, *INPUT_GRAD, *WEIGHT_GRAD))))
 
 
 def current() -> Switch:
-    """The switch that is set: the innermost :func:`only`'s, or else the process's.
+    """Returns the switch that is set: that of the innermost :func:`only`, or the process's.
 
     Raises:
-        SwitchError: ``FASTCONV_FAMILY`` has a value that is not known.
+        SwitchError: ``FASTCONV_FAMILY`` has an unknown value.
     """
     try:
         return _active[-1]
-    except IndexError:  # of two threads, the other may just have left
+    except IndexError:  # no only() is active; another thread may just have left the last one
         return of_process()
 
 
 @cache
 def of_process() -> Switch:
-    """What ``FASTCONV_FAMILY`` asks for; changed later, it has no effect.
+    """Returns the switch that ``FASTCONV_FAMILY`` sets; later changes of it have no effect.
 
     Raises:
-        SwitchError: it has a value that is not known.
+        SwitchError: the variable has an unknown value.
     """
     value = os.environ.get(VARIABLE, "")
     if not value:
@@ -176,28 +176,28 @@ def of_process() -> Switch:
 
 @contextmanager
 def only(family: str, limits: str | None = None) -> Iterator[None]:
-    """Plans with one family, and the portable kernels for what it declines; for a time.
+    """Within this context, plans with one family, and the portable kernels for what it declines.
 
-    For tests and benchmarks. ``limits`` names a GPU, whose shared memory a block is to have at
-    most. It holds for the whole process, as gradients are planned by threads of PyTorch's. Python
-    serves meanwhile: the native host path knows the process's own setting alone.
+    For tests and benchmarks. ``limits`` names a GPU, whose shared memory a block has at most. The
+    context holds for the whole process, because PyTorch's own threads plan gradients. Calls bypass
+    the native host path meanwhile: its table has only plans by the process's own switch.
 
         >>> with planner.only("hopper", limits="sm_86"):
         ...     y = fastconv.conv2d(x, w)
 
     Raises:
-        SwitchError: the family or the GPU is not known.
+        SwitchError: the family or the GPU is unknown.
     """
     switch = _checked(family, limits)
     with _lock:
         _active.append(switch)
-        native.bypass(True)
+        bypass.switch(True)
     try:
         yield
     finally:
         with _lock:
             _active.remove(switch)
-            native.bypass(bool(_active))
+            bypass.switch(bool(_active))
 
 
 _active: list[Switch] = []
@@ -222,7 +222,7 @@ def _first(
 ) -> Plan:
     switch = current() if switch is None else switch
     reasons = [] if switch == EVERY else [f"; planned by {switch} alone"]
-    problem = problem.without_idle_dilation  # which families would make room for
+    problem = problem.without_idle_dilation  # else families would reserve memory for it
     for planner in switch.planners(planners, gpu):
         try:
             plan = planner(problem, operands, switch.gpu(gpu))

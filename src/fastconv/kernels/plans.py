@@ -1,7 +1,7 @@
-"""Plans, kept on disk beside the kernels: to read one takes a fraction of the time to make it.
+"""Plans on disk, beside the kernels: to read a plan takes a fraction of the time to make it.
 
-A plan is kept by all that it depends on: what is asked for, the GPU, the sources of the planners,
-and the choices that were measured.
+The key of a plan is all that it depends on: the problem and its operands, the GPU, the switch, the
+sources of the planners, and the table of measured choices.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ _CLASSES = {one.__name__: one for one in (Plan, Launch, Kernel, TensorMap, Im2co
 _CLASS = "class"
 
 
-def kept(plan: Pass, problem: Problem, operands: Operands, gpu: Gpu, switch: Switch) -> Plan:
-    """The plan of a pass: the one that is kept, or a new one, which is kept from now on."""
+def find_or_make(
+    plan: Pass, problem: Problem, operands: Operands, gpu: Gpu, switch: Switch
+) -> Plan:
+    """Returns the plan of a pass from the disk, or makes it and stores it there."""
     asked = repr((plan.__name__, problem, operands, gpu, switch))
     key = disk.key(asked, {}, (_sources(), repr(tuned.table())), _FORMAT)
     encoded = disk.load(disk.PLAN, key)
@@ -48,12 +50,12 @@ def kept(plan: Pass, problem: Problem, operands: Operands, gpu: Gpu, switch: Swi
 
 
 def encode(plan: Plan) -> bytes:
-    """A plan as text. JSON: to read it executes nothing."""
+    """Returns a plan as JSON, which can be read without executing anything."""
     return json.dumps(_plain(plan), separators=(",", ":")).encode()
 
 
 def decode(encoded: bytes) -> Plan | None:
-    """The plan that :func:`encode` was given; None for what it did not make."""
+    """Returns the plan that :func:`encode` was given; None for text that it did not make."""
     try:
         found = _restored(json.loads(encoded))
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -81,7 +83,7 @@ def _restored(value: Any) -> Any:
 
 @cache
 def _sources() -> str:
-    """Stands for all that plans: families, and what they know of problems."""
+    """Returns a hash of all sources that plans depend on."""
     digest = hashlib.sha256()
     for path in (Path(problems.__file__), *sorted(FOLDER.rglob("*.py"))):
         digest.update(hashlib.sha256(path.read_bytes()).digest())

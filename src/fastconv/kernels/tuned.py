@@ -1,7 +1,7 @@
-"""Measured choices: for some layers, which of the possible plans is fastest.
+"""Measured choices: for some layers, which of the possible plans is the fastest.
 
-``tuned.json`` ships with the package; ``fastconv tune`` adds to a table of the user's own, which
-comes first, unless others could have written it: what it names is run.
+``tuned.json`` ships with the package. ``fastconv tune`` adds to the user's own table, which takes
+precedence. It is read only if nobody else could have written it, since what it names is run.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ SHIPPED = Path(__file__).with_name("tuned.json")
 
 
 def choice(key: str) -> str | None:
-    """The name of the fastest plan for a layer, if it was measured."""
+    """The name of the plan that was measured to be the fastest for a layer, if any."""
     return table().get(key)
 
 
 def own() -> Path:
-    """The user's table."""
+    """The path of the user's table."""
     return disk.folder() / "tuned.json"
 
 
 def read(path: Path, contents: Callable[[Path], bytes] = Path.read_bytes) -> dict[str, str]:
-    """A table, empty if there is none, or none that can be read."""
+    """Reads a table, which is empty if the file does not exist or cannot be read."""
     try:
         found = json.loads(contents(path))
     except (OSError, ValueError):
@@ -38,7 +38,7 @@ def read(path: Path, contents: Callable[[Path], bytes] = Path.read_bytes) -> dic
 
 
 def add(path: Path, choices: dict[str, str]) -> None:
-    """Adds choices to a table, for this process as well."""
+    """Adds choices to a table, also for this process."""
     added = dict(sorted((read(path) | choices).items()))
     trust.make_folder(path.parent)
     with open(path, "w", encoding="utf-8", opener=_open) as file:
@@ -48,10 +48,10 @@ def add(path: Path, choices: dict[str, str]) -> None:
 
 @cache
 def table() -> dict[str, str]:
-    """All choices, by layer."""
+    """All choices by layer: the shipped ones and the user's."""
     try:
         path = own()
-    except RuntimeError:  # there is no home
+    except RuntimeError:  # the user has no home folder
         return read(SHIPPED)
     return read(SHIPPED) | read(path, trust.read)
 

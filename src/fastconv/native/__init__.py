@@ -1,8 +1,9 @@
-"""The native host path: what an eager call does between the user and the GPU, in C++.
+"""The native host path: a C++ library that does what an eager call does before its launches.
 
-It is a library that is compiled where there is a compiler, once, in the background; Python serves
-until then, and where there is none. ``FASTCONV_NATIVE=0`` keeps to Python, ``FASTCONV_NATIVE=1``
-makes the library's absence an error. Both paths compute the same, and raise the same errors.
+The library is compiled once, in the background, where there is a compiler. Python serves calls
+until the library is there, and where there is no compiler. ``FASTCONV_NATIVE=0`` keeps to Python;
+``FASTCONV_NATIVE=1`` makes the library's absence an error. Both paths compute the same results and
+raise the same errors.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any
 
 import torch
 
+from fastconv import bypass
 from fastconv.native import build, compiler
 from fastconv.native.build import Unavailable
 
 __all__ = [
     "Unavailable",
     "begin",
-    "bypass",
     "conv2d",
     "describe",
     "finish",
@@ -32,33 +33,36 @@ __all__ = [
     "in_the_way",
     "load",
     "make",
+    "register",
     "settle",
+    "under_way",
     "wanted",
 ]
 
 conv2d: Callable[..., Any] | None = None
-"""A call's way into the library, or None: then Python serves.
+"""The library's function for eager calls, or None while Python serves them.
 
 ``conv2d(input, weight, bias, stride, padding, dilation, groups, precision, activation, residual)``,
-all by position. It answers NotImplemented, with nothing done, to whatever PyTorch's dispatcher has
-to see.
+all by position. It computes nothing and returns NotImplemented for a call that PyTorch's dispatcher
+has to see.
 """
 
 _VARIABLE = "FASTCONV_NATIVE"
-_MOST_WORDS = 4000  # characters of a compiler's, which has more where one thing is missing
+# Characters of the compiler's output that a warning quotes: one missing header can cause megabytes.
+_QUOTED_CHARACTERS = 4000
 _NOT_YET = "the library is built from the first call on a GPU on, or by `fastconv build`"
-_reason = _NOT_YET  # why Python serves
-_begun = False
-_forked = False
-_frozen = False
-_bypassed = False
-_module: Any = None
-_background: threading.Thread | None = None
+_reason = _NOT_YET  # why Python serves calls
+_begun = False  # whether begin() has looked for the library
+_forked = False  # whether this process is a fork of one that had imported fastconv
+_frozen = False  # whether frozen_weights is active
+_make_entry: Callable[..., Any] | None = None  # makes the entries of the library's table
+_module: Any = None  # the loaded library
+_background: threading.Thread | None = None  # waits for the compiler
 _lock = threading.RLock()
 
 
 def wanted() -> bool | None:
-    """``FASTCONV_NATIVE``: True for 1, False for 0, None where it is not set."""
+    """The value of ``FASTCONV_NATIVE``: True for 1, False for 0, None where it is not set."""
     value = os.environ.get(_VARIABLE, "")
     if value not in ("", "0", "1"):
         raise ValueError(f"{_VARIABLE} should be 0 or 1, or not set, but got {value!r}")
@@ -66,7 +70,7 @@ def wanted() -> bool | None:
 
 
 def describe() -> str:
-    """Which host path is in use, and why."""
+    """Says which host path serves eager calls, and why."""
     if conv2d is not None and conv2d not in (_load_at_once, _require):
         return f"native ({build.library().name})"
     if wanted() is False:
@@ -79,11 +83,10 @@ def describe() -> str:
 
 
 def begin() -> None:
-    """Takes the library if there is one, or begins to build it; called when a GPU plans.
+    """Uses the library if it is built, or begins to build it; called when a GPU's pass is planned.
 
-    Does nothing where that would be in the way: as a CUDA graph is captured or PyTorch traces, or
-    in a forked process. What is missing is kept for :func:`describe`, and a compiler's failure is
-    told in a warning.
+    Does nothing while a CUDA graph is captured or PyTorch traces, nor in a forked process.
+    :func:`describe` says what is missing, and a warning reports a compiler's failure.
 
     Raises:
         ValueError: ``FASTCONV_NATIVE`` has neither of its values, or ``FASTCONV_BUILD_TIMEOUT`` is
@@ -92,7 +95,7 @@ def begin() -> None:
     global _begun, _background, conv2d
     if _begun or conv2d is not None or wanted() is False or in_the_way():
         return
-    compiler.limit_s()  # raises here what nobody would hear of from a process in the background
+    compiler.limit_s()  # raises here: an error in the background process would go unnoticed
     with _lock:
         if _begun:
             return
@@ -101,17 +104,17 @@ def begin() -> None:
             if not build.is_built():
                 _check_failure()
                 _background = threading.Thread(target=_wait, args=(build.start(),), daemon=True)
-                _set_reason("the library is being built")  # before the thread has another
+                _set_reason("the library is being built")  # before the thread sets another reason
                 _background.start()
                 return
-        except (OSError, RuntimeError) as error:  # Unavailable too, and no thread to be had
+        except (OSError, RuntimeError) as error:  # RuntimeError: Unavailable, or no more threads
             _set_reason(str(error))
             return
         conv2d = _load_at_once
 
 
 def finish() -> None:
-    """Waits until what :func:`begin` began to build is there, and loads it; for benchmarks."""
+    """Waits until the library that :func:`begin` began to build is there, and loads it."""
     if _background is not None:
         _background.join()
     if conv2d is _load_at_once:
@@ -124,7 +127,7 @@ def under_way() -> bool:
 
 
 def settle() -> None:
-    """Waits for the library, where there is to be one: all calls then take it, and can be timed."""
+    """Builds and loads the library if that is possible, so that all calls to be timed use it."""
     begin()
     finish()
 
@@ -132,58 +135,62 @@ def settle() -> None:
 def make(
     again: bool = False, show: compiler.Show = lambda what, seconds: None
 ) -> tuple[Path, bool]:
-    """Builds the library now unless it is there, or in any case ``again``: where, and whether.
+    """Builds the library now, unless it is there and ``again`` is False.
 
-    ``show`` is told what is under way and for how many seconds, several times a second.
+    Calls ``show`` several times a second with what is under way and the seconds it has taken.
+
+    Returns:
+        The library's path, and whether it was built by this call.
 
     Raises:
-        Unavailable: it cannot be built; says what is missing.
+        Unavailable: it cannot be built; the message says what is missing.
     """
     path = build.library()
     compiler.forget_failure(path)
     return path, build.build(again, show)
 
 
+def register(make_entry: Callable[..., Any]) -> None:
+    """Hands over the function that makes the entries of the library's table.
+
+    ``make_entry(operator's name, *its arguments)`` returns an object with the attributes of
+    ``fastconv.ops.entries.Entry``. The library calls it at the first call of each form.
+    """
+    global _make_entry
+    _make_entry = make_entry
+
+
 @functools.cache
 def load() -> Callable[..., Any]:
-    """The library's :data:`conv2d`.
+    """Loads the library and returns its function :data:`conv2d`.
 
     Raises:
-        Unavailable: it is not there, not to be trusted, or does not load.
+        Unavailable: the library is not there, is not to be trusted, or does not load.
     """
-    from fastconv.ops.entries import prepare  # which plans, and that begins here
-
     global _module
     _module = build.load()
-    _module.set_prepare(prepare)
+    _module.set_make_entry(_make_entry)
     _module.freeze(_frozen)
-    _module.bypass(_bypassed)
+    _module.bypass(bypass.is_on())
     call: Callable[..., Any] = _module.call
     return call
 
 
 def freeze(weights: bool) -> None:
-    """Says whether weights stay what they are from now on: see :class:`fastconv.frozen_weights`."""
+    """Sets whether weights do not change from now on: see :class:`fastconv.frozen_weights`."""
     global _frozen
     _frozen = weights
     if _module is not None:
         _module.freeze(weights)
 
 
-def bypass(on: bool) -> None:
-    """Says whether Python has to serve all calls from now on, forward and backward.
-
-    The library's table knows one plan for a call; where another is asked for
-    (:func:`fastconv.kernels.planner.only`), it must not be used.
-    """
-    global _bypassed
-    _bypassed = on
+def _bypass_library(on: bool) -> None:
     if _module is not None:
         _module.bypass(on)
 
 
 def _missing() -> str | None:
-    """Why the library cannot be built here, if it cannot."""
+    """Says why the library cannot be built here; None if it can."""
     try:
         build.command()
         _check_failure()
@@ -198,25 +205,26 @@ def _check_failure() -> None:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> None:
-    """In the background, until the library is built; whoever calls next will load it."""
+    """Waits in the background until the library is built; the next call loads it."""
     global conv2d
     process.wait()
     failed = compiler.failure(build.library())
     if build.is_built():
-        conv2d = _load_at_once  # not here: this thread may be ended at any point, and with it C++
+        # This daemon thread does not load it: Python may end it at any point, also within C++ code.
+        conv2d = _load_at_once
     elif failed is not None:
         _set_reason("the library did not compile; `fastconv build` tries again")
         warnings.warn(
             "fastconv's native host path did not compile; calls work, but cost more of the "
-            f"processor's time. {_VARIABLE}=0 does without it. {failed[:_MOST_WORDS]}",
+            f"CPU's time. {_VARIABLE}=0 does without it. {failed[:_QUOTED_CHARACTERS]}",
             stacklevel=2,
         )
     else:
-        _set_reason("the library's building was stopped")
+        _set_reason("the library's build was stopped")
 
 
 def _load_at_once(*arguments: Any) -> Any:
-    """Stands for the library until the first call, which loads it."""
+    """Takes the place of :data:`conv2d` until the first call, which loads the library."""
     _load_if_possible()
     return NotImplemented if conv2d is None else conv2d(*arguments)
 
@@ -232,9 +240,12 @@ def _load_if_possible() -> None:
 
 
 def _require(*arguments: Any) -> Any:
-    """The same where the library has to be there: it is built at once, or an error is raised."""
+    """Takes the place of :data:`conv2d` with ``FASTCONV_NATIVE=1``.
+
+    The first call builds the library, waits for it and loads it, or raises an error.
+    """
     global conv2d
-    wanted()  # raises if the variable has neither of its values
+    wanted()  # raises if the variable's value is invalid
     with _lock:
         if conv2d is _require:
             if not build.is_built():
@@ -242,7 +253,7 @@ def _require(*arguments: Any) -> Any:
                     raise Unavailable(
                         f"{_VARIABLE}=1 asks for the native host path, which is not built while "
                         "a CUDA graph is captured, nor in a forked process: run `fastconv build` "
-                        "before"
+                        "first"
                     )
                 build.build()
             conv2d = load()
@@ -262,7 +273,10 @@ def _set_reason(reason: str) -> None:
 
 
 def in_the_way() -> bool:
-    """Whether nothing may be begun in the background now: see :func:`begin`."""
+    """Whether nothing may be started in the background now.
+
+    That is while PyTorch traces or a CUDA graph is captured, and in a forked process.
+    """
     return (
         _forked
         or torch.compiler.is_compiling()
@@ -275,6 +289,7 @@ def _after_fork() -> None:
     _forked, _lock = True, threading.RLock()
 
 
+bypass.listen(_bypass_library)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 if os.environ.get(_VARIABLE, "") not in ("", "0"):

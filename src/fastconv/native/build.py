@@ -1,4 +1,4 @@
-"""From ``host.cc`` to a library in the cache folder that fits this Python and this PyTorch."""
+"""Builds ``host.cc`` into a library in the cache folder, for this Python and this PyTorch."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ _FLAGS = (
 )  # fmt: skip
 _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 
-# What a program header of an ELF file calls notes, and a note that holds the linker's build ID:
-# the sizes of name and contents, the kind, and the name.
+# The type of an ELF program header for notes (PT_NOTE), and the beginning of the note with the
+# linker's build ID: the sizes of its name and contents, its type, and its name.
 _NOTES = 4
 _BUILD_ID = re.compile(rb"\x04\0\0\0(.)\0\0\0\x03\0\0\0GNU\0", re.DOTALL)
 
 
 class Unavailable(RuntimeError):
-    """The native host path cannot be had here; says what is missing."""
+    """The native host path is not available; the message says what is missing."""
 
 
 def library() -> Path:
-    """Where the library for this Python and this PyTorch lies, once it is built.
+    """Returns the path of the library for this Python and this PyTorch, built or not.
 
     Raises:
-        Unavailable: there is no home folder, and no other was chosen.
+        Unavailable: there is no home folder, and no other cache folder was chosen.
     """
     return _folder() / f"host-{_key()}.so"
 
 
 def is_built() -> bool:
-    """Whether the library is there; one that cannot be looked at is not."""
+    """Whether the library exists; False if its folder cannot be read."""
     with suppress(OSError, Unavailable):
         return library().is_file()
     return False
 
 
 def command() -> list[str]:
-    """The compiler and its arguments, but for the file to write.
+    """Returns the compiler's command line, without the file to write.
 
     Raises:
-        Unavailable: something is missing.
+        Unavailable: something that the build needs is missing.
     """
     include = Path(sysconfig.get_paths()["include"])
     torch_folder = Path(torch.__file__).parent
@@ -92,13 +92,13 @@ def command() -> list[str]:
 
 
 def build(again: bool = False, show: compiler.Show = lambda what, seconds: None) -> bool:
-    """Makes the library now, unless it is there, or in any case ``again``; says whether it had to.
+    """Builds the library now, unless it is there and ``again`` is False; returns whether it did.
 
-    ``show`` is told what is under way, several times a second.
+    Calls ``show`` several times a second with what is under way and the seconds it has taken.
 
     Raises:
-        Unavailable: something is missing, the folder cannot be written, the compiler failed or was
-            given up, or ``FASTCONV_BUILD_TIMEOUT`` is no number of seconds.
+        Unavailable: something is missing, the folder cannot be written, the compiler failed or
+            exceeded its time limit, or ``FASTCONV_BUILD_TIMEOUT`` is not a number of seconds.
     """
     try:
         arguments = command()
@@ -113,10 +113,10 @@ def build(again: bool = False, show: compiler.Show = lambda what, seconds: None)
 
 
 def start() -> subprocess.Popen[bytes]:
-    """Begins to make the library, in a process of its own that outlives this one.
+    """Begins to build the library, in a separate process that may outlive this one.
 
     Raises:
-        Unavailable, OSError: it cannot be begun.
+        Unavailable, OSError: the build cannot be started.
     """
     arguments = [str(library()), *command()]
     if not processes.is_python(sys.executable):
@@ -130,15 +130,15 @@ def start() -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # a terminal's interrupt is for the user's program
+        start_new_session=True,  # Ctrl+C in a terminal does not interrupt the build
     )
 
 
 def load() -> Any:
-    """The library as a Python module.
+    """Loads the library as a Python module.
 
     Raises:
-        Unavailable: it is not there, not to be trusted, or does not load.
+        Unavailable: it is not there, is not to be trusted, or does not load.
     """
     path = library()
     if not is_built():
@@ -158,7 +158,7 @@ def load() -> Any:
 
 @functools.cache
 def _key() -> str:
-    """Names the sources and all that the library has to fit."""
+    """Returns a hash of the sources and of all that the library depends on."""
     digest = hashlib.sha256(SOURCE.read_bytes())
     for header in sorted(SOURCE.parent.glob("*.h")):
         digest.update(header.read_bytes())
@@ -171,7 +171,7 @@ def _key() -> str:
 
 
 def _torch_identity() -> Iterator[object]:
-    """Which build of PyTorch this is: builds of one version differ in what their headers say."""
+    """Yields what identifies a build of PyTorch: builds of one version differ in their headers."""
     yield torch.__version__
     yield torch._C._GLIBCXX_USE_CXX11_ABI
     for name in ("git_version", "cuda", "hip", "xpu", "debug"):
@@ -181,17 +181,17 @@ def _torch_identity() -> Iterator[object]:
 
 
 def _identity(path: Path) -> str | None:
-    """A shared library's build ID; its size and time where the linker wrote none."""
+    """Returns a shared library's build ID, or its size and time if it has none."""
     try:
         return _build_id(path) or f"{path.stat().st_size} {path.stat().st_mtime_ns}"
-    except OSError:  # PyTorch has it elsewhere, or not at all
+    except OSError:  # this build of PyTorch has the library elsewhere, or not at all
         return None
 
 
 def _build_id(path: Path) -> str | None:
     with path.open("rb") as file:
         header = file.read(64)
-        if header[:6] != b"\x7fELF\x02\x01" or len(header) < 64:  # of 64 bits, little-endian
+        if header[:6] != b"\x7fELF\x02\x01" or len(header) < 64:  # 64-bit, little-endian
             return None
         (table,) = struct.unpack_from("<Q", header, 32)
         size, count = struct.unpack_from("<HH", header, 54)
@@ -217,7 +217,7 @@ def _folder() -> Path:
 
 
 def _compiler() -> list[str]:
-    """The compiler's path, and arguments where ``CXX`` has some."""
+    """Returns the compiler's path, and the arguments that ``CXX`` has for it."""
     chosen = os.environ.get("CXX", "")
     commands = [[chosen], chosen.split()] if chosen.strip() else [[name] for name in _COMPILERS]
     for name, *arguments in commands:

@@ -1,4 +1,4 @@
-// What is asked for.
+// One call of an operator, as a value.
 #pragma once
 
 #include <ATen/Context.h>
@@ -17,13 +17,13 @@ using at::Tensor;
 enum Pass : int64_t { kForward, kInputGrad, kWeightGrad, kFused };
 constexpr std::array kOperators = {"forward", "input_grad", "weight_grad", "fused"};
 
-// problem.py's; any other is Python's to refuse.
+// The activations of problem.py. Python raises the error for any other name.
 constexpr std::array kActivations = {"identity", "relu",      "relu6",     "leaky_relu", "silu",
                                      "gelu",     "gelu_tanh", "hardswish", "sigmoid",    "tanh"};
 constexpr int64_t kIdentity = 0, kLeakyRelu = 3;
-constexpr double kLeakySlope = 0.01;  // PyTorch's, where none is given
+constexpr double kLeakySlope = 0.01;  // the default of PyTorch's leaky_relu
 
-enum Precision : int64_t { kIeee, kTf32, kPyTorchs };  // the last: whatever PyTorch is set to
+enum Precision : int64_t { kIeee, kTf32, kPyTorchs };  // kPyTorchs: PyTorch's current setting
 constexpr std::array kPrecisions = {"ieee", "tf32"};
 
 struct Geometry {
@@ -46,23 +46,24 @@ struct Geometry {
   }
 };
 
-// One call of an operator. `third` is the forward pass's bias. `size` is the input's, or the
-// kernel's, where the operator is told; so are `format` (of a gradient) and `bias_grad`. A fused
-// forward pass alone has what comes last.
+// One call of an operator: the forward pass of an input and a weight, or a gradient of the output's
+// gradient and one of these.
 struct Call {
   Pass pass;
-  Tensor first{}, second{}, third{};
+  Tensor first{}, second{};  // the operator's first two tensors
+  Tensor third{};            // the bias of a forward pass
   Geometry geometry{};
-  std::array<int64_t, 2> size{};
-  std::optional<at::MemoryFormat> format{};
-  bool bias_grad = false;
-  int64_t frozen = 0;  // the store's period, in which the packed weight may be kept
+  std::array<int64_t, 2> size{};             // the input's or kernel's, an argument of gradients
+  std::optional<at::MemoryFormat> format{};  // the memory format of a gradient
+  bool bias_grad = false;                    // whether a weight gradient computes the bias's too
+  int64_t frozen = 0;  // the store's period in which the packed weight may be cached, or 0
+  // Only fused forward passes have the members below.
   Tensor residual{};
   int64_t activation = kIdentity;
   double slope = 0;
 };
 
-// How PyTorch declares what its own convolution asks has changed twice.
+// Versions of PyTorch declare the setting for its own convolution in three ways.
 inline bool allows_tf32(bool (at::Context::*asks)() const) { return (at::globalContext().*asks)(); }
 inline bool allows_tf32(bool (at::Context::*asks)(const std::string&) const) {
   return (at::globalContext().*asks)("conv");
@@ -74,7 +75,7 @@ bool allows_tf32(bool (at::Context::*asks)(std::optional<Op>) const) {
 
 inline Precision precision_of(const Call& call) {
   const auto real = c10::toRealValueType(call.first.scalar_type());
-  if (real != at::kFloat) return kIeee;  // the rest has no choice
+  if (real != at::kFloat) return kIeee;  // only float32 has a choice of arithmetic
   if (call.geometry.precision != kPyTorchs) return Precision(call.geometry.precision);
   return allows_tf32(&at::Context::allowTF32CuDNN) ? kTf32 : kIeee;
 }

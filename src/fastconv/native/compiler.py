@@ -1,11 +1,11 @@
-"""Compiles a library, once for all processes that want it.
+"""Compiles a library, once for all processes that need it.
 
-It imports nothing of fastconv's or PyTorch's: as a program of its own it runs in the background,
-and goes on if the process that started it ends.
+This file imports neither fastconv nor PyTorch: it also runs as a program in the background, which
+continues if the process that started it ends.
 
-A build has a folder of its own, in which all lies that it writes, the compiler's temporary files as
-well. Who builds a library holds its lock: so a folder whose library nobody has locked was left by a
-build that was killed, and the next build of any library removes it.
+Each build has a folder of its own for all that it writes, including the compiler's temporary files.
+A process that builds a library holds its lock. So if nobody has locked the library of a folder, the
+folder was left by a build that was killed, and the next build of any library removes it.
 """
 
 from __future__ import annotations
@@ -25,34 +25,39 @@ from pathlib import Path
 from typing import IO
 
 VARIABLE = "FASTCONV_BUILD_TIMEOUT"
-DEFAULT_LIMIT_S = 1800.0  # a compiler takes one minute or two, on a slow and busy machine ten
+# The default time limit of the compiler, which takes one or two minutes, and ten on a slow and busy
+# machine.
+DEFAULT_LIMIT_S = 1800.0
 
-# What jit/trust.py asks for, whatever the umask: nobody else writes it, others may read it.
+# The library's permissions, whatever the umask: jit/trust.py requires that only the owner can write
+# it.
 _MODE = 0o644
 
-_REMEMBERED_S = 24 * 3600.0  # by then there may be another compiler
-_PASSING = ("Killed", "No space left", "emporary file")  # that say nothing of the next attempt
+# For how long a failure prevents another attempt; after that there may be another compiler.
+_REMEMBERED_S = 24 * 3600.0
+# Messages of failures that are not recorded, because the next attempt may succeed.
+_PASSING = ("Killed", "No space left", "emporary file")
 _FOLDER = re.compile(r"(host-[0-9a-f]{32})\.[a-z0-9_]+\.tmp")
-_ABANDONED_S = 24 * 3600.0  # for folders of builds where files cannot be locked
-_LOOK_S = 0.05  # between two looks at what is waited for
-_LATE_S = 60.0  # by which another process's build may exceed the limit, to end what it does
+_ABANDONED_S = 24 * 3600.0  # the age at which folders are removed where files cannot be locked
+_LOOK_S = 0.05  # the time between two checks of what is waited for
+_LATE_S = 60.0  # by how much another process may exceed the time limit before waiting is given up
 
 FAILED = ".failed"
-"""What stands in a library's place, by this suffix, if it could not be compiled: the reason."""
+"""The suffix of the file, beside a library, that says why it could not be compiled."""
 
 Show = Callable[[str, float], None]
-"""Is told again and again what is under way, and for how many seconds."""
+"""Is called again and again with what is under way and the seconds it has taken."""
 
 
 class CompilerError(RuntimeError):
-    """The compiler refused or was given up; holds its words."""
+    """The compiler failed or exceeded its time limit; the message has its output."""
 
 
 def limit_s() -> float:
-    """How long a compiler may take, in seconds: ``$FASTCONV_BUILD_TIMEOUT``, or half an hour.
+    """Returns the compiler's time limit in seconds: ``$FASTCONV_BUILD_TIMEOUT``, or half an hour.
 
     Raises:
-        ValueError: the variable is no number of seconds.
+        ValueError: the variable is not a number of seconds.
     """
     value = os.environ.get(VARIABLE) or str(DEFAULT_LIMIT_S)
     with suppress(ValueError):
@@ -64,20 +69,20 @@ def limit_s() -> float:
 def compile_library(
     command: Sequence[str], target: Path, show: Show = lambda what, seconds: None
 ) -> bool:
-    """Has ``command`` make ``target``, unless it is there; says whether it had to.
+    """Runs ``command`` to make ``target``, unless it is there; returns whether it did.
 
-    The command gets one argument more, the file to write. Another process that is at it is waited
-    for.
+    The file to write is added to the command's arguments. If another process makes the same target,
+    this one waits for it.
 
     Raises:
         CompilerError: the compiler failed, now or when another process tried; or it or another
-            process took longer than it may.
-        OSError: the folder cannot be written, or the compiler not be started.
-        ValueError: ``FASTCONV_BUILD_TIMEOUT`` is no number of seconds.
+            process exceeded the time limit.
+        OSError: the folder cannot be written, or the compiler cannot be started.
+        ValueError: ``FASTCONV_BUILD_TIMEOUT`` is not a number of seconds.
     """
     limit = limit_s()
     _sweep(target.parent)
-    if target.exists():  # in a folder that cannot be written, perhaps
+    if target.exists():  # checked before the lock: the folder may be read-only
         return False
     with _alone(target, limit, show):
         if target.exists():
@@ -93,7 +98,7 @@ def compile_library(
 
 
 def failure(target: Path) -> str | None:
-    """What the compiler said, if it failed to make ``target``, no longer than a day ago."""
+    """Returns the compiler's output if it failed to make ``target`` within the last day."""
     record = target.with_suffix(FAILED)
     with suppress(OSError):
         if time.time() - record.stat().st_mtime < _REMEMBERED_S:
@@ -102,14 +107,14 @@ def failure(target: Path) -> str | None:
 
 
 def forget_failure(target: Path) -> None:
-    """Has the next attempt compile again."""
-    with suppress(OSError):  # most often there is none
+    """Removes the record of a failure, so that the next attempt compiles again."""
+    with suppress(OSError):  # most often there is no record
         target.with_suffix(FAILED).unlink()
 
 
 def _run(command: Sequence[str], target: Path, folder: Path, limit: float, show: Show) -> None:
-    # The compiler's words go to a file: a pipe would stay open as long as a server does that a
-    # compiler cache starts. The environment's language would be that of the words.
+    # The compiler's output goes to a file: a compiler cache may start a server, which would keep a
+    # pipe open. LC_ALL=C makes the output English, whatever the user's language.
     with tempfile.TemporaryFile(dir=folder) as output:
         process = subprocess.Popen(
             command,
@@ -117,7 +122,7 @@ def _run(command: Sequence[str], target: Path, folder: Path, limit: float, show:
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "LC_ALL": "C", "TMPDIR": str(folder)},
-            start_new_session=True,  # so that it can be ended with all that it has started
+            start_new_session=True,  # so that killpg ends it with all processes it has started
         )
         try:
             in_time = _wait(lambda: process.poll() is not None, limit, "compiling", show)
@@ -140,7 +145,7 @@ def _run(command: Sequence[str], target: Path, folder: Path, limit: float, show:
 
 
 def _wait(done: Callable[[], bool], limit: float, what: str, show: Show) -> bool:
-    """Waits until it is done, but no longer than ``limit`` seconds: whether it is."""
+    """Waits until ``done()``, but at most ``limit`` seconds; returns whether it is done."""
     start = time.monotonic()
     while not done():
         seconds = time.monotonic() - start
@@ -153,7 +158,7 @@ def _wait(done: Callable[[], bool], limit: float, what: str, show: Show) -> bool
 
 @contextmanager
 def _folder(target: Path) -> Iterator[Path]:
-    """A new folder for a build, which is removed with all that is in it."""
+    """Makes a new folder for a build, and removes it at the end with all its contents."""
     made = tempfile.mkdtemp(prefix=f"{target.stem}.", suffix=".tmp", dir=target.parent)
     try:
         yield Path(made)
@@ -162,8 +167,8 @@ def _folder(target: Path) -> Iterator[Path]:
 
 
 def _sweep(folder: Path) -> None:
-    """Removes the folders of builds that were killed, and of no build that is under way."""
-    with suppress(OSError):  # there is no folder, or it is not ours to read
+    """Removes the folders of builds that were killed, but of no build that is under way."""
+    with suppress(OSError):  # the folder does not exist or cannot be read
         for left in folder.iterdir():
             if found := _FOLDER.fullmatch(left.name):
                 with suppress(OSError):
@@ -180,7 +185,7 @@ def _remove_if_abandoned(left: Path, lock: Path) -> None:
 
 @contextmanager
 def _alone(target: Path, limit: float, show: Show) -> Iterator[None]:
-    """Keeps other processes waiting; where files cannot be locked, they compile as well."""
+    """Holds the target's lock; where files cannot be locked, other processes compile as well."""
     with target.with_suffix(".lock").open("w") as lock:
         what = "waiting for another process that builds it"
         if not _wait(lambda: _try_lock(lock) is not False, limit + _LATE_S, what, show):
@@ -192,8 +197,8 @@ def _alone(target: Path, limit: float, show: Show) -> Iterator[None]:
 
 
 def _try_lock(file: IO[str]) -> bool | None:
-    """Whether the file is locked by this; None where files cannot be locked."""
-    import fcntl  # not on Windows, where nothing is compiled
+    """Locks the file, and returns whether that succeeded; None where files cannot be locked."""
+    import fcntl  # Windows, where nothing is compiled, does not have it
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -206,5 +211,5 @@ def _try_lock(file: IO[str]) -> bool | None:
 
 if __name__ == "__main__":
     os.nice(10)
-    with suppress(CompilerError):  # whoever started this reads it from the file
+    with suppress(CompilerError):  # the process that started this reads the file with the reason
         compile_library(sys.argv[2:], Path(sys.argv[1]))

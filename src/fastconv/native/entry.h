@@ -1,4 +1,4 @@
-// What is known of calls of one form, and how it comes to be known: Python is asked, once.
+// The table of entries: how calls of one form are computed. Python makes each entry, once.
 #pragma once
 
 #include <pthread.h>
@@ -17,11 +17,11 @@ namespace fastconv::host {
 
 namespace py = pybind11;
 
-constexpr size_t kMapBytes = 128;  // of a CUtensorMap
+constexpr size_t kMapBytes = 128;  // the size of a CUtensorMap
 
 struct Argument {
   enum { kTensor, kInteger, kMap } kind;
-  int64_t value;  // the integer itself, or which tensor
+  int64_t value;  // the integer itself, or the index of the tensor
   std::array<char, kMapBytes> map;
 };
 
@@ -29,21 +29,21 @@ struct Launch {
   void* function;
   std::array<unsigned, 3> grid;
   unsigned block, shared_bytes;
-  bool early;  // it may begin before the one before it has ended
+  bool early;  // programmatic dependent launch: it may begin before the previous one has ended
   std::vector<Argument> arguments{};
-  size_t maps = 0;  // among them
+  size_t maps = 0;  // the number of tensor maps among the arguments
 };
 
 struct Entry {
   std::vector<int64_t> shape;
   at::MemoryFormat format;
-  int64_t bias_elements;       // of the bias's gradient
+  int64_t bias_elements;       // elements of the bias's gradient
   std::array<bool, 2> copied;  // which of the two tensors have to be made contiguous first
   int64_t scratch_bytes;
   std::vector<Launch> launches;
-  size_t packs;     // how many of them only pack the weight, into a workspace the others only read
-  py::object fill;  // where there is more to do than to launch: does all of it
-  py::object trouble;  // raises an error for the launch that failed, or mends the cause
+  size_t packs;  // the first launches, which pack the weight into a workspace that the others read
+  py::object fill;     // computes the call if it needs more than launches, otherwise None
+  py::object trouble;  // raises an error for a launch that failed, or removes its cause
 };
 
 using Key = std::vector<int64_t>;
@@ -72,7 +72,7 @@ inline uintptr_t address_of(const Tensor& tensor) {
   return tensor.defined() ? uintptr_t(tensor.const_data_ptr()) : 0;
 }
 
-// What plans may assume of addresses: Operands of kernels/family.py says it of each tensor.
+// The alignment that plans may assume: see Operands in kernels/family.py.
 inline bool aligned(const Tensor& tensor) { return address_of(tensor) % 16 == 0; }
 inline bool aligned_bias(const Tensor& bias) { return address_of(bias) % 4 == 0; }
 
@@ -80,7 +80,7 @@ inline Key key_of(const Call& call, Precision precision) {
   const Geometry& g = call.geometry;
   Key key;
   key.reserve(64);
-  // Each tensor's alignment, not that of all: it does not matter of one that will be copied.
+  // The key has the alignment of each tensor, because that of a tensor to be copied is irrelevant.
   key.insert(key.end(), {call.pass, precision, aligned(call.first), aligned(call.second),
                          aligned_bias(call.third), call.bias_grad, call.size[0], call.size[1],
                          call.format ? int64_t(*call.format) : -1, g.groups});
@@ -98,9 +98,10 @@ inline Key key_of(const Call& call, Precision precision) {
   return key;
 }
 
-inline PyObject* prepare = nullptr;  // ops/entries.py's, for as long as the process lives
+inline PyObject* make_entry = nullptr;  // the function of ops/entries.py, never released
 
-// Calls Python from wherever; an error of its own goes on as such, through threads of autograd too.
+// Calls Python from any thread. A Python error is rethrown in a form that threads of autograd can
+// pass on.
 template <class Function>
 auto in_python(const Function& function) {
   py::gil_scoped_acquire gil;
@@ -145,27 +146,27 @@ inline Launch launch_of(const py::tuple& description) {
   return launch;
 }
 
-inline std::shared_ptr<const Entry> entry_of(const py::object& prepared) {
+inline std::shared_ptr<const Entry> entry_of(const py::object& made) {
   const auto entry = std::shared_ptr<Entry>(new Entry, [](Entry* entry) {
-    py::gil_scoped_acquire gil;  // it holds Python's objects
+    py::gil_scoped_acquire gil;  // an entry holds Python objects
     delete entry;
   });
-  entry->shape = prepared.attr("shape").cast<std::vector<int64_t>>();
-  entry->format = prepared.attr("channels_last").cast<bool>() ? at::MemoryFormat::ChannelsLast
-                                                              : at::MemoryFormat::Contiguous;
-  entry->bias_elements = prepared.attr("bias_elements").cast<int64_t>();
-  entry->copied = prepared.attr("copied").cast<std::array<bool, 2>>();
-  entry->scratch_bytes = prepared.attr("scratch_bytes").cast<int64_t>();
-  for (const auto& launch : prepared.attr("launches")) {
+  entry->shape = made.attr("shape").cast<std::vector<int64_t>>();
+  entry->format = made.attr("channels_last").cast<bool>() ? at::MemoryFormat::ChannelsLast
+                                                          : at::MemoryFormat::Contiguous;
+  entry->bias_elements = made.attr("bias_elements").cast<int64_t>();
+  entry->copied = made.attr("copied").cast<std::array<bool, 2>>();
+  entry->scratch_bytes = made.attr("scratch_bytes").cast<int64_t>();
+  for (const auto& launch : made.attr("launches")) {
     entry->launches.push_back(launch_of(py::reinterpret_borrow<py::tuple>(launch)));
   }
-  entry->packs = prepared.attr("packs").cast<size_t>();
-  entry->fill = prepared.attr("fill");
-  entry->trouble = prepared.attr("trouble");
+  entry->packs = made.attr("packs").cast<size_t>();
+  entry->fill = made.attr("fill");
+  entry->trouble = made.attr("trouble");
   return entry;
 }
 
-// The operator's arguments, as its schema has them.
+// The operator's arguments, in the order of its schema.
 inline py::tuple arguments_of(const Call& call, const py::object& precision) {
   const Geometry& g = call.geometry;
   const auto geometry = py::make_tuple(g.stride, g.padding, g.dilation, g.groups, precision);
@@ -176,14 +177,14 @@ inline py::tuple arguments_of(const Call& call, const py::object& precision) {
     return both + py::make_tuple(wrapped(call.third), wrapped(call.residual)) + geometry +
            py::make_tuple(kActivations[call.activation], call.slope);
   }
-  const auto told = both + py::make_tuple(call.size) + geometry;
-  if (call.pass == kInputGrad) return told + py::make_tuple(format);
-  return told + py::make_tuple(call.bias_grad, format);
+  const auto common = both + py::make_tuple(call.size) + geometry;
+  if (call.pass == kInputGrad) return common + py::make_tuple(format);
+  return common + py::make_tuple(call.bias_grad, format);
 }
 
-inline std::shared_ptr<const Entry> prepared(const Call& call, Precision precision) {
+inline std::shared_ptr<const Entry> new_entry(const Call& call, Precision precision) {
   return in_python([&] {
-    const py::object answer = py::handle(prepare)(
+    const py::object answer = py::handle(make_entry)(
         kOperators[call.pass], *arguments_of(call, py::str(kPrecisions[precision])));
     return entry_of(answer);
   });
@@ -191,10 +192,10 @@ inline std::shared_ptr<const Entry> prepared(const Call& call, Precision precisi
 
 inline std::shared_ptr<const Entry> find(const Call& call, Precision precision) {
   using Table = std::unordered_map<Key, std::shared_ptr<const Entry>, Hash>;
-  constexpr size_t kMost = 4096;
+  constexpr size_t kMost = 4096;  // entries, after which the table is cleared
   static auto& table = *new Table;
-  static auto& mutex = *new std::shared_mutex;  // neither is destroyed: threads may outlive main
-  // A forked process has none of the other threads, one of which might have had the lock.
+  static auto& mutex = *new std::shared_mutex;  // never destroyed: threads may outlive main
+  // The lock is held across a fork: another thread, which the child lacks, might hold it otherwise.
   static const int forks [[maybe_unused]] = pthread_atfork(
       [] { mutex.lock(); }, [] { mutex.unlock(); }, [] { new (&mutex) std::shared_mutex; });
   Key key = key_of(call, precision);
@@ -202,8 +203,8 @@ inline std::shared_ptr<const Entry> find(const Call& call, Precision precision) 
     const std::shared_lock lock(mutex);
     if (const auto found = table.find(key); found != table.end()) return found->second;
   }
-  auto entry = prepared(call, precision);
-  Table dropped;  // whose entries need the interpreter to go, which is not waited for in a lock
+  auto entry = new_entry(call, precision);
+  Table dropped;  // destroyed after the lock is released, because its entries need the GIL
   const std::unique_lock lock(mutex);
   if (table.size() >= kMost) table.swap(dropped);
   table.emplace(std::move(key), entry);

@@ -1,12 +1,11 @@
-// The host path in C++: what an eager call does between the user and the GPU.
+// The native host path: all that an eager call does on the host, in C++.
 //
-// A call's form (shapes, strides, types, devices, alignment, geometry, precision) is looked up in a
-// table (entry.h). What is found there says all that is left to do: allocate, and launch
-// (launch.h). What is not found is asked of Python (`prepare` of ops/entries.py), once: checks,
-// planning and compiling are there, and so are the words of every error.
+// The form of a call (shapes, strides, types, devices, alignment, geometry, precision) is the key
+// of a table (entry.h), whose entries say what to allocate and what to launch (launch.h). Python
+// makes an entry at the first call of a form (`make_entry` in ops/entries.py): it checks arguments,
+// plans, compiles, and raises all errors.
 //
-// Whatever is not plain goes to PyTorch's dispatcher, which knows the operators: `is_plain` is the
-// one place that says what that is.
+// Calls that are not plain go through PyTorch's dispatcher; `is_plain` defines which these are.
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty_ops.h>
@@ -39,14 +38,14 @@ struct Results {
 
 Tensor empty(at::IntArrayRef shape, const Tensor& like,
              std::optional<at::MemoryFormat> format = std::nullopt) {
-  // What at::empty would come to in the end.
+  // This is what at::empty calls in the end.
   const auto device = like.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
   return at::_ops::empty_memory_format::redispatch(
       c10::DispatchKeySet(device), c10::fromIntArrayRefSlow(shape), like.scalar_type(),
       at::kStrided, like.device(), false, format);
 }
 
-// Memory from wherever PyTorch has just taken a tensor's; a tensor of its own would cost more.
+// Allocates a workspace by the allocator of a tensor's memory, which costs less than a new tensor.
 at::DataPtr workspace(int64_t bytes, const Tensor& beside) {
   return bytes ? beside.storage().allocator()->allocate(bytes) : at::DataPtr();
 }
@@ -74,7 +73,7 @@ Results run(const Call& call) {
   void* stream = stream_of(first.device());
   const Place place{entry.get(), address_of(second), stream};
   const bool keeps = call.frozen && entry->packs && !entry->copied[1] && !is_captured(stream);
-  const uint32_t version = keeps ? Store::version_of(second) : 0;  // before it is packed
+  const uint32_t version = keeps ? Store::version_of(second) : 0;  // read before packing
   const auto kept = keeps ? store.find(place, second, version) : nullptr;
   at::DataPtr scratch = kept ? at::DataPtr() : workspace(entry->scratch_bytes, results.first);
   const uintptr_t from = address_of(first), by = address_of(second), to = address_of(results.first),
@@ -91,7 +90,7 @@ Results run(const Call& call) {
   return results;
 }
 
-// --- What stands between the caller and the device -----------------------------------------------
+// --- Which calls are plain -----------------------------------------------------------------------
 
 template <class... Tensors>
 c10::DispatchKeySet keys_of(const Tensor& first, const Tensors&... others) {
@@ -101,11 +100,11 @@ c10::DispatchKeySet keys_of(const Tensor& first, const Tensors&... others) {
   return (keys | local.included_) - local.excluded_;
 }
 
-std::atomic<bool> bypassed = false;  // while other plans are asked for than the table has
+std::atomic<bool> bypassed = false;  // true while planner.only asks for other plans
 
-// Whether the dispatcher would find nothing to do for these keys but to record, and to call the
-// device's kernel: no transform, no mode, no subclass, no tracer, no lazy conjugate, nor two
-// devices. Of a profiler it has no key, nor of what bypasses this library.
+// Whether the dispatcher would, for these keys, only record the call for autograd and call the
+// device's kernel: there is no transform, mode, subclass, tracer, lazy conjugate or second device.
+// A profiler and a bypass have no dispatch key, and are checked separately.
 bool is_plain(c10::DispatchKeySet keys) {
   using c10::DispatchKey;
   const auto rest = keys - c10::autograd_dispatch_keyset_with_ADInplaceOrView -
@@ -125,8 +124,8 @@ bool has_tangent(const Tensors&... tensors) {
   return (torch::autograd::isFwGradDefined(tensors) || ...);
 }
 
-// A gradient, of which autocast has nothing to say; recorded ones are Python's, by way of the
-// dispatcher.
+// Computes a gradient operator, for which autocast has no rule. If autograd records it, Python
+// computes it, called through the dispatcher.
 Results gradient(const Call& call) {
   const auto keys = keys_of(call.first, call.second) - c10::autocast_dispatch_keyset;
   if (is_plain(keys) && !is_recorded(call.first, call.second) &&
@@ -161,8 +160,8 @@ Tensor sum_of_positions(const Tensor& grad) {
   return at::view_as_complex(at::view_as_real(grad.resolve_conj()).sum({0, 2, 3}));
 }
 
-// In PyTorch both gradients of a convolution are laid out as its output is, complex ones
-// contiguously.
+// In PyTorch both gradients of a convolution have the memory format of its output; complex ones are
+// contiguous.
 at::MemoryFormat gradient_format(const Tensor& input, const Tensor& weight) {
   const auto type = input.scalar_type();
   const bool never = input.is_complex() || (type == at::kDouble && input.is_cuda());
@@ -174,9 +173,9 @@ at::MemoryFormat gradient_format(const Tensor& input, const Tensor& weight) {
 
 std::array<int64_t, 2> size_of(const Tensor& tensor) { return {tensor.size(2), tensor.size(3)}; }
 
-// The backward pass, in the form in which PyTorch's own C++ functions have it.
+// The backward pass, in the form that PyTorch's CppNode requires.
 struct Conv2d {
-  static constexpr bool is_traceable = true;  // by compiled autograd
+  static constexpr bool is_traceable = true;  // compiled autograd may trace it
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     variable_list found(3);
@@ -186,7 +185,7 @@ struct Conv2d {
     const Tensor &input = saved[0], &weight = saved[1];
     const auto geometry = Geometry::of(context->saved_data["geometry"].toIntVector());
     const auto format = gradient_format(input, weight);
-    // Not what was recorded, but what the engine asks for now.
+    // needs_input_grad says which gradients the engine wants now, which may be fewer than recorded.
     const bool bias = context->needs_input_grad(2);
     if (context->needs_input_grad(0)) {
       found[0] =
@@ -205,7 +204,7 @@ struct Conv2d {
   }
 };
 
-constexpr auto kNodeName = "FastconvConv2dBackward";  // ops/autograd.py's
+constexpr auto kNodeName = "FastconvConv2dBackward";  // the node's name in ops/autograd.py
 
 // PyTorch's node for C++ functions, under this name.
 struct Conv2dBackward final : torch::autograd::CppNode<Conv2d> {
@@ -214,7 +213,7 @@ struct Conv2dBackward final : torch::autograd::CppNode<Conv2d> {
 
 using NodePointer = decltype(torch::autograd::Edge::function);
 
-// Nodes are counted by std::shared_ptr up to PyTorch 2.12, and by themselves since.
+// Up to PyTorch 2.12 std::shared_ptr counts references to nodes; in newer versions nodes do.
 template <class Pointer>
 Pointer new_node() {
   if constexpr (std::is_constructible_v<Pointer, std::shared_ptr<Conv2dBackward>>) {
@@ -240,16 +239,16 @@ Tensor record(const Call& call) {
   return output;
 }
 
-// The convolution, or nothing where the dispatcher has to see it.
+// Computes the convolution; returns nothing if the dispatcher has to see the call.
 std::optional<Tensor> conv2d(Call call) {
   auto keys = keys_of(call.first, call.second, call.third, call.residual);
   const auto casts = keys & c10::autocast_dispatch_keyset;
   if (!is_plain(keys - casts) || has_tangent(call.first, call.second, call.third, call.residual)) {
     return {};
   }
-  const bool seen = keys.has_any(c10::autograd_dispatch_keyset);  // not so in inference mode
+  const bool seen = keys.has_any(c10::autograd_dispatch_keyset);  // false in inference mode
   const bool recorded = seen && is_recorded(call.first, call.second, call.third, call.residual);
-  if (recorded && call.pass == kFused) return {};  // it is made of operators that are recorded
+  if (recorded && call.pass == kFused) return {};  // Python computes it by differentiable operators
   const c10::impl::ExcludeDispatchKeyGuard cast_already(casts);
   if (!casts.empty()) {
     const auto device = call.first.device().type();
@@ -265,7 +264,8 @@ std::optional<Tensor> conv2d(Call call) {
 
 // --- Python's arguments --------------------------------------------------------------------------
 
-// Each of these takes the usual forms, and is false for all others, which Python knows.
+// Each function parses the usual forms of an argument, and returns false for all others: Python
+// serves these calls.
 
 bool parse(PyObject* object, int64_t& number) {
   if (!PyLong_CheckExact(object)) return false;
@@ -374,7 +374,7 @@ bool parse_call(PyObject* const* arguments, Call& call) {
 }
 
 // call(input, weight, bias, stride, padding, dilation, groups, precision, activation, residual),
-// all by position; or NotImplemented, with nothing done.
+// all by position. It returns NotImplemented for a call that it does not serve.
 PyObject* conv2d_in_python(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 10, "call takes 10 arguments, not ", count);
@@ -397,13 +397,15 @@ PyMethodDef call_method = {"call",
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace fastconv::host;
-  // The node's class in Python, where PyTorch looks for those of C++ (torch.autograd.graph.Node).
+  // Makes the node's class in Python, where PyTorch looks up classes of C++ nodes
+  // (torch.autograd.graph.Node).
   static PyTypeObject node_class{};
   torch::autograd::_initFunctionPyTypeObject(node_class, kNodeName, nullptr, nullptr);
   torch::autograd::registerCppFunction(typeid(Conv2dBackward), &node_class);
   const auto classes = py::module_::import("torch._C").attr("_functions");
   classes.attr(kNodeName) = py::handle(reinterpret_cast<PyObject*>(&node_class));
-  module.def("set_prepare", [](const py::object& function) { prepare = function.inc_ref().ptr(); });
+  module.def("set_make_entry",
+             [](const py::object& function) { make_entry = function.inc_ref().ptr(); });
   module.def(
       "freeze", [](bool is_so) { store.freeze(is_so); }, py::call_guard<py::gil_scoped_release>());
   module.def("bypass", [](bool on) { bypassed = on; });

@@ -1,4 +1,4 @@
-// Launches by the CUDA driver, on PyTorch's current stream.
+// Kernel launches by the CUDA driver API, on PyTorch's current stream.
 #pragma once
 
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -8,7 +8,7 @@
 
 namespace fastconv::host {
 
-// From libraries that PyTorch has loaded: nothing of CUDA is needed to build this.
+// Looks a function up in a library that PyTorch has loaded: the build does not need CUDA.
 inline void* loaded(const char* library, const char* name) {
   void* handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
   void* found = handle ? dlsym(handle, name) : nullptr;
@@ -21,8 +21,8 @@ Function* driver(const char* name) {
   return reinterpret_cast<Function*>(loaded("libcuda.so.1", name));
 }
 
-// PyTorch's current stream. A CUDAStream is nothing but a Stream, and PyTorch's header for it needs
-// the toolkit's.
+// Returns PyTorch's current stream. PyTorch's header for CUDAStream needs the CUDA toolkit, but a
+// CUDAStream has the layout of a Stream.
 inline void* stream_of(const at::Device& device) {
   if (!device.is_cuda()) return nullptr;
   static const auto handle = reinterpret_cast<void* (*)(const c10::Stream*)>(
@@ -31,21 +31,21 @@ inline void* stream_of(const at::Device& device) {
   return handle(&stream);
 }
 
-constexpr size_t kTensors = 6;
+constexpr size_t kTensors = 6;  // the most tensors of a pass, workspace included
 using Addresses = std::array<uintptr_t, kTensors>;
 
-// As aligned as the driver demands of a CUtensorMap, and more.
+// The driver requires an alignment of 64 bytes for a CUtensorMap.
 struct alignas(128) Map {
   std::array<char, kMapBytes> bytes;
 };
 
 struct Status {
   int code;
-  int64_t mapped = -1;  // the argument whose map could not be made
-  uintptr_t address = 0;
+  int64_t mapped = -1;    // the index of the argument whose tensor map could not be made, or -1
+  uintptr_t address = 0;  // the address in that tensor map
 };
 
-// The driver's CUlaunchAttribute, of which a value may have 64 bytes, and CUlaunchConfig.
+// The driver's CUlaunchAttribute, whose value may have 64 bytes, and CUlaunchConfig.
 struct LaunchAttribute {
   int id;
   alignas(8) int value;
@@ -61,10 +61,11 @@ struct LaunchConfig {
 };
 static_assert(sizeof(LaunchConfig) == 56);
 
+// Launches with programmatic dependent launch (PDL).
 inline int start_early(const Launch& launch, void** arguments, void* stream) {
   using LaunchKernelEx = int(const LaunchConfig*, void*, void**, void**);
   static const auto launch_kernel = driver<LaunchKernelEx>("cuLaunchKernelEx");
-  const LaunchAttribute attribute{6, 1, {}};  // that programmatic stream serialization is allowed
+  const LaunchAttribute attribute{6, 1, {}};  // allows programmatic stream serialization
   const auto [x, y, z] = launch.grid;
   const LaunchConfig config{{x, y, z}, {launch.block, 1, 1}, launch.shared_bytes,
                             stream,    &attribute,           1};
@@ -84,7 +85,7 @@ inline int start(const Launch& launch, void** arguments, void* stream) {
 inline Status start(const Launch& launch, const Addresses& addresses, void* stream) {
   using ReplaceAddress = int(void*, void*);
   std::vector<Map> maps;
-  maps.reserve(launch.maps);  // so that none moves
+  maps.reserve(launch.maps);  // the arguments point to them, so they must not move
   c10::SmallVector<void*, 16> arguments;
   for (const Argument& argument : launch.arguments) {
     const void* at = &argument.value;
@@ -102,6 +103,7 @@ inline Status start(const Launch& launch, const Addresses& addresses, void* stre
   return {start(launch, arguments.data(), stream)};
 }
 
+// Launches all kernels of an entry from `first` on.
 inline void start_all(const Entry& entry, size_t first, const Addresses& addresses, void* stream) {
   for (size_t i = first; i < entry.launches.size(); ++i) {
     for (bool again = false;; again = true) {

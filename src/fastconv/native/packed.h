@@ -1,4 +1,4 @@
-// Packed weights that are kept: fastconv.frozen_weights.
+// The cache of packed weights: fastconv.frozen_weights.
 #pragma once
 
 #include <atomic>
@@ -10,29 +10,30 @@
 
 namespace fastconv::host {
 
-// Whoever uses it vouches that weights stay what they are, but for changes that their version
-// counters tell. These alone would not do: what is written by way of `.data`, by a CUDA graph, by
-// all-gathers of FSDP or by others' kernels changes no counter.
+// The user guarantees that weights do not change except by operations that their version counters
+// record. The counters alone would not suffice: writes to `.data`, and those by CUDA graphs, FSDP's
+// all-gathers or other libraries' kernels, change no counter.
 
 struct Packed {
-  std::shared_ptr<const Entry> entry;  // so that no other has its address
+  std::shared_ptr<const Entry> entry;  // held so that no other entry gets its address
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   uint32_t version;
-  at::DataPtr memory;
+  at::DataPtr memory;  // the workspace with the packed weight
 };
 
-// By entry, address and stream: on another stream, nothing says that it has been packed by now.
+// The key of a packed weight: entry, address and stream. On another stream, the kernel that packs
+// the weight might not have run yet.
 using Place = std::tuple<const Entry*, uintptr_t, void*>;
 
 struct Store {
-  static constexpr int64_t kMostBytes = int64_t(2) << 30;
+  static constexpr int64_t kMostBytes = int64_t(2) << 30;  // bound on the memory of all of them
   std::map<Place, std::shared_ptr<const Packed>> kept;
   std::mutex mutex;
-  std::atomic<int64_t> period = 0;  // the number of a time in which weights are frozen, or 0
-  int64_t periods = 0;
+  std::atomic<int64_t> period = 0;  // the number of the current frozen_weights context, or 0
+  int64_t periods = 0;              // the number of contexts so far
 
   void freeze(bool is_so) {
-    decltype(kept) dropped;  // entries may need the interpreter to go: not in the lock
+    decltype(kept) dropped;  // destroyed after the lock is released: entries may need the GIL
     const std::lock_guard lock(mutex);
     kept.swap(dropped);
     period = is_so ? ++periods : 0;
@@ -47,7 +48,7 @@ struct Store {
     return same && packed.version == version ? found->second : nullptr;
   }
 
-  // What has been packed, with nothing left to be launched for it.
+  // Caches a weight for which all packing launches have been made, if the period is the same.
   void keep(const Place& place, std::shared_ptr<const Packed> packed, int64_t since) {
     decltype(kept) others, all;
     const std::lock_guard lock(mutex);
@@ -59,7 +60,7 @@ struct Store {
       bytes += one->entry->scratch_bytes;
     }
     if (bytes <= kMostBytes) others.emplace(place, std::move(packed));
-    all.swap(kept);  // to go after the lock
+    all.swap(kept);  // destroyed after the lock is released
     kept.swap(others);
   }
 
@@ -68,7 +69,7 @@ struct Store {
   }
 };
 
-inline auto& store = *new Store;  // never destroyed: the driver may be gone by then
+inline auto& store = *new Store;  // never destroyed: the driver may be unloaded at exit
 
 inline bool is_captured(void* stream) {
   using IsCapturing = int(void*, int*);

@@ -1,23 +1,24 @@
-"""The operators, and everything PyTorch needs to know about them.
+"""The operators ``torch.ops.fastconv.*``, and their registrations with PyTorch.
 
-``torch.ops.fastconv.forward``, ``.input_grad`` and ``.weight_grad`` are each linear in both of
-their tensors, and closed under differentiation: the gradients and the tangents of each are written
-with these same three. So double backward, and any higher one, needs no further code.
+``forward``, ``input_grad`` and ``weight_grad`` are each linear in both of their tensors, and closed
+under differentiation: the gradients and tangents of each are calls of the same three. So double
+backward, and any higher one, needs no further code.
 
-The three are bilinear, not sesquilinear: for complex tensors none of them conjugates; the autograd
+The three are bilinear, not sesquilinear: none of them conjugates complex tensors; the autograd
 formulas do.
 
-``torch.ops.fastconv.fused`` is ``forward`` with an epilogue in the same kernel. Where gradients are
-recorded, it is made of ``forward`` and PyTorch's elementwise operators, which have derivatives.
+``fused`` is ``forward`` with an epilogue in the same kernel. Where autograd records it, it is
+computed by ``forward`` and PyTorch's elementwise operators, which have derivatives.
 """
 
+from fastconv import native
 from fastconv.ops import (
-    ahead,
     autocast,
     autograd,
     batching,
     decomposition,
     devices,
+    entries,
     flops,
     sharding,
 )
@@ -26,7 +27,7 @@ from fastconv.ops.schema import forward, fused, input_grad, weight_grad
 __all__ = ["forward", "fused", "input_grad", "weight_grad"]
 
 devices.register()
-ahead.register()
+native.register(entries.make_entry)
 autograd.register()
 autocast.register("cpu", "AutocastCPU")
 autocast.register("cuda", "AutocastCUDA")

@@ -1,4 +1,4 @@
-"""Autocast with conv2d's rule: all tensors of a forward convolution in the lower precision."""
+"""Autocast: as for ``conv2d``, all tensors of a forward convolution are cast to the lower type."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _here = threading.local()
 
 @contextmanager
 def of_mapped() -> Iterator[None]:
-    """What autocast is for convolutions under vmap in PyTorch: on a CPU, nothing.
+    """Has autocast treat convolutions as PyTorch's under vmap: on a CPU it does not cast them.
 
-    vmap makes its ``conv2d`` a ``convolution``, which autocast knows on GPUs alone. No dispatch
-    key can say so to the levels below: functorch puts back the keys that it found.
+    PyTorch's vmap turns ``conv2d`` into ``convolution``, for which autocast has a rule only on
+    GPUs. A dispatch key cannot tell the levels below: functorch restores the keys that it found.
     """
     outer, _here.mapped = getattr(_here, "mapped", False), True
     try:
@@ -42,6 +42,7 @@ def register(device_type: str, dispatch_key: str) -> None:
         )
         return tensor.to(dtype) if eligible and tensor is not None else tensor
 
+    # The first arguments, as many as ``tensors``, are tensors. The rest is passed on as it is.
     def kernel(operator: Callable[..., Tensor], tensors: int, *args: Any) -> Tensor:
         cast_args = args[:tensors]
         if not (device_type == "cpu" and getattr(_here, "mapped", False)):

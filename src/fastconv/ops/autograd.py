@@ -1,7 +1,11 @@
-"""Derivatives of the operators, backward and forward mode, in terms of three of them.
+"""Derivatives of the operators, in backward and forward mode, in terms of three of them.
 
-The fourth, ``fused``, has none of its own: where it is recorded, it is ``forward``, an addition and
-an activation, each of which PyTorch knows how to differentiate.
+The fourth operator, ``fused``, has no derivative of its own: where autograd records it, it is
+computed as ``forward``, an addition and an activation, each of which has one.
+
+The functions here run in every eager call that the native host path does not serve. They pass an
+operator's arguments as plain tuples, in the order of its schema: to make a value of
+``ops/arguments.py`` for each call would cost host time.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 
 from fastconv.backends.epilogue import applied
-from fastconv.ops import ahead, devices
+from fastconv.ops import devices, hooks
+from fastconv.ops.arguments import Geometry
 from fastconv.ops.schema import (
     OPERATORS,
     Check,
@@ -40,24 +45,28 @@ from fastconv.ops.schema import (
 )
 from fastconv.problem import check_words
 
-# torch.autograd.grad(is_grads_batched=True) has a vmap of its own, unknown to functorch.
+# The dispatch key of torch.autograd.grad(is_grads_batched=True), whose vmap is not functorch's.
 _VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")
 
-# What tells of the backward pass under way. None of it is promised to be in every PyTorch.
+# Functions that tell what the current backward pass computes. They are internal to PyTorch, and
+# None in a version that lacks them.
 _everything_is_wanted: Any = getattr(torch.autograd, "_is_checkpoint_valid", None)
 _current_node: Any = getattr(torch._C, "_current_autograd_node", None)
 _will_execute: Any = getattr(torch._C, "_will_engine_execute_node", None)
 
 WORTH_ASKING_FLOPS = (10**7, 10**10)
-"""Of a gradient, on a CPU and on a GPU, that take longer than asking who wants it: 0.1 ms."""
+"""The FLOPs of the smallest gradient for which :func:`_wanted` queries the engine: (CPU, GPU).
+
+A query takes 0.1 ms, about as long as such a gradient.
+"""
 
 
 class _Function(_SingleLevelFunction):
-    # What compiled autograd asks for: the class that users are meant to derive from has it.
+    # Compiled autograd reads this attribute, which only torch.autograd.Function has.
     _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
 
 
-# The names of these classes are those of the nodes in a user's graph, with "Backward" added.
+# PyTorch names the nodes of a user's graph after these classes, with "Backward" added.
 
 
 class FastconvConv2d(_Function):
@@ -70,7 +79,7 @@ class FastconvConv2d(_Function):
         input, weight, _, *ctx.geometry = inputs
         ctx.output_shape = output.shape
         _save(ctx, input, weight)
-        ahead.begin_if_new(inputs, ctx.needs_input_grad[:3])
+        hooks.forward_recorded(inputs, ctx.needs_input_grad[:3])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -81,13 +90,15 @@ class FastconvConv2d(_Function):
             needs_input, needs_weight, needs_bias, *_ = _wanted(ctx, grad, weight)
             memory_format = gradient_format(input, weight)
             if needs_input:
-                input_ = _input_grad_here(
-                    grad, weight.conj(), input.shape[2:], *ctx.geometry, memory_format
-                )
+                args = (grad, weight.conj(), input.shape[2:], *ctx.geometry, memory_format)
+                kernels = devices.input_grad_kernels
+                input_ = _gradient_here(input_grad, FastconvInputGrad, kernels, args)
             if needs_weight:
-                weight_, bias_ = _weight_grad_here(
+                args = (
                     grad, input.conj(), weight.shape[2:], *ctx.geometry, needs_bias, memory_format
-                )
+                )  # fmt: skip
+                kernels = devices.weight_grad_kernels
+                weight_, bias_ = _gradient_here(weight_grad, FastconvWeightGrad, kernels, args)
             elif needs_bias:
                 bias_ = _sum_of_positions(grad)
         return (input_, weight_, bias_ if needs_bias else None, *(None for _ in others))
@@ -183,17 +194,17 @@ class FastconvWeightGrad(_Function):
 
 
 def _wanted(ctx: Any, grad_output: Tensor, weight: Tensor) -> Any:
-    """``ctx.needs_input_grad``, less the gradients that the engine is certain to throw away.
+    """Returns ``ctx.needs_input_grad``, less the gradients that the engine is certain to drop.
 
-    What was recorded may be more than what is wanted: ``torch.autograd.grad(output, input)`` and
-    ``backward(inputs=[input])`` have no use for the weight's gradient. PyTorch's own nodes see that
-    (``task_should_compute_output``), a Python function has to ask. In doubt a gradient is wanted;
-    so it is where asking takes as long as computing, for tensors of these sizes.
+    More may have been recorded than is wanted: ``torch.autograd.grad(output, input)`` and
+    ``backward(inputs=[input])`` do not use the weight gradient. PyTorch's own nodes see that
+    (``task_should_compute_output``); a Python function has to query the engine. A gradient is
+    computed if in doubt, or if the query would take as long, for tensors of these sizes.
     """
     recorded = ctx.needs_input_grad
     if not _is_worth_asking(grad_output, weight) or _has_to_compute_all(ctx):
         return recorded
-    edges = ctx.next_functions  # one for each tensor, and tensors come first
+    edges = ctx.next_functions  # one for each tensor argument, all of which come first
     asked = [need and _is_used_by(node) for need, (node, _) in zip(recorded, edges, strict=False)]
     return (*asked, *recorded[len(edges) :])
 
@@ -204,47 +215,48 @@ def _is_worth_asking(grad_output: Tensor, weight: Tensor) -> bool:
 
 
 def _has_to_compute_all(ctx: Any) -> bool:
-    """Whether all of a node's gradients are wanted, or there is no telling."""
+    """Whether all of a node's gradients are wanted, or the engine cannot be queried."""
     if torch.compiler.is_compiling() or None in (
         _everything_is_wanted,
         _current_node,
         _will_execute,
     ):
         return True
-    # The engine answers for the pass that it is in. A hook may call a node of any other graph.
+    # The engine's answer holds for the nodes of the current pass, but a hook may call a node of
+    # any other graph.
     return _everything_is_wanted() or _current_node() is not ctx
 
 
 def _is_used_by(node: Any) -> bool:
-    """Whether a gradient that is handed to a node goes anywhere in this pass."""
+    """Whether the current backward pass uses a gradient that is passed to this node."""
     try:
         return _will_execute(node)
-    except RuntimeError:  # "a leaf node was passed ...": one whose gradient grad() is to return
+    except RuntimeError:  # "a leaf node was passed ...": torch.autograd.grad returns its gradient
         return True
 
 
-_waited_for: set[int] = set()  # devices
+_waited_for: set[int] = set()  # the devices whose autograd threads the process waits for
 
 
 def wait_at_exit(device: int | None) -> None:
-    """Has the process end only when autograd's thread for the device is done with our tensors.
+    """Delays the end of the process until autograd's thread for the device has freed its tensors.
 
-    PyTorch's thread frees the last of them a moment after the caller has its gradients, and needs
+    PyTorch's thread frees the last tensors a moment after the caller has its gradients, and needs
     the interpreter for that. If the interpreter ends in this moment, Python (before 3.14) ends the
-    thread amidst C++ functions that may not be left so, and the process aborts: "terminate called
-    without an active exception". It is the same with PyTorch's own convolution: of processes that
-    end right after a gradient, on a machine that has too much to do, one in ten.
+    thread within C++ functions that must not be left this way, and the process aborts: "terminate
+    called without an active exception". PyTorch's own convolution has the same fault: on an
+    overloaded machine, one in ten processes that end right after a gradient aborts.
     """
-    if device is not None and device not in _waited_for:  # a CPU's nodes run in the caller's thread
+    if device is not None and device not in _waited_for:  # on a CPU, the caller's thread runs nodes
         _waited_for.add(device)
         atexit.register(_pass_through_autograd, device)
 
 
 def _pass_through_autograd(device: int) -> None:
-    with suppress(Exception):  # of a GPU that has failed: that has been told
+    with suppress(Exception):  # a GPU that has failed has raised its error before
         one = torch.ones((), device=device, requires_grad=True)
         torch.autograd.grad(one * 1, one)
-    time.sleep(0.01)  # for what this leaves behind
+    time.sleep(0.01)  # until the thread has freed the tensors of this gradient too
 
 
 def _save(ctx: Any, first: Tensor, second: Tensor) -> None:
@@ -258,7 +270,7 @@ def _sum(first: Tensor | None, second: Tensor) -> Tensor:
 
 
 def _sum_of_positions(grad_output: Tensor) -> Tensor:
-    """The gradient of the bias."""
+    """Computes the gradient of the bias."""
     if grad_output.dtype != torch.complex32:
         return grad_output.sum((0, 2, 3))
     # PyTorch has no sum of complex32 on a CPU.
@@ -269,12 +281,12 @@ def _sum_of_positions(grad_output: Tensor) -> Tensor:
 def _below_autograd(
     op: Callable[..., Any], kernels: devices.Kernels, args: Any, bias: Tensor | None = None
 ) -> Any:
-    """The operator's next kernel below autograd: the device's, or functorch's next level."""
+    """Calls the operator's next kernel below autograd: the device's, or functorch's next level."""
     if not torch._C._are_functorch_transforms_active():
         kernel = devices.direct(kernels, args[0], args[1], bias)
         with torch._C._AutoDispatchBelowAutograd():
             return (op if kernel is None else kernel)(*args)
-    # A Function's forward runs with recording off, which the outer levels must not inherit.
+    # A Function's forward runs with recording off, but the outer levels have to record.
     with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), _set_fwd_grad_enabled(True):
         return op(*args)
 
@@ -289,10 +301,10 @@ def register() -> None:
     library.impl(fused, _fused, "Autograd")
 
 
-def forward_here(input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-    """The operator ``forward``, in eager mode without the dispatcher's part of its time.
+def forward_here(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    """Computes the operator ``forward``, in eager mode without a call through the dispatcher.
 
-    If nothing but autograd stands between the caller and the device, the result is the same.
+    It calls the dispatcher if anything but autograd lies between the caller and the device.
     """
     if not _watched():
         kernel = devices.direct(devices.forward_kernels, input, weight, bias)
@@ -314,10 +326,15 @@ def fused_here(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    *rest: Any,
+    geometry: Geometry,
+    activation: str,
+    slope: float,
 ) -> Tensor:
-    """The operator ``fused``, likewise; ``convolve`` is how to get at ``forward`` here."""
-    args = (input, weight, bias, residual, *rest)
+    """Computes the operator ``fused``, in eager mode without a call through the dispatcher.
+
+    ``convolve`` computes the operator ``forward``, where autograd has to record the call.
+    """
+    args = (input, weight, bias, residual, *geometry, activation, slope)
     if not _watched() and devices.is_plain(residual):
         kernel = devices.direct(devices.fused_kernels, input, weight, bias)
         if kernel is not None and not torch.is_autocast_enabled(input.device.type):
@@ -327,12 +344,12 @@ def fused_here(
     for name, tensor in zip(("input", "weight", "bias", "residual"), args[:4], strict=True):
         if tensor is not None:
             check_dense(name, tensor)
-    check_words(*rest[:4])
+    check_words(*geometry[:4])
     return fused(*args)
 
 
 def _composed(convolve: Callable[..., Tensor], check: Check, *args: Any) -> Tensor:
-    """``fused`` of operators that can be differentiated."""
+    """Computes ``fused`` by operators that can be differentiated."""
     input, weight, bias, residual, *rest = args
     epilogue = describe_fused(check, *args).epilogue
     return applied(convolve(input, weight, bias, *rest[:5]), residual, epilogue)
@@ -346,19 +363,13 @@ def _fused(*args: Any) -> Tensor:
         return fused(*args)
 
 
-def _input_grad_here(*args: Any) -> Tensor:
-    """The operator ``input_grad``, likewise."""
-    return _gradient_here(input_grad, FastconvInputGrad, devices.input_grad_kernels, args)
-
-
-def _weight_grad_here(*args: Any) -> tuple[Tensor, Tensor]:
-    return _gradient_here(weight_grad, FastconvWeightGrad, devices.weight_grad_kernels, args)
-
-
 def _gradient_here(
     op: Callable[..., Any], function: Any, kernels: devices.Kernels, args: tuple[Any, ...]
 ) -> Any:
-    """A gradient: autocast leaves its operators alone, but ``is_grads_batched`` may map them."""
+    """Computes a gradient operator, in eager mode without a call through the dispatcher.
+
+    Autocast has no rule for gradient operators, but ``is_grads_batched`` may map them.
+    """
     watched = _watched() or torch._C._dispatch_tls_is_dispatch_key_included(_VMAP_MODE)
     kernel = None if watched else devices.direct(kernels, args[0], args[1])
     if kernel is None:
@@ -367,7 +378,7 @@ def _gradient_here(
 
 
 def _watched() -> bool:
-    """Whether a compiler, transform, tracer or profiler has to see the operators called."""
+    """Whether a compiler, transform, tracer or profiler has to see the operators' calls."""
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
@@ -377,7 +388,7 @@ def _watched() -> bool:
 
 
 def _recorded(*tensors: Any) -> bool:
-    """Whether autograd, in either direction, has to know of an operation on these."""
+    """Whether autograd, in either mode, has to record an operation on these tensors."""
     return forward_ad._current_level >= 0 or (
         torch.is_grad_enabled()
         and not torch.is_inference_mode_enabled()
@@ -390,7 +401,7 @@ def _kernel(function: Any) -> Callable[..., Any]:
         if torch._C._are_functorch_transforms_active():
             with enable_single_level_autograd_function():
                 return function.apply(*args)
-        # Where there is nothing to record, a Function would only cost time.
+        # Without anything to record, Function.apply would only cost time.
         return function.apply(*args) if _recorded(*args[:3]) else function.forward(*args)
 
     return kernel

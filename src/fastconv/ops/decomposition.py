@@ -1,13 +1,12 @@
-"""The operators in terms of PyTorch's own, for programs that others are to read.
+"""Decompositions of the operators into PyTorch's own, for exported programs.
 
-``torch.onnx.export`` looks operators that it does not know up in PyTorch's table of
-decompositions, and whoever wants core ATen can (docs/networks.md). Nothing that computes does:
-neither eager calls nor ``torch.compile``.
+``torch.onnx.export`` looks up operators that it does not support in PyTorch's table of
+decompositions, and users may do so to get core ATen (docs/networks.md). Neither eager calls nor
+``torch.compile`` use the decompositions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ from torch import Tensor
 from torch._decomp import register_decomposition
 
 from fastconv.backends.epilogue import applied
+from fastconv.ops.arguments import FusedArguments, Ints
 from fastconv.ops.late import when_imported
 from fastconv.ops.schema import OPERATORS, Result, new_bias_grad
-
-Ints = Sequence[int]
 
 _aten = torch.ops.aten
 
@@ -32,16 +30,16 @@ def register() -> None:
     ):
         operator = OPERATORS[name]
         register_decomposition(operator.call)(decomposition)
-        # Of symbolic sizes, fake tensors would else be what the decomposition makes of them.
+        # Otherwise PyTorch would decompose the operator to make fake tensors of symbolic sizes.
         register_decomposition(operator.call, type="meta")(operator.fake)
     when_imported("torch._inductor.lowering", _keep_for_inductor)
 
 
 def _keep_for_inductor() -> None:
-    """Has ``torch.compile`` call the operators as they are, without asking why.
+    """Declares that ``torch.compile`` calls the operators as they are.
 
-    It does anyway; but where the variable ``CI`` is set, it takes a decomposition that it does not
-    use for PyTorch's own mistake, and raises.
+    It does so anyway. But if the environment variable ``CI`` is set, it takes an unused
+    decomposition for a mistake in PyTorch, and raises an error.
     """
     from torch._inductor import lowering
 
@@ -118,28 +116,26 @@ def _weight_grad(
     return gradient, bias_gradient if bias else new_bias_grad(result, bias)
 
 
-def _fused(
-    input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *rest: Any
-) -> Tensor:
-    result = _check("fused", input, weight, bias, residual, *rest)
-    *geometry, _, _ = rest
-    return applied(_forward(input, weight, bias, *geometry), residual, result.epilogue)
+def _fused(*args: Any) -> Tensor:
+    given = FusedArguments(*args)
+    result = _check("fused", *given)
+    return applied(_forward(*given.of_forward), given.residual, result.epilogue)
 
 
 def _check(name: str, *args: Any) -> Result:
     result = OPERATORS[name].result(*args)
     if result.dtype.is_complex:
         raise NotImplementedError(
-            f"aten.convolution takes real numbers, but a convolution of {result.dtype} is to be "
-            "decomposed into it"
+            f"a convolution of {result.dtype} cannot be decomposed into aten.convolution, which "
+            "takes real numbers"
         )
     return result
 
 
 def _split(padding: Ints) -> tuple[Ints, Ints]:
-    """What has to be put around the input beforehand, and what PyTorch's convolution pads itself.
+    """Splits padding into what to pad beforehand, and what ``aten.convolution`` pads itself.
 
-    It has one number for two sides.
+    ``aten.convolution`` pads opposite sides by the same number.
     """
     top, bottom, left, right = padding
     if top == bottom and left == right:

@@ -13,23 +13,13 @@ from torch import Tensor
 from fastconv.backends import cpu, cuda
 from fastconv.kernels import planner
 from fastconv.kernels.planner import Switch
-from fastconv.ops.schema import (
-    BIAS,
-    FUSED_PRECISION,
-    OPERATORS,
-    PRECISION,
-    RESIDUAL,
-    Operator,
-    Result,
-    fused,
-    library,
-    new_bias_grad,
-)
+from fastconv.ops.arguments import Ints
+from fastconv.ops.schema import OPERATORS, Operator, Result, library, new_bias_grad
 
 BACKENDS = {"cpu": cpu, "cuda": cuda}
 
 Kernels = dict[str, Callable[..., Any]]
-"""The functions that do an operator's work, by type of device."""
+"""The functions that compute an operator, by type of device."""
 
 forward_kernels: Kernels = {}
 input_grad_kernels: Kernels = {}
@@ -37,6 +27,7 @@ weight_grad_kernels: Kernels = {}
 fused_kernels: Kernels = {}
 
 PLAIN = (Tensor, torch.nn.Parameter)
+"""The classes of tensors that have no ``__torch_function__`` or ``__torch_dispatch__``."""
 
 
 def register() -> None:
@@ -55,9 +46,9 @@ def register() -> None:
 def direct(
     kernels: Kernels, first: Tensor, second: Tensor, bias: Tensor | None = None
 ) -> Callable[..., Any] | None:
-    """The device's function, if the dispatcher would find nothing to do below autograd.
+    """Returns the device's function if the dispatcher would find nothing to do below autograd.
 
-    To get there through the dispatcher takes as long again as the whole rest of a call.
+    A call through the dispatcher takes as long again as all the rest of a call.
     """
     if (
         type(first) in PLAIN
@@ -71,27 +62,31 @@ def direct(
 
 
 def is_plain(tensor: Tensor | None) -> bool:
-    """Whether :func:`direct` would have nothing against one more tensor."""
+    """Whether one more tensor (or None) satisfies the conditions of :func:`direct`."""
     return tensor is None or (type(tensor) in PLAIN and not (tensor.is_conj() or tensor.is_neg()))
 
 
 def need(
     operator: Operator, result: Result, args: tuple[Any, ...], switch: Switch | None = None
 ) -> cuda.Need | None:
-    """What a call of the operator needs of a GPU: see :func:`fastconv.backends.cuda.need`."""
-    is_fused = operator.call is fused
+    """Says what a call of the operator needs of a GPU: see :func:`fastconv.backends.cuda.need`.
+
+    ``args`` are the operator's arguments.
+    """
+    arguments = operator.arguments(*args)
+    is_forward = operator.plan is planner.forward
     return cuda.need(
         operator.plan,
         result.problem,
-        args[0],
-        args[1],
+        arguments[0],
+        arguments[1],
         result.new(),
-        args[FUSED_PRECISION if is_fused else PRECISION],
-        bias_grad=operator.plan is planner.weight_grad and args[BIAS],
+        arguments.precision,
+        bias_grad=operator.plan is planner.weight_grad and arguments.bias,
         switch=switch,
-        residual=args[RESIDUAL] if is_fused else None,
+        residual=getattr(arguments, "residual", None),
         epilogue=result.epilogue,
-        bias=args[2] if operator.plan is planner.forward else None,
+        bias=arguments.bias if is_forward else None,
     )
 
 
@@ -99,47 +94,70 @@ Describe = Callable[..., Result]
 
 
 def _forward_on(backend: ModuleType, describe: Describe) -> Callable[..., Tensor]:
-    def run(*args: Any) -> Tensor:
-        result = describe(*args)
+    def run(
+        input: Tensor, weight: Tensor, bias: Tensor | None,
+        stride: Ints, padding: Ints, dilation: Ints, groups: int, precision: str | None,
+    ) -> Tensor:  # fmt: skip
+        result = describe(input, weight, bias, stride, padding, dilation, groups, precision)
         output = result.new()
         if output.numel():
-            backend.forward(result.problem, *args[:3], output, args[PRECISION])
+            backend.forward(result.problem, input, weight, bias, output, precision)
         return output
 
     return run
 
 
 def _input_grad_on(backend: ModuleType, describe: Describe) -> Callable[..., Tensor]:
-    def run(*args: Any) -> Tensor:
-        result = describe(*args)
+    def run(
+        grad_output: Tensor, weight: Tensor, input_size: Ints,
+        stride: Ints, padding: Ints, dilation: Ints, groups: int, precision: str | None,
+        memory_format: torch.memory_format | None = None,
+    ) -> Tensor:  # fmt: skip
+        result = describe(
+            grad_output, weight, input_size, stride, padding, dilation, groups, precision,
+            memory_format,
+        )  # fmt: skip
         grad = result.new()
         if grad.numel():
-            backend.input_grad(result.problem, *args[:2], grad, args[PRECISION])
+            backend.input_grad(result.problem, grad_output, weight, grad, precision)
         return grad
 
     return run
 
 
 def _weight_grad_on(backend: ModuleType, describe: Describe) -> Callable[..., Any]:
-    def run(*args: Any) -> tuple[Tensor, Tensor]:
-        result = describe(*args)
-        grad, bias_grad = result.new(), new_bias_grad(result, args[BIAS])
-        wanted = bias_grad if args[BIAS] else None
-        backend.weight_grad(result.problem, *args[:2], grad, wanted, args[PRECISION])
+    def run(
+        grad_output: Tensor, input: Tensor, kernel_size: Ints,
+        stride: Ints, padding: Ints, dilation: Ints, groups: int, precision: str | None,
+        bias: bool, memory_format: torch.memory_format | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        result = describe(
+            grad_output, input, kernel_size, stride, padding, dilation, groups, precision,
+            bias, memory_format,
+        )  # fmt: skip
+        grad, bias_grad = result.new(), new_bias_grad(result, bias)
+        wanted = bias_grad if bias else None
+        backend.weight_grad(result.problem, grad_output, input, grad, wanted, precision)
         return grad, bias_grad
 
     return run
 
 
 def _fused_on(backend: ModuleType, describe: Describe) -> Callable[..., Tensor]:
-    def run(*args: Any) -> Tensor:
-        result = describe(*args)
+    def run(
+        input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+        stride: Ints, padding: Ints, dilation: Ints, groups: int, precision: str | None,
+        activation: str, slope: float,
+    ) -> Tensor:  # fmt: skip
+        result = describe(
+            input, weight, bias, residual, stride, padding, dilation, groups, precision,
+            activation, slope,
+        )  # fmt: skip
         output = result.new()
         if output.numel():
             backend.forward(
-                result.problem, *args[:3], output, args[FUSED_PRECISION], args[RESIDUAL],
-                result.epilogue,
-            )  # fmt: skip
+                result.problem, input, weight, bias, output, precision, residual, result.epilogue
+            )
         return output
 
     return run

@@ -1,4 +1,4 @@
-"""What the native host path asks of Python, once for calls of the same form."""
+"""Makes the entries of the native host path's table, one for each form of call."""
 
 from __future__ import annotations
 
@@ -10,45 +10,47 @@ from torch import Tensor, channels_last
 
 from fastconv.backends import cuda
 from fastconv.kernels import planner
-from fastconv.ops import ahead, autograd, devices
-from fastconv.ops.schema import BIAS, OPERATORS, Operator, Result
+from fastconv.ops import autograd, devices, hooks
+from fastconv.ops.arguments import Arguments, WeightGradArguments
+from fastconv.ops.schema import OPERATORS, Operator, Result
 
 
 class Entry(NamedTuple):
-    """How calls of one form are computed; ``host.cc`` has a struct of that name.
+    """How calls of one form are computed; ``native/entry.h`` has a struct of the same name.
 
-    They are done by ``launches`` (see ``Prepared.description``), or by ``fill``, which is called
-    with the operator's two tensors, the bias or its gradient (or None), the residual (or None), the
+    ``launches`` compute them (see ``LoadedLaunches.description``), or ``fill`` does. ``fill`` takes
+    the operator's two tensors, the bias or its gradient (or None), the residual (or None), the
     result and the precision.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # the result's
     channels_last: bool
-    bias_elements: int
-    copied: tuple[bool, bool] = (False, False)
+    bias_elements: int  # elements of the bias's gradient, 0 for none
+    copied: tuple[bool, bool] = (False, False)  # which of the two tensors to make contiguous first
     scratch_bytes: int = 0
     launches: Sequence[Any] = ()
-    packs: int = 0  # as a Plan's
+    packs: int = 0  # how many of the launches only pack the weight: see Plan.packs
     fill: Callable[..., None] | None = None
-    trouble: Callable[[int, int, int, int, bool], None] | None = None
+    trouble: Callable[[int, int, int, int, bool], None] | None = None  # handles a failed launch
 
 
-def prepare(name: str, *args: Any) -> Entry:
-    """What to do for the operator's arguments, and for all that lie in memory as they do.
+def make_entry(name: str, *args: Any) -> Entry:
+    """Makes the entry for an operator's arguments, and for all arguments of the same form.
 
     Raises whatever the operator would.
     """
     operator = OPERATORS[name]
-    result = operator.describe(operator.known, *args)
-    if operator.plan is not planner.forward or any(_wants_gradient(tensor) for tensor in args[:3]):
+    given = operator.arguments(*args)
+    result = operator.describe(operator.known, *given)
+    if operator.plan is not planner.forward or any(map(_wants_gradient, given[:3])):
         autograd.wait_at_exit(result.device.index)
-    # Beside a weight's gradient that has no elements there may be a bias's.
+    # A weight gradient without elements may still come with a bias's gradient that has some.
     if 0 in result.shape and operator.plan is not planner.weight_grad:
-        return _nothing(result)
-    entry = _entry(operator, result, args)
+        return _empty(result)
+    entry = _entry(operator, result, given)
     if name == "forward" and entry.launches and torch.is_grad_enabled():
-        wanted = [_wants_gradient(tensor) for tensor in args[:3]]
-        ahead.begin(args, result, wanted, planner.of_process())
+        wanted = [_wants_gradient(tensor) for tensor in given[:3]]
+        hooks.forward_prepared(given, result, wanted, planner.of_process())
     return entry
 
 
@@ -56,24 +58,26 @@ def _wants_gradient(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad
 
 
-def _nothing(result: Result) -> Entry:
+def _empty(result: Result) -> Entry:
+    """An entry that allocates the result and computes nothing."""
     return Entry(result.shape, result.memory_format == channels_last, 0)
 
 
-def _entry(operator: Operator, result: Result, args: tuple[Any, ...]) -> Entry:
-    bias_grad = operator.plan is planner.weight_grad and args[BIAS]
-    entry = _nothing(result)._replace(
+def _entry(operator: Operator, result: Result, given: Arguments) -> Entry:
+    bias_grad = isinstance(given, WeightGradArguments) and given.bias
+    entry = _empty(result)._replace(
         bias_elements=result.problem.out_channels if bias_grad else 0, fill=_fill(operator, result)
     )
     if result.device.type != "cuda":
         return entry
-    # The table outlives a time in which another switch is set, as by another thread just now.
-    need = devices.need(operator, result, args, planner.of_process())
+    # The entry stays in the table, so it is planned by the process's own switch: one that
+    # planner.only has set, perhaps in another thread, ends before.
+    need = devices.need(operator, result, given, planner.of_process())
     if need is None:
         return entry
     ready = cuda.ready(need)
     return entry._replace(
-        copied=(not cuda.is_dense(args[0]), not cuda.is_dense(args[1])),
+        copied=(not cuda.is_dense(given[0]), not cuda.is_dense(given[1])),
         scratch_bytes=ready.scratch_bytes,
         launches=ready.launches.description,
         packs=ready.packs,
@@ -83,6 +87,7 @@ def _entry(operator: Operator, result: Result, args: tuple[Any, ...]) -> Entry:
 
 
 def _fill(operator: Operator, result: Result) -> Callable[..., None]:
+    """Makes the function ``fill`` of an entry: it computes the operator by the device's backend."""
     backend, problem = devices.BACKENDS[result.device.type], result.problem
 
     def forward(

@@ -1,4 +1,4 @@
-"""How many operations ``torch.utils.flop_counter`` is told of: as many as of PyTorch's own."""
+"""Counts of operations for ``torch.utils.flop_counter``: the same as of PyTorch's convolution."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ def register() -> None:
 
 
 def _register() -> None:
-    # PyTorch's formulas, so that counts are the same in whatever version it is. With groups, they
-    # count more for a weight's gradient than is computed.
+    # PyTorch's own formulas give the same counts in every version. With groups, they count more
+    # for a weight gradient than is computed.
     from torch.utils import flop_counter
 
     of_forward: Any = flop_counter.conv_flop
     of_gradients: Any = flop_counter.conv_backward_flop
-    # Bias, stride, padding, dilation: what counts of them is in the shapes. And no transposed one.
+    # The formulas use only shapes: not bias, stride, padding and dilation. The last argument says
+    # that the convolution is not transposed.
     geometry = (None, None, None, None, False)
 
     @flop_counter.register_flop_formula([torch.ops.fastconv.forward, torch.ops.fastconv.fused])

@@ -1,4 +1,4 @@
-"""Registrations with parts of PyTorch that ``import torch`` leaves out."""
+"""Registrations with parts of PyTorch that ``import torch`` does not import."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from types import ModuleType
 def when_imported(name: str, register: Callable[[], None]) -> None:
     """Calls ``register`` as soon as the module of that name has been imported: now, or later.
 
-    Whoever has no use for it does not wait for its import, which may take longer than ours. Whoever
-    imports it gets it, even if it has changed so much that ``register`` fails: with a warning.
+    So ``import fastconv`` does not wait for modules that the user may not need. If ``register``
+    fails, because a version of PyTorch has changed the module, the user gets the module and a
+    warning.
     """
 
     def attempt() -> None:
@@ -22,7 +23,8 @@ def when_imported(name: str, register: Callable[[], None]) -> None:
             register()
         except Exception as error:
             warnings.warn(
-                f"fastconv's operators are unknown to {name}, in this PyTorch: {error!r}",
+                f"fastconv's operators could not be registered with {name} in this version of "
+                f"PyTorch: {error!r}",
                 stacklevel=2,
             )
 
@@ -33,7 +35,7 @@ def when_imported(name: str, register: Callable[[], None]) -> None:
 
 
 class _Listener(MetaPathFinder):
-    """Leaves finding a module to the others, and calls a function when it has been executed."""
+    """Has the other finders find a module, and calls a function once it has been executed."""
 
     def __init__(self, name: str, register: Callable[[], None]) -> None:
         self._name, self._register = name, register
@@ -58,9 +60,9 @@ class _Listener(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            if self in sys.meta_path:  # not so if the module is loaded once more
+            if self in sys.meta_path:  # it is removed the first time that the module is loaded
                 sys.meta_path.remove(self)
                 self._register()
 
-        # Of this one loader, which is the module's own: who asks it for anything else finds that.
+        # A loader belongs to one module, so no other module is affected.
         loader.exec_module = exec_module  # type: ignore[method-assign]

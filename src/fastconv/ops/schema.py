@@ -1,8 +1,9 @@
 """The operators' schemas, argument checks and meta functions.
 
-A ``*_result`` function checks an operator's arguments and says what its result looks like. The
-operators and their meta functions share it, so a promised stride is a returned stride. It sees no
-data, only forms, so the operators keep what it found: see :func:`remembered`.
+A ``*_result`` function checks an operator's arguments and returns the form of its result. An
+operator and its meta function share it, so a tensor has the strides that its meta tensor promised.
+The function sees no data, only shapes, strides, types and devices, so that its results can be
+cached: see :func:`remembered`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,13 @@ from torch import Tensor
 
 from fastconv.kernels import planner
 from fastconv.kernels.planner import Pass
+from fastconv.ops.arguments import (
+    Arguments,
+    ForwardArguments,
+    FusedArguments,
+    InputGradArguments,
+    WeightGradArguments,
+)
 from fastconv.problem import ACTIVATIONS, NO_EPILOGUE, Epilogue, Problem, is_channels_last
 
 _DTYPES = frozenset((
@@ -26,7 +34,7 @@ _DTYPES = frozenset((
 ))  # fmt: skip
 _GEOMETRY = "SymInt[2] stride, SymInt[4] padding, SymInt[2] dilation, SymInt groups, str? precision"
 
-# Results are laid out by how operands are: compilers must not lay these out anew.
+# The layout of a result depends on that of the operands, so compilers must not change the latter.
 _TAGS = (getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),)
 
 library = torch.library.Library("fastconv", "DEF")
@@ -42,27 +50,30 @@ for _schema in (
     library.define(_schema, tags=_TAGS)
 
 # forward(input, weight, bias, stride, padding, dilation, groups, precision) -> output
-#   padding is (top, bottom, left, right); precision None follows PyTorch's setting when it runs.
+#   padding is (top, bottom, left, right); with precision None, the operator follows PyTorch's
+#   setting at the time when it runs.
 forward = torch.ops.fastconv.forward.default
-# input_grad(grad_output, weight, input_size, <the same five>, memory_format) -> gradient
-#   input_size is (height, width), which the output's size leaves open when strides are above 1;
-#   memory_format is the gradient's: None stands for channels-last if either tensor is.
+# input_grad(grad_output, weight, input_size, stride, padding, dilation, groups, precision,
+#            memory_format) -> gradient
+#   input_size is (height, width), which does not follow from the output's size when strides are
+#   above 1; memory_format is the gradient's, and None means channels-last if either tensor is.
 input_grad = torch.ops.fastconv.input_grad.default
-# weight_grad(grad_output, input, kernel_size, <the same five>, bias, memory_format)
-#   -> (weight, bias) gradients; with bias=False the second is an empty tensor.
+# weight_grad(grad_output, input, kernel_size, stride, padding, dilation, groups, precision, bias,
+#             memory_format) -> gradients of weight and bias
+#   With bias=False the second gradient is an empty tensor.
 weight_grad = torch.ops.fastconv.weight_grad.default
-# fused(input, weight, bias, residual, <the same five>, activation, slope) -> output
-#   activation(forward's output + residual), rounded once; slope is leaky_relu's, 0 for all others.
+# fused(input, weight, bias, residual, stride, padding, dilation, groups, precision, activation,
+#       slope) -> output
+#   The output is activation(convolution + bias + residual), rounded once; slope is that of
+#   leaky_relu, and 0 for all other activations.
 fused = torch.ops.fastconv.fused.default
 
-# Where these stand among the arguments of the first three operators that have them.
-GROUPS, PRECISION, BIAS = 6, 7, 8
-# And among those of fused, which has one more tensor.
-RESIDUAL, FUSED_GROUPS, FUSED_PRECISION = 3, 7, 8
+PRECISION = 7
+"""The index of ``precision`` among the arguments of every operator but ``fused``."""
 
 
 class Form(NamedTuple):
-    """All of a tensor but its data."""
+    """A tensor's shape, strides, type and device."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -81,7 +92,7 @@ class Form(NamedTuple):
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Raises if the tensor is nested, which has no shape, or has another layout than strided."""
+    """Raises if the tensor is nested (it has no shape) or has a layout other than strided."""
     if tensor.is_nested:
         raise NotImplementedError(f"fastconv takes dense tensors, but {name} is a nested one")
     if tensor.layout is not torch.strided:
@@ -91,7 +102,7 @@ def check_dense(name: str, tensor: Tensor) -> None:
 
 
 class Result(NamedTuple):
-    """What an operator computes, and the form of what it returns."""
+    """The convolution that an operator computes, and the form of the tensor that it returns."""
 
     problem: Problem
     shape: tuple[int, ...]
@@ -153,12 +164,12 @@ def _check_activation(activation: str, slope: float, dtype: torch.dtype) -> None
         raise unknown_activation(activation)
     if not isfinite(slope) or (slope != 0 and activation != "leaky_relu"):
         raise ValueError(
-            f"a slope should be leaky_relu's, and finite, but got {slope} for {activation}"
+            f"only leaky_relu has a slope, which should be finite, but got {slope} for {activation}"
         )
     taken = ACTIVATIONS if dtype.is_floating_point else _OTHERS_ACTIVATIONS[dtype.is_complex]
     if activation not in taken:
         raise NotImplementedError(
-            f"the activation {activation} is not implemented for {dtype}, which has "
+            f"the activation {activation} is not implemented for {dtype}; implemented are "
             f"{', '.join(taken)}"
         )
 
@@ -170,7 +181,8 @@ def unknown_activation(value: Any) -> ValueError:
     )
 
 
-# Of integers, which have no fractions; of complex numbers, which have no order.
+# The activations of integer types, which have no fractions, and of complex types, which have no
+# order.
 _OTHERS_ACTIVATIONS = (("identity", "relu", "relu6"), ("identity",))
 
 
@@ -229,7 +241,10 @@ def _result(
 
 
 def joint_format(first: Form, second: Form) -> torch.memory_format:
-    """Channels-last if either operand is: PyTorch's rule. On GPUs it has none for float64."""
+    """Returns channels-last if either operand has it, which is PyTorch's rule.
+
+    On GPUs PyTorch's convolutions of float64 are always contiguous.
+    """
     channels_last = not _is_double_on_gpu(first.dtype, first.device) and (
         is_channels_last(first.shape, first.stride) or is_channels_last(second.shape, second.stride)
     )
@@ -237,10 +252,10 @@ def joint_format(first: Form, second: Form) -> torch.memory_format:
 
 
 def gradient_format(input: Tensor, weight: Tensor) -> torch.memory_format:
-    """The memory format of both gradients of a convolution in PyTorch, where it is the output's.
+    """Returns the memory format that both gradients of a convolution have in PyTorch.
 
-    That of the output's gradient, which depends on whatever comes later, is of no importance.
-    Complex gradients are always contiguous: PyTorch puts them together from real ones.
+    It is that of the output, whatever the format of the output's gradient. Complex gradients are
+    always contiguous: PyTorch puts them together from real ones.
     """
     dtype = input.dtype
     channels_last = not (dtype.is_complex or _is_double_on_gpu(dtype, input.device)) and (
@@ -255,7 +270,7 @@ def _is_double_on_gpu(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _check_alike(**forms: Form | None) -> None:
-    """The same device and dtype throughout, and a dtype that we have."""
+    """Raises unless all tensors have the same device and the same, supported dtype."""
     (first_name, first), *others = ((n, f) for n, f in forms.items() if f is not None)
     if first.dtype not in _DTYPES:
         supported = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in _DTYPES))
@@ -296,7 +311,7 @@ _Function = TypeVar("_Function", bound=Check)
 
 
 def remembered(check: _Function) -> _Function:
-    """The check, done once for the same forms: it takes longer than to launch a kernel."""
+    """Caches the check's results by its arguments: a check takes longer than a kernel launch."""
     return lru_cache(maxsize=4096)(check)  # type: ignore[return-value]
 
 
@@ -408,44 +423,46 @@ def new_bias_grad(result: Result, bias: bool) -> Tensor:
 
 
 class Operator(NamedTuple):
-    """One of ours: which pass it is, and how its arguments are checked and described."""
+    """One of the four operators: which pass it is, and how its arguments are checked."""
 
     call: Any  # the operator itself
     plan: Pass
-    describe: Callable[..., Result]
+    arguments: Callable[..., Any]  # makes a value of the operator's arguments
+    describe: Callable[..., Result]  # calls a check with the forms of the operator's arguments
     check: Check
-    known: Check  # the same, remembered
-    new: Callable[..., Any]  # of a Result and the arguments: what the operator returns, unfilled
+    known: Check  # the check, with its results cached
+    new: Callable[[Result, Any], Any]  # allocates what the operator returns
 
     def result(self, *args: Any) -> Result:
-        """What is computed, checked anew: symbolic sizes cannot be looked up."""
+        """Checks the operator's arguments, without the cache: symbolic sizes have no hash."""
         return self.describe(self.check, *args)
 
     def fake(self, *args: Any) -> Any:
-        """The meta function."""
-        return self.new(self.result(*args), *args)
+        """The operator's meta function."""
+        return self.new(self.result(*args), self.arguments(*args))
 
 
-def _new(result: Result, *_: Any) -> Tensor:
+def _new(result: Result, arguments: Arguments) -> Tensor:
     return result.new()
 
 
-def _new_gradients(result: Result, *args: Any) -> tuple[Tensor, Tensor]:
-    return result.new(), new_bias_grad(result, args[BIAS])
+def _new_gradients(result: Result, arguments: WeightGradArguments) -> tuple[Tensor, Tensor]:
+    return result.new(), new_bias_grad(result, arguments.bias)
 
 
 OPERATORS = {
-    name: Operator(call, plan, describe, check, remembered(check), new)
-    for name, call, plan, describe, check, new in (
-        ("forward", forward, planner.forward, describe_forward, forward_result, _new),
-        ("input_grad", input_grad, planner.input_grad,
+    name: Operator(call, plan, arguments, describe, check, remembered(check), new)
+    for name, call, plan, arguments, describe, check, new in (
+        ("forward", forward, planner.forward, ForwardArguments,
+         describe_forward, forward_result, _new),
+        ("input_grad", input_grad, planner.input_grad, InputGradArguments,
          describe_input_grad, input_grad_result, _new),
-        ("weight_grad", weight_grad, planner.weight_grad,
+        ("weight_grad", weight_grad, planner.weight_grad, WeightGradArguments,
          describe_weight_grad, weight_grad_result, _new_gradients),
-        ("fused", fused, planner.forward, describe_fused, fused_result, _new),
+        ("fused", fused, planner.forward, FusedArguments, describe_fused, fused_result, _new),
     )
 }  # fmt: skip
-"""By their names in ``torch.ops.fastconv``."""
+"""The operators by their names in ``torch.ops.fastconv``."""
 
 for _name, _operator in OPERATORS.items():
     torch.library.register_fake(f"fastconv::{_name}", _operator.fake, lib=library)

@@ -1,4 +1,4 @@
-// What Python sees of a compiled module.
+// The Python module that is compiled with the kernels: one function, which launches them.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

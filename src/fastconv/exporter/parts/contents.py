@@ -1,4 +1,4 @@
-"""What the exporter fills in: device code, host code, and the plans of what is exported."""
+"""The names whose values the exporter writes: device code, host code, and tuned plans."""
 
 from collections.abc import Callable
 

@@ -1,5 +1,5 @@
-// Starting a kernel from Python: sizes, and arguments as 64-bit numbers. An argument is an address,
-// an integer, or a tensor map, which takes many.
+// Launches a kernel from Python, which passes its sizes and arguments as 64-bit numbers. An address
+// or an integer is one number, a tensor map several.
 #include <cuda_runtime.h>
 
 #include <cstddef>
@@ -19,7 +19,8 @@ inline void check(cudaError_t status, const std::string& kernel) {
                            cudaGetErrorName(status) + ": " + cudaGetErrorString(status));
 }
 
-// A function that the driver has since CUDA 12; not linked, which would need its library.
+// A driver function that exists since CUDA 12. It is looked up at run time, because linking it
+// would need the driver's library.
 template <class Function>
 Function* driver_function(const char* name) {
   void* found = nullptr;
@@ -34,12 +35,13 @@ Function* driver_function(const char* name) {
   return reinterpret_cast<Function*>(found);
 }
 
+// Copies numbers to an array, and advances past them.
 template <class T>
 void take(const int64_t*& numbers, T* target, int count) {
   for (int i = 0; i < count; ++i) target[i] = static_cast<T>(*numbers++);
 }
 
-// Makes a tensor map's descriptor, of its tensor's address and of numbers as map_numbers puts them.
+// Encodes a tensor map, given its tensor's address and the numbers that map_numbers returns.
 inline cudaError_t encode(void* map, const Numbers& numbers) {
   using Tiled = int(void*, int, unsigned, void*, const uint64_t*, const uint64_t*, const unsigned*,
                     const unsigned*, int, int, int, int);
@@ -71,7 +73,7 @@ inline cudaError_t encode(void* map, const Numbers& numbers) {
     status = encode(map, type, rank, tensor, sizes, strides, lower, upper, box[0], box[1], steps, 0,
                     swizzle, promotion, 0);
   }
-  return static_cast<cudaError_t>(status);  // the driver's numbers are the runtime's
+  return static_cast<cudaError_t>(status);  // driver and runtime have the same error numbers
 }
 
 template <class T>
@@ -81,13 +83,14 @@ T as_argument(const std::string& kernel, const Numbers& numbers) {
   } else if constexpr (std::is_integral_v<T>) {
     return static_cast<T>(numbers.at(0));
   } else {
-    static_assert(sizeof(T) == 128, "a descriptor's bytes");
+    static_assert(sizeof(T) == 128, "the size of an encoded tensor map");
     alignas(128) T map;
     check(encode(&map, numbers), kernel);
     return map;
   }
 }
 
+// Converts the arguments to the kernel's parameters, and launches it.
 template <class... Parameters, std::size_t... kIndex>
 void start(const std::string& name, void (*kernel)(Parameters...), const Numbers& sizes,
            const Arguments& arguments, int64_t stream, std::index_sequence<kIndex...>) {
@@ -95,29 +98,29 @@ void start(const std::string& name, void (*kernel)(Parameters...), const Numbers
     throw std::invalid_argument(name + " has " + std::to_string(sizeof...(Parameters)) +
                                 " arguments, not " + std::to_string(arguments.size()));
   }
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute dependent = {};
+  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(sizes.at(0)));
   config.blockDim = dim3(static_cast<unsigned>(sizes.at(1)));
   config.dynamicSmemBytes = static_cast<std::size_t>(sizes.at(2));
   config.stream = reinterpret_cast<cudaStream_t>(stream);
-  config.attrs = &early;
+  config.attrs = &dependent;
   config.numAttrs = sizes.at(3) != 0 ? 1 : 0;
-  // More than 48 KiB have to be asked for, on each device; asking takes well under a microsecond.
-  // It also gives the thread a context, which the encoding of maps needs.
+  // More than 48 KiB of shared memory need an attribute, on each device; setting it takes well
+  // under a microsecond. It also gives the thread a context, which encoding tensor maps needs.
   if (config.dynamicSmemBytes > 48 * 1024 || (std::is_class_v<Parameters> || ...)) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(config.dynamicSmemBytes)),
           name);
   }
   cudaLaunchKernelEx(&config, kernel, as_argument<Parameters>(name, arguments[kIndex])...);
-  check(cudaGetLastError(), name);  // which forgets it
+  check(cudaGetLastError(), name);  // this also clears the error
 }
 
-// `sizes` are blocks, threads of a block, bytes of its shared memory, and whether the launch may
-// begin while the one before it is still under way.
+// `sizes` are the number of blocks, threads of a block, bytes of its dynamic shared memory, and
+// whether this is a programmatic dependent launch.
 template <class... Parameters>
 void start(const std::string& name, void (*kernel)(Parameters...), const Numbers& sizes,
            const Arguments& arguments, int64_t stream) {

@@ -1,40 +1,59 @@
-"""Plans for the portable kernels, of every geometry: one simple rule, where the package weighs."""
+"""Plans for the portable kernels, for every geometry.
+
+The package compares candidates by an estimate of their time; exported files use one simple rule.
+"""
 
 import itertools
 import math
 from typing import NamedTuple
 
-PIXELS = 4  # of a thread, neighbours in a row
-WARPS = 8  # of a correlation's block
+# A thread computes this many neighbouring pixels of a row, for each of its channels.
+PIXELS = 4
+# The warps of a block, in forward convolutions and input gradients.
+WARPS = 8
+# A stage's loop over kernel rows is unrolled if the stage has at most this many taps.
 UNROLLED_TAPS = 48
-MOST_PART_TAPS = 16  # of a kernel row, which is unrolled
-MOST_WINDOW = 128  # pixels of a row that a thread holds, also unrolled
-STAGE_PRODUCTS = 160  # of each sum: what a stage's two barriers should be worth
-MOST_SUMS = 72  # of a thread, in weight gradients
-MOST_VALUES = 108  # sums and input pixels together
-STAGE_COLUMNS = (96, 64, 32, 16, 8)  # the widest that fits, in weight gradients
-FLUSH_PRODUCTS, MOST_PRODUCTS = 60, 512  # summed in one go, at least and at most, in others
-FLUSH_PIXELS = 512  # summed in one go, in weight gradients
-SHARED_BYTES = 47 * 1024  # of a block: every GPU has that, most of them for two blocks
+# A stage covers at most this many columns of the kernel: their loop is unrolled.
+MOST_PART_TAPS = 16
+# A thread holds at most this many input pixels of a row: their loop is unrolled as well.
+MOST_WINDOW = 128
+# A stage should add this many products to each accumulator, to be worth its two barriers.
+STAGE_PRODUCTS = 160
+# In weight gradients, the accumulators of a thread, and these together with its input pixels: two
+# blocks of 256 threads then have enough registers on an SM.
+MOST_ACCUMULATORS = 72
+MOST_VALUES = 108
+# In weight gradients, the columns of a stage: the widest that fits is taken.
+STAGE_COLUMNS = (96, 64, 32, 16, 8)
+# Partial sums are flushed to a second level of summation, which bounds rounding errors: after at
+# least and at most so many products, and in weight gradients after so many pixels.
+FLUSH_PRODUCTS, MOST_PRODUCTS = 60, 512
+FLUSH_PIXELS = 512
+# The most shared memory of a block: every GPU has it, and most have it for two blocks on an SM.
+SHARED_BYTES = 47 * 1024
+# The most workspace of a weight gradient.
 WORKSPACE_BYTES = 64 << 20
-HELPER_THREADS = 256  # of the small kernels that clear, pack and add up
+# The block and the largest grid of the small kernels that clear, pack and reduce.
+HELPER_THREADS = 256
 MOST_HELPER_BLOCKS = 4096
-MOST_BLOCKS = 2**31 - 1  # of a launch
-END = 2**31 - 2**16  # kernels count below it, so that a tile more is still a 32-bit int
+# CUDA's limit on the blocks of a one-dimensional grid.
+MOST_BLOCKS = 2**31 - 1
+# Kernels count in 32-bit ints. Counts stay below this, so that a further tile does not overflow.
+END = 2**31 - 2**16
 
 Constant = int | bool | str
 Constants = tuple[tuple[str, Constant], ...]
 
 
 def config(like: Constants = (), /, **constants: Constant) -> Constants:
-    """The constants of a kernel, or how they differ from another one's."""
+    """The constants that a kernel is compiled with, or those of ``like`` with changes."""
     return tuple({**dict(like), **constants}.items())
 
 
 class TensorMap(NamedTuple):
-    """Describes a tensor to copies of boxes of it; dimensions come innermost first.
+    """A tensor map for TMA loads and stores of boxes; dimensions come innermost first.
 
-    ``strides`` are bytes, of all dimensions but the innermost.
+    ``strides`` are in bytes, for all dimensions but the innermost.
     """
 
     tensor: str
@@ -48,7 +67,7 @@ class TensorMap(NamedTuple):
 
 
 class Im2colMap(NamedTuple):
-    """The same of images, to copies of pixels in a row within the corners of a bounding box."""
+    """A tensor map for TMA loads in im2col mode, within the corners of a bounding box."""
 
     tensor: str
     scalar: str
@@ -69,9 +88,9 @@ Argument = str | int | TensorMap | Im2colMap
 class Launch(NamedTuple):
     """One kernel launch, complete but for the addresses of its tensors.
 
-    ``arguments`` are the kernel's, in order: a string names a tensor, an int stands for itself, a
-    map for a descriptor of its tensor. An ``early`` one may begin while the launch before it is
-    still under way: the kernel waits for that before it touches any tensor.
+    ``arguments`` are the kernel's, in order: the name of a tensor, an int, or a tensor map. If
+    ``early``, it is a programmatic dependent launch: it may begin while the launch before it still
+    runs, and the kernel waits for that before it touches any tensor.
     """
 
     source: str
@@ -85,21 +104,21 @@ class Launch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Launches in order, and the bytes of their workspace (the tensor ``scratch``)."""
+    """The launches in order, and the bytes of their workspace (the tensor ``scratch``)."""
 
     launches: tuple[Launch, ...]
     scratch_bytes: int
 
 
 class Target(NamedTuple):
-    """A GPU that plans were made for; ``shared_bytes`` are what a block may have."""
+    """A GPU that plans were made for: its SMs, and the shared memory that a block may use."""
 
-    processors: int
+    sms: int
     shared_bytes: int
 
 
 class Geometry(NamedTuple):
-    """What is to be convolved with what, and how."""
+    """The shapes and parameters of a convolution."""
 
     input: tuple[int, ...]
     weight: tuple[int, ...]
@@ -119,7 +138,7 @@ class Geometry(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """How the tensors lie in memory; ``aligned``: all at multiples of 16 bytes."""
+    """The tensors' type and layout; ``aligned``: all addresses are multiples of 16 bytes."""
 
     scalar: str
     scalar_bytes: int
@@ -127,7 +146,7 @@ class Operands(NamedTuple):
     aligned: bool
 
     def vector(self, *distances: int) -> int:
-        """Elements of the widest copy whose addresses, these distances apart, are all aligned."""
+        """Elements of the widest vector that is aligned at all multiples of these distances."""
         if self.channels_last or not self.aligned:
             return 1
         vector = math.gcd(16 // self.scalar_bytes, *distances)
@@ -135,14 +154,18 @@ class Operands(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """One axis of a correlation: see the kernel."""
+    """One axis of a forward convolution or of an input gradient, as the kernel sees it.
 
-    taps: int
-    step: int
-    phases: int
-    in_stride: int
-    origin: int  # input position of the first output's first tap, where there is one phase
-    positions: int  # outputs of a phase, at most
+    An input gradient is computed separately for each residue of the stride: input positions that
+    are equal modulo the stride see the same taps.
+    """
+
+    taps: int  # taps of a residue, at most
+    step: int  # input positions from one tap to the next
+    residues: int  # residues that any tap reaches; 1 in a forward convolution
+    in_stride: int  # input positions from one output to the next
+    origin: int  # input position of the first output's first tap, if there is one residue
+    positions: int  # outputs of a residue, at most
     reaches_all: bool  # whether every output has a tap
 
     @classmethod
@@ -153,13 +176,16 @@ class Axis(NamedTuple):
             return cls(kernel, dilation, 1, stride, -padding, geometry.output[2 + axis], True)
         common = math.gcd(stride, dilation)
         taps, step, size = ceil_div(kernel, stride // common), dilation // common, geometry.input
-        phases = min(kernel, stride // common)
+        residues = min(kernel, stride // common)
         positions = ceil_div(size[2 + axis], stride)
         origin = ceil_div(padding, stride) - (taps - 1) * step
-        return cls(taps, step, phases, 1, origin, positions, phases == stride)
+        return cls(taps, step, residues, 1, origin, positions, residues == stride)
 
     def distance(self, taps: int) -> int:
-        """From one output's first tap to the next one's, in a tile that serves so many taps."""
+        """Pixels of a tile from one output's first tap to the next output's.
+
+        A tile for a single tap holds only the pixels that this tap reads.
+        """
         return 1 if taps == 1 else self.in_stride
 
 
@@ -172,45 +198,46 @@ def round_up(a: int, b: int) -> int:
 
 
 def power_of_two_for(count: int, most: int) -> int:
-    """The least power of two that covers ``count``, at most ``most``, which is one."""
+    """The least power of two that is at least ``count``, but at most ``most``."""
     return min(1 << (count - 1).bit_length(), most)
 
 
-def portable_plan(which: str, geometry: Geometry, operands: Operands, processors: int) -> Plan:
-    """How the portable kernels do it on a GPU of so many processors.
+def portable_plan(which: str, geometry: Geometry, operands: Operands, sms: int) -> Plan:
+    """The plan of the portable kernels for one pass, on a GPU with so many SMs.
 
-    ``which`` names what they compute, and with it the launches' tensors:
-    "forward" ``input``, ``weight``, ``bias`` and ``output``; "input_grad" the same, where ``input``
-    is the output's gradient and ``output`` the input's; "weight_grad" ``grad_output``, ``input``
-    and ``output``; "bias_grad" ``grad_output`` and ``output``.
+    ``which`` names the pass, and with it the launches' tensors: "forward" has ``input``,
+    ``weight``, ``bias`` and ``output``. "input_grad" has the same; its ``input`` is the output's
+    gradient, and its ``output`` the input's. "weight_grad" has ``grad_output``, ``input`` and
+    ``output``, "bias_grad" ``grad_output`` and ``output``.
     """
     geometry = countable(geometry)
     if which == "weight_grad":
-        return weight_grad_plan(geometry, operands, processors)
+        return weight_grad_plan(geometry, operands, sms)
     if which == "bias_grad":
-        return bias_grad_plan(geometry, operands, processors)
-    return correlation_plan(geometry, operands, transposed=which == "input_grad")
+        return bias_grad_plan(geometry, operands, sms)
+    return convolution_plan(geometry, operands, transposed=which == "input_grad")
 
 
-def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -> Plan:
-    """A forward convolution, or its input gradient."""
+def convolution_plan(geometry: Geometry, operands: Operands, transposed: bool) -> Plan:
+    """The plan of a forward convolution, or of an input gradient (``transposed``)."""
     batch, groups = geometry.input[0], geometry.groups
     group_in, group_out = geometry.weight[1], geometry.weight[0] // groups
     in_size, out_size = geometry.input[2:], geometry.output[2:]
     if transposed:
         group_in, group_out, in_size, out_size = group_out, group_in, out_size, in_size
     rows, columns = (Axis.of(transposed, geometry, i) for i in (0, 1))
-    # Channels first: a thread's own, then lanes. The rest of a warp, and all warps, take pixels.
+    # Channels go to a thread's registers first, then to lanes. The other lanes, and all warps, take
+    # pixels.
     channels_per_thread = power_of_two_for(group_out, 8)
     lanes_m = power_of_two_for(ceil_div(group_out, channels_per_thread), 4)
     lanes_x = power_of_two_for(ceil_div(columns.positions, PIXELS), 32 // lanes_m)
     lanes_y = 32 // (lanes_m * lanes_x)
     tile = (channels_per_thread * lanes_m, WARPS * lanes_y, PIXELS * lanes_x)
 
-    for channels, tap_rows, tap_columns in correlation_stages(rows.taps, columns.taps, group_in):
+    for channels, tap_rows, tap_columns in convolution_stages(rows.taps, columns.taps, group_in):
         distance = columns.distance(tap_columns)
         vector = 1
-        if columns.phases == 1 and distance == columns.in_stride and tap_columns == columns.taps:
+        if columns.residues == 1 and distance == columns.in_stride and tap_columns == columns.taps:
             vector = operands.vector(in_size[1], tile[2] * columns.in_stride)
         window = (
             columns.origin % vector + (PIXELS - 1) * distance + (tap_columns - 1) * columns.step + 1
@@ -218,7 +245,7 @@ def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -
         quantum = max(vector, 4)
         halo_columns = round_up((tile[2] - PIXELS) * distance + round_up(window, 4), quantum)
         halo_rows = (tile[1] - 1) * rows.distance(tap_rows) + (tap_rows - 1) * rows.step + 1
-        pitch_padding = quantum if lanes_y > 1 else 0  # rows in different banks
+        pitch_padding = quantum if lanes_y > 1 else 0  # so that rows lie in different banks
         pixels = channels * halo_rows * (halo_columns + pitch_padding)
         weights = channels * tap_rows * tap_columns * tile[0]
         shared_bytes = 2 * (
@@ -264,13 +291,13 @@ def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -
         * ceil_div(rows.positions, tile[1])
         * ceil_div(columns.positions, tile[2])
         * groups
-        * rows.phases
-        * columns.phases
+        * rows.residues
+        * columns.residues
     )
     require("blocks of one image", blocks)
     packed = (
-        rows.phases
-        * columns.phases
+        rows.residues
+        * columns.residues
         * groups
         * round_up(group_out, tile[0])
         * round_up(group_in, channels)
@@ -294,22 +321,22 @@ def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -
     return Plan(tuple(launches), packed * 4)
 
 
-def correlation_stages(rows: int, columns: int, group_in: int) -> tuple[tuple[int, int, int], ...]:
-    """Channels, kernel rows and kernel columns of a stage, from the best down to a single tap."""
+def convolution_stages(rows: int, columns: int, group_in: int) -> tuple[tuple[int, int, int], ...]:
+    """Candidates for a stage's channels, kernel rows and kernel columns, the best first."""
     part = ceil_div(columns, ceil_div(columns, MOST_PART_TAPS))
     most = min(group_in, max(STAGE_PRODUCTS // (rows * part), 1), 16)
     whole = tuple((channels, rows, part) for channels in range(most, 0, -1))
     return (*whole, (1, 1, part), (1, 1, 1))
 
 
-def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) -> Plan:
+def weight_grad_plan(geometry: Geometry, operands: Operands, sms: int) -> Plan:
     batch, groups = geometry.input[0], geometry.groups
     group_in, group_out = geometry.weight[1], geometry.weight[0] // groups
     kernel, out_size = geometry.weight[2:], geometry.output[2:]
     stride, dilation = geometry.stride[1], geometry.dilation[1]
     whole = ceil_div(kernel[1], ceil_div(kernel[1], MOST_PART_TAPS))
 
-    # Of a block at most: kernel rows, and input channels of a thread.
+    # The kernel rows of a block, and the input channels of a thread, at most.
     owned = ((kernel[0], 8), (1, 8), (1, 1))
     for part_taps, (tap_rows, most_inputs), most_columns in itertools.product(
         (whole, 1), owned, STAGE_COLUMNS
@@ -321,16 +348,19 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
         vector_grad = operands.vector(out_size[1])
         shift = -geometry.padding[1] % vector_input
         window = round_up(shift + (PIXELS - 1) * distance + (part_taps - 1) * dilation + 1, 4)
-        # A thread's sums first, of all kernel rows if they fit; then lanes and warps over channels.
+        # A thread has the accumulators of all kernel rows if they fit. Lanes and warps take
+        # channels.
         channels_per_thread = power_of_two_for(group_out, 8)
-        while channels_per_thread * part_taps > MOST_SUMS:
+        while channels_per_thread * part_taps > MOST_ACCUMULATORS:
             channels_per_thread //= 2
         block_taps = tap_rows
         if block_taps * (channels_per_thread * part_taps + window) > MOST_VALUES:
             block_taps = 1
         inputs_per_thread = power_of_two_for(group_in, most_inputs)
-        sums_of_input = channels_per_thread * part_taps * block_taps
-        while inputs_per_thread > 1 and inputs_per_thread * sums_of_input > MOST_SUMS:
+        accumulators_per_input = channels_per_thread * part_taps * block_taps
+        while (
+            inputs_per_thread > 1 and inputs_per_thread * accumulators_per_input > MOST_ACCUMULATORS
+        ):
             inputs_per_thread //= 2
         lanes_m = power_of_two_for(ceil_div(group_out, channels_per_thread), 4)
         lanes_n = power_of_two_for(ceil_div(group_in, inputs_per_thread), 8)
@@ -339,7 +369,7 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
         warps_k = max(4 // (warps_m * warps_n), 1)
         channels = channels_per_thread * lanes_m * warps_m
         inputs = inputs_per_thread * lanes_n * warps_n
-        # The stage: as much of a row as fits, and several rows of narrow images.
+        # A stage has as much of a row as fits, and several rows of narrow images.
         quantum = max(16 // operands.scalar_bytes, PIXELS)
         stage_columns = min(round_up(out_size[1], quantum), most_columns)
         stage_rows = max(1, min(out_size[0], most_columns // stage_columns))
@@ -361,7 +391,7 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
     units = batch * ceil_div(out_size[0], stage_rows) * ceil_div(out_size[1], stage_columns)
     constants: dict[str, Constant] = {
         "Scalar": operands.scalar,
-        "bias": False,  # has a kernel of its own
+        "bias": False,  # the bias gradient has a kernel of its own
         "group_in": group_in,
         "group_out": group_out,
         "groups": groups,
@@ -401,12 +431,10 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
         * ceil_div(kernel[1], part_taps)
     )
     require("tiles of a weight", tiles)
-    block_sums = channels_per_thread * inputs_per_thread * part_taps * block_taps * threads
-    most_blocks = WORKSPACE_BYTES // (block_sums * 4)
+    block_accumulators = channels_per_thread * inputs_per_thread * part_taps * block_taps * threads
+    most_blocks = WORKSPACE_BYTES // (block_accumulators * 4)
     at_once = min(tiles, most_blocks)
-    splits = min(
-        max(processors * (512 // threads) // at_once, 1), most_blocks // at_once, max(units, 1)
-    )
+    splits = min(max(sms * (512 // threads) // at_once, 1), most_blocks // at_once, max(units, 1))
     launches = []
     for first in range(0, tiles, at_once):
         count = min(at_once, tiles - first)
@@ -416,12 +444,12 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
                 code[0], "weight_grad", code[1], count * splits, threads, shared_bytes, arguments
             )
         )
-        add_up = ("scratch", "output", "bias_grad", first, count, splits)
-        launches.append(helper_launch(code, "reduce", count * block_sums, add_up))
-    return Plan(tuple(launches), at_once * splits * block_sums * 4)
+        reduced = ("scratch", "output", "bias_grad", first, count, splits)
+        launches.append(helper_launch(code, "reduce", count * block_accumulators, reduced))
+    return Plan(tuple(launches), at_once * splits * block_accumulators * 4)
 
 
-def bias_grad_plan(geometry: Geometry, operands: Operands, processors: int) -> Plan:
+def bias_grad_plan(geometry: Geometry, operands: Operands, sms: int) -> Plan:
     batch, channels, height, width = geometry.output
     constants: dict[str, Constant] = {
         "Scalar": operands.scalar,
@@ -431,16 +459,16 @@ def bias_grad_plan(geometry: Geometry, operands: Operands, processors: int) -> P
         "channels_last": operands.channels_last,
     }
     code = ("direct/bias_grad.cuh", tuple(constants.items()))
-    splits = max(1, min(8 * processors // channels, batch * height * width // HELPER_THREADS))
+    splits = max(1, min(8 * sms // channels, batch * height * width // HELPER_THREADS))
     arguments = ("grad_output", "scratch", splits, batch)
-    sums = Launch(
+    partial = Launch(
         code[0], "bias_grad", code[1], channels * splits, HELPER_THREADS, 4 * HELPER_THREADS,
         arguments,
     )  # fmt: skip
-    add_up = ("scratch", "output", splits)
+    reduced = ("scratch", "output", splits)
     blocks = ceil_div(channels, HELPER_THREADS)
-    reduce = Launch(code[0], "bias_reduce", code[1], blocks, HELPER_THREADS, 0, add_up)
-    return Plan((sums, reduce), channels * splits * 4)
+    reduce = Launch(code[0], "bias_reduce", code[1], blocks, HELPER_THREADS, 0, reduced)
+    return Plan((partial, reduce), channels * splits * 4)
 
 
 def helper_launch(
@@ -449,13 +477,13 @@ def helper_launch(
     elements: int,
     arguments: tuple[str | int, ...],
 ) -> Launch:
-    """A launch of enough threads for so many elements, within reason: they loop."""
+    """A launch with a thread for each element, up to a limit; beyond it, threads loop."""
     blocks = min(ceil_div(elements, HELPER_THREADS), MOST_HELPER_BLOCKS)
     return Launch(code[0], entry, code[1], blocks, HELPER_THREADS, 0, arguments)
 
 
 def kernel_constants(geometry: Geometry) -> dict[str, Constant]:
-    """What every kernel is told of the convolution's kernel, whose weight is contiguous."""
+    """The constants that describe a contiguous weight, and how it is applied."""
     _, group_in, height, width = geometry.weight
     return {
         "kernel_height": height,
@@ -474,9 +502,10 @@ def kernel_constants(geometry: Geometry) -> dict[str, Constant]:
 
 
 def countable(geometry: Geometry) -> Geometry:
-    """The geometry in numbers that kernels can hold, or an error that names one they cannot.
+    """The geometry, after checking that kernels can count its elements in 32-bit ints.
 
-    Strides that are never taken, and the dilation of a single tap, become as small as they can be.
+    Strides larger than the padded input, and the dilation of a single tap, have no effect: they are
+    reduced.
     """
     out_channels, group_in, *kernel = geometry.weight
     padded = [geometry.input[2 + i] + 2 * geometry.padding[i] for i in (0, 1)]
@@ -490,7 +519,7 @@ def countable(geometry: Geometry) -> Geometry:
 
 
 def require(what: str, value: int) -> None:
-    """Raises an error if there is too much of something for 32-bit ints."""
+    """Raises a ValueError if a count exceeds what kernels can hold in 32-bit ints."""
     if value >= END:
         raise ValueError(
             f"the portable kernels take {what} below {END} (2^31 - 2^16), but got {value}"

@@ -1,4 +1,4 @@
-"""Compiles and launches the kernels, and makes a convolution of them that autograd knows."""
+"""Compiles and launches the kernels, and makes them a differentiable ``nn.Module``."""
 
 import functools
 import hashlib
@@ -28,13 +28,15 @@ from fastconv.exporter.parts.portable import (
     portable_plan,
 )
 
+# The name in device code and the bytes of each type.
 SCALARS = {
     torch.float32: ("float", 4),
     torch.float16: ("fastconv::float16", 2),
     torch.bfloat16: ("fastconv::bfloat16", 2),
 }
 
-# The CUDA driver's numbers for what maps are made of: for modes, places in these lists.
+# The CUDA driver's numbers for the parts of tensor maps. For swizzles and L2 promotions, in bytes,
+# these are the positions in the lists.
 MAPPED_TYPES = {
     "fastconv::float16": 6,
     "float": 7,
@@ -45,8 +47,8 @@ MAPPED_TYPES = {
 SWIZZLES = (0, 32, 64, 128)
 PROMOTIONS = (0, 64, 128, 256)
 
-# What kernels that plans were made for are compiled for. Some versions of PyTorch compile for
-# architectures that lack their instructions as well.
+# The preprocessor condition under which each family's kernels are compiled. Some versions of
+# PyTorch also compile for architectures that lack the kernels' instructions.
 CONDITIONS = {
     "hopper": "defined(__CUDA_ARCH_FEAT_SM90_ALL)",
     "ampere": "__CUDA_ARCH__ >= 800",
@@ -60,7 +62,7 @@ Kernel = tuple[str, Constants, str]  # source, constants, entry
 
 
 def with_headers(source: str, seen: set[str]) -> str:
-    """A device source, each header it includes in its place, once."""
+    """A device source with the headers that it includes in their places, each once."""
     lines = []
     for line in SOURCES[source].splitlines():
         include = re.match(r'#include "(.*)"', line)
@@ -73,7 +75,7 @@ def with_headers(source: str, seen: set[str]) -> str:
 
 
 def member(name: str, value: Constant) -> str:
-    """A constant as a member of the struct that device code reads it from."""
+    """A constant as a member of the struct ``Config``, from which device code reads it."""
     if isinstance(value, bool):
         return f"  static constexpr bool {name} = {str(value).lower()};"
     if isinstance(value, int):
@@ -82,7 +84,7 @@ def member(name: str, value: Constant) -> str:
 
 
 def device_code(kernels: tuple[Kernel, ...]) -> str:
-    """The kernels, each with its constants in a namespace of its own: kernels_0, kernels_1, ..."""
+    """The device code of the kernels: each source and set of constants in its own namespace."""
     code = []
     for number, (source, constants) in enumerate(configurations(kernels)):
         seen = {"device/scalar.cuh"}
@@ -100,7 +102,7 @@ def device_code(kernels: tuple[Kernel, ...]) -> str:
 
 
 def host_code(kernels: tuple[Kernel, ...]) -> str:
-    """The function that starts kernel number so-and-so."""
+    """The function that launches the kernel of a given number."""
     spaces = configurations(kernels)
     cases = [
         f'    case {number}: return start("{entry}", '
@@ -108,7 +110,7 @@ def host_code(kernels: tuple[Kernel, ...]) -> str:
         for number, (source, constants, entry) in enumerate(kernels)
     ]
     return "\n".join((
-        "#ifndef __CUDA_ARCH__  // in device code, kernels of another architecture are absent",
+        "#ifndef __CUDA_ARCH__  // device code may lack kernels of other architectures",
         LAUNCHER,
         "void launch(int kernel, const Numbers& sizes, const Arguments& arguments, int64_t stream)",
         "{",
@@ -122,20 +124,20 @@ def host_code(kernels: tuple[Kernel, ...]) -> str:
 
 
 def configurations(kernels: tuple[Kernel, ...]) -> list[tuple[str, Constants]]:
-    """Sources with constants; kernels may share one."""
+    """The distinct pairs of a source and constants; several kernels may share a pair."""
     return list(dict.fromkeys((source, constants) for source, constants, _ in kernels))
 
 
 @functools.cache
 def build(kernels: tuple[Kernel, ...], architecture: str) -> Any:
-    """A module that launches the kernels, compiled for this GPU unless PyTorch has kept it."""
+    """The module that launches the kernels, compiled unless PyTorch has cached it."""
     check_compiler()
     code = device_code(kernels) + "\n" + host_code(kernels)
     number = architecture[len("sm_") :]
     flags = [f"-gencode=arch=compute_{number},code=sm_{number}"]
     options = {}
     if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters:
-        options["no_implicit_headers"] = True  # PyTorch's own take ten times as long to compile
+        options["no_implicit_headers"] = True  # PyTorch's headers take ten times as long to compile
     digest = hashlib.sha256(repr((code, BINDINGS, flags, torch.__version__)).encode()).hexdigest()
     return cpp_extension.load_inline(
         name=f"convolution_{digest[:16]}",
@@ -148,6 +150,7 @@ def build(kernels: tuple[Kernel, ...], architecture: str) -> Any:
 
 
 def check_compiler() -> None:
+    """Raises an error if nvcc is missing."""
     home = cpp_extension.CUDA_HOME
     if home is None or shutil.which("nvcc", path=os.path.join(home, "bin")) is None:
         raise RuntimeError(
@@ -161,8 +164,8 @@ def check_compiler() -> None:
 # --- Planning and launching ----------------------------------------------------------------------
 
 
-class Ready(NamedTuple):
-    """Plans, and the module that has all of their kernels, by number."""
+class BuiltPlans(NamedTuple):
+    """The plans of some passes, and the module that launches their kernels by number."""
 
     plans: dict[str, Plan]
     module: Any
@@ -170,19 +173,19 @@ class Ready(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def prepared(
+def plan_and_build(
     passes: tuple[str, ...], geometry: Geometry, operands: Operands, precision: str, device: int
-) -> Ready:
-    """Plans and compiles: once, for the convolution, or for its gradients together."""
+) -> BuiltPlans:
+    """Plans some passes, and compiles their kernels together, once."""
     architecture = gpu_architecture(device)
     made_for = target(architecture, shared_bytes(device))
     plans = {
-        which: plan_of(which, geometry, operands, precision, made_for, processors(device))
+        which: plan_of(which, geometry, operands, precision, made_for, sm_count(device))
         for which in passes
     }
     launches = (launch for plan in plans.values() for launch in plan.launches)
     kernels = tuple(dict.fromkeys(kernel_of(launch) for launch in launches))
-    return Ready(plans, build(kernels, architecture), kernels)
+    return BuiltPlans(plans, build(kernels, architecture), kernels)
 
 
 def plan_of(
@@ -191,18 +194,18 @@ def plan_of(
     operands: Operands,
     precision: str,
     made_for: str,
-    processor_count: int,
+    sms: int,
 ) -> Plan:
-    """The exported plan where it applies, else the portable kernels'."""
+    """The tuned plan if there is one for these operands, else the portable kernels'."""
     tuned = TUNED.get((made_for, which, geometry, operands.scalar, precision))
     if tuned is None or not operands.aligned or operands.channels_last:
-        return portable_plan(which, geometry, operands, processor_count)
-    # Of blocks that share all the work, as many as this GPU has room for.
-    return tuned(lambda blocks: max(blocks * processor_count // TARGETS[made_for].processors, 1))
+        return portable_plan(which, geometry, operands, sms)
+    # Grids whose size is free are scaled from the SMs of the plan's GPU to those of this one.
+    return tuned(lambda blocks: max(blocks * sms // TARGETS[made_for].sms, 1))
 
 
 def target(architecture: str, shared_bytes: int) -> str:
-    """The GPU whose plans are for such a one as well, of those in TARGETS; "" if none's are."""
+    """The GPU of TARGETS whose plans run on this one; "" if there is none."""
     if architecture == "sm_90a":
         return architecture
     if int(architecture[len("sm_") :]) < 80:
@@ -216,40 +219,42 @@ def kernel_of(launch: Launch) -> Kernel:
 
 
 def gpu_architecture(device: int) -> str:
+    """The architecture to compile for, for example "sm_80" or "sm_90a"."""
     major, minor = torch.cuda.get_device_capability(device)
     if major < 7:
         raise RuntimeError(
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, but "
             "this convolution's kernels need 7.0 or newer"
         )
-    # Hopper's tensor cores are sm_90a's, which compilers know since CUDA 12.
+    # Hopper's wgmma needs sm_90a, which nvcc supports since CUDA 12.
     tensor_cores = (major, minor) == (9, 0) and int(str(torch.version.cuda).split(".")[0]) >= 12
     return f"sm_{major}{minor}{'a' if tensor_cores else ''}"
 
 
-def processors(device: int) -> int:
+def sm_count(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def shared_bytes(device: int) -> int:
-    """Of shared memory that a block may have."""
+    """The most shared memory that a block may use."""
     properties = torch.cuda.get_device_properties(device)
     alike = "sm_80" if (properties.major, properties.minor) in ((8, 0), (8, 7), (9, 0)) else "sm_86"
-    # PyTorch tells since 2.7; versions before know no other GPUs that have so much.
+    # PyTorch has this property since 2.7. Older versions support no other GPU with as much
+    # shared memory as sm_80.
     return getattr(properties, "shared_memory_per_block_optin", TARGETS[alike].shared_bytes)
 
 
-def run(ready: Ready, which: str, tensors: dict[str, Tensor]) -> None:
-    """Launches a plan on the current stream of the tensors' device; waits for nothing."""
-    plan, device = ready.plans[which], tensors["output"].device
+def run(built: BuiltPlans, which: str, tensors: dict[str, Tensor]) -> None:
+    """Launches a pass on the current stream of the tensors' device, without waiting for it."""
+    plan, device = built.plans[which], tensors["output"].device
     scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     addresses["scratch"] = scratch.data_ptr()
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream().cuda_stream
         for launch in plan.launches:
-            ready.module.launch(
-                ready.kernels.index(kernel_of(launch)),
+            built.module.launch(
+                built.kernels.index(kernel_of(launch)),
                 [launch.grid, launch.block, launch.shared_bytes, int(launch.early)],
                 [as_numbers(argument, addresses) for argument in launch.arguments],
                 stream,
@@ -257,7 +262,7 @@ def run(ready: Ready, which: str, tensors: dict[str, Tensor]) -> None:
 
 
 def as_numbers(argument: Argument, addresses: dict[str, int]) -> list[int]:
-    """An argument as the launcher takes it; a tensor that is absent has address 0."""
+    """An argument as the launcher takes it; an absent tensor has address 0."""
     if isinstance(argument, int):
         return [argument]
     if isinstance(argument, str):
@@ -266,7 +271,7 @@ def as_numbers(argument: Argument, addresses: dict[str, int]) -> list[int]:
 
 
 def map_numbers(of: TensorMap | Im2colMap) -> list[int]:
-    """What a map says, in the order in which the launcher reads it."""
+    """A tensor map's fields, in the order in which the launcher reads them."""
     tiled = isinstance(of, TensorMap)
     box = of.box if isinstance(of, TensorMap) else (*of.lower, *of.upper, of.channels, of.pixels)
     modes = (SWIZZLES.index(of.swizzle), PROMOTIONS.index(of.promotion))
@@ -275,7 +280,7 @@ def map_numbers(of: TensorMap | Im2colMap) -> list[int]:
 
 
 def float32_precision() -> str:
-    """What PyTorch is set to use for float32 convolutions, now: "tf32" or "ieee"."""
+    """PyTorch's current setting for float32 convolutions: "tf32" or "ieee"."""
     conv = getattr(torch.backends.cudnn, "conv", None)  # since PyTorch 2.9
     if conv is not None:
         return "tf32" if conv.fp32_precision == "tf32" else "ieee"
@@ -286,7 +291,7 @@ def float32_precision() -> str:
 
 
 class Convolution(torch.autograd.Function):
-    """The convolution and its gradients; ``geometry`` is that of these tensors."""
+    """The convolution and its gradients, for autograd."""
 
     @staticmethod
     def forward(
@@ -311,19 +316,19 @@ class Convolution(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         grad_output = grad_output.contiguous(memory_format=ctx.format)
-        work, outputs = {}, {}
+        passes, outputs = {}, {}
         if ctx.needs_input_grad[0]:
             outputs["input_grad"] = torch.empty_like(input, memory_format=ctx.format)
-            work["input_grad"] = {"input": grad_output, "weight": weight}
+            passes["input_grad"] = {"input": grad_output, "weight": weight}
         if ctx.needs_input_grad[1]:
             outputs["weight_grad"] = torch.empty_like(weight)
-            work["weight_grad"] = {"grad_output": grad_output, "input": input}
+            passes["weight_grad"] = {"grad_output": grad_output, "input": input}
         if ctx.needs_input_grad[2]:
             outputs["bias_grad"] = weight.new_empty(weight.shape[0])
-            work["bias_grad"] = {"grad_output": grad_output}
+            passes["bias_grad"] = {"grad_output": grad_output}
         for which, output in outputs.items():
-            work[which]["output"] = output
-        compute(ctx, work)
+            passes[which]["output"] = output
+        compute(ctx, passes)
         wanted = ("input_grad", "weight_grad", "bias_grad")
         return (*(outputs.get(which) for which in wanted), None)
 
@@ -332,13 +337,13 @@ def is_channels_last(tensor: Tensor) -> bool:
     return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def compute(ctx: Any, work: dict[str, dict[str, Tensor]]) -> None:
-    """Does some work, each kind on its tensors by name; their kernels are compiled together."""
+def compute(ctx: Any, passes: dict[str, dict[str, Tensor]]) -> None:
+    """Computes some passes, each on its tensors by name; their kernels are compiled together."""
     if ctx.geometry.input[0] == 0:
-        for tensors in work.values():  # no images: no products to add up
+        for tensors in passes.values():  # an empty batch: all sums are empty
             tensors["output"].zero_()
         return
-    everything = [tensor for tensors in work.values() for tensor in tensors.values()]
+    everything = [tensor for tensors in passes.values() for tensor in tensors.values()]
     if not everything:
         return
     dtype, device = everything[0].dtype, everything[0].device
@@ -348,13 +353,13 @@ def compute(ctx: Any, work: dict[str, dict[str, Tensor]]) -> None:
         aligned=all(tensor.data_ptr() % 16 == 0 for tensor in everything),
     )
     precision = float32_precision() if dtype == torch.float32 else "ieee"
-    ready = prepared(tuple(work), ctx.geometry, operands, precision, device.index)
-    for which, tensors in work.items():
-        run(ready, which, tensors)
+    built = plan_and_build(tuple(passes), ctx.geometry, operands, precision, device.index)
+    for which, tensors in passes.items():
+        run(built, which, tensors)
 
 
 class Conv2d(nn.Module):
-    """A 2-D convolution: the arguments, parameters and initial values of PyTorch's."""
+    """A 2-D convolution with the arguments, parameters and initial values of ``nn.Conv2d``."""
 
     def __init__(
         self,
@@ -393,7 +398,7 @@ class Conv2d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the parameters as PyTorch does, in its order: the same under the same seed."""
+        """Draws the parameters as PyTorch does: the same values from the same seed."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             bound = 1 / math.sqrt(math.prod(self.weight.shape[1:]))
@@ -418,7 +423,7 @@ class Conv2d(nn.Module):
         return Convolution.apply(x, self.weight, self.bias, geometry)
 
     def check(self, x: Tensor) -> None:
-        """Raises an error that says what is wrong with an input, if something is."""
+        """Raises an error if the input cannot be convolved."""
         if x.dim() != 4 or x.shape[1] != self.in_channels or 0 in x.shape[2:]:
             raise ValueError(
                 f"expected input of shape (batch, {self.in_channels}, height, width), but got "
@@ -455,6 +460,7 @@ def missing_gpu() -> str | None:
 
 
 def check_device(x: Tensor, weight: Tensor) -> None:
+    """Raises an error unless both tensors are on the same GPU."""
     missing = missing_gpu()
     if missing is not None:
         raise RuntimeError(missing)
@@ -466,7 +472,7 @@ def check_device(x: Tensor, weight: Tensor) -> None:
 
 
 def pair(name: str, value: int | tuple[int, int], least: int) -> tuple[int, int]:
-    """Two numbers, from one or two."""
+    """A pair of ints, from one int or a pair."""
     values = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
     if len(values) != 2 or not all(isinstance(v, int) and v >= least for v in values):
         raise ValueError(f"{name} should be an int, or two, of at least {least}, but got {value!r}")

@@ -1,4 +1,4 @@
-"""Compares a model with PyTorch, in results and in speed."""
+"""Compares an exported model with PyTorch: results and speed."""
 
 import copy
 import functools
@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from fastconv.exporter.parts.runtime import Conv2d, missing_gpu
 
-TOLERANCE = {"ieee": 1e-5, "tf32": 1e-3}  # of the norm; TF32 has 10 bits
+# The largest error relative to the norm, by precision. TF32 has a mantissa of 10 bits.
+TOLERANCE = {"ieee": 1e-5, "tf32": 1e-3}
 
 
 def pytorch_twin(module: nn.Module) -> nn.Module:
-    """The module with PyTorch's convolutions in place of ours, and the same parameters."""
+    """A copy of the module with PyTorch's convolutions and the same parameters."""
     if isinstance(module, Conv2d):
         layer = nn.Conv2d(
             module.in_channels, module.out_channels, module.kernel_size, module.stride,
@@ -41,7 +42,7 @@ def results(model: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor]:
 
 
 def milliseconds(step: Callable[[], object], repeats: int = 10) -> float:
-    """The median time of a step on the GPU, after three that warm up."""
+    """The median time of a step on the GPU, after three warm-up steps."""
     times = []
     for _ in range(3 + repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -54,10 +55,10 @@ def milliseconds(step: Callable[[], object], repeats: int = 10) -> float:
 
 
 def self_check(model: nn.Module, *shapes: tuple[int, ...]) -> None:
-    """Prints errors and speed-up of a model on inputs of these shapes, in both precisions.
+    """Prints a model's errors and speed-up on inputs of these shapes, in both precisions.
 
-    Raises an AssertionError where it differs from PyTorch by more than rounding does. Ends with a
-    sentence where there is no GPU.
+    Raises an AssertionError if it differs from PyTorch by more than rounding errors. Exits with a
+    message if there is no GPU.
     """
     missing = missing_gpu()
     if missing is not None:
@@ -65,7 +66,7 @@ def self_check(model: nn.Module, *shapes: tuple[int, ...]) -> None:
     model = model.cuda()
     twin = pytorch_twin(model)
     inputs = [torch.randn(shape, device="cuda") for shape in shapes]
-    torch.backends.cudnn.benchmark = True  # PyTorch at its best
+    torch.backends.cudnn.benchmark = True  # let cuDNN choose its fastest algorithm
     for precision, tolerance in TOLERANCE.items():
         torch.backends.cudnn.allow_tf32 = precision == "tf32"
         ours, theirs = results(model, inputs), results(twin, inputs)
@@ -86,6 +87,7 @@ def report(
     twin: nn.Module,
     step: Callable[[nn.Module], object],
 ) -> None:
+    """Prints the time that a step takes with the model and with PyTorch."""
     ours, theirs = (milliseconds(functools.partial(step, m)) for m in (model, twin))
     speed_up = theirs / ours
     print(f"{precision}  {what}: {ours:.2f} ms, PyTorch {theirs:.2f} ms, speed-up {speed_up:.2f}")

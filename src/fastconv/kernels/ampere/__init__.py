@@ -1,4 +1,4 @@
-"""Kernels for the tensor cores of sm_80 and later, by what all of these have: mma.sync."""
+"""Kernels for tensor cores with mma.sync, which all GPUs from sm_80 on have."""
 
 from fastconv.kernels.ampere.halo.plan import forward, input_grad
 from fastconv.kernels.ampere.wgrad_halo.plan import weight_grad

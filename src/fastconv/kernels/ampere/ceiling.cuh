@@ -1,10 +1,11 @@
-// How fast a GPU's warps multiply small matrices, if they do nothing else: bench/mma_rate.py.
+// Measures the peak rate of mma.sync: warps that do nothing else. Launched by bench/mma_rate.py.
 #include "device/mma.cuh"
 
-// Each warp has kLeft matrices of 16 rows and kRight of 8 rows, all rows of 32 bytes, in registers;
-// they come one after the other in `matrices`. It multiplies each of the one with each of the
-// other, `rounds` times, into sums of their own: no product waits for the one before. In the end, a
-// lane adds up what it has of all products, and `totals` gets 16 by 8 of these from each warp.
+// Each warp loads kLeft matrices of 16 rows and kRight of 8 rows from `matrices` to registers, one
+// after the other; all rows have 32 bytes. It multiplies each left one by each right one, `rounds`
+// times. Each pair has its own accumulators, so that no MMA waits for the one before. In the end,
+// each lane sums its accumulators over all pairs, and `totals` gets 16 by 8 of these sums from each
+// warp.
 extern "C" __global__ void __launch_bounds__(1024)
     ceiling(const unsigned* matrices, float* totals, int rounds) {
   using namespace fastconv;
@@ -26,24 +27,24 @@ extern "C" __global__ void __launch_bounds__(1024)
       right[n][i] = matrices[(kLeft * 16 + n * 8 + row) * kRowWords + i * 4 + word];
     }
   }
-  float sums[kLeft][kRight][4] = {};
+  float acc[kLeft][kRight][4] = {};
 #pragma unroll 4
   for (int round = 0; round < rounds; ++round) {
 #pragma unroll
     for (int m = 0; m < kLeft; ++m) {
 #pragma unroll
-      for (int n = 0; n < kRight; ++n) mma(Config::Kind{}, sums[m][n], left[m], right[n]);
+      for (int n = 0; n < kRight; ++n) mma(Config::Kind{}, acc[m][n], left[m], right[n]);
     }
   }
   const int warp = static_cast<int>(blockIdx.x * (blockDim.x / 32)) + thread / 32;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    float total = 0.0f;
+    float sum = 0.0f;
 #pragma unroll
     for (int m = 0; m < kLeft; ++m) {
 #pragma unroll
-      for (int n = 0; n < kRight; ++n) total += sums[m][n][i];
+      for (int n = 0; n < kRight; ++n) sum += acc[m][n][i];
     }
-    totals[warp * 128 + (row + i / 2 * 8) * 8 + word * 2 + i % 2] = total;
+    totals[warp * 128 + (row + i / 2 * 8) * 8 + word * 2 + i % 2] = sum;
   }
 }

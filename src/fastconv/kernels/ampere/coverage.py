@@ -1,4 +1,4 @@
-"""What chooses the code of Ampere's kernels."""
+"""Which constants select code paths of Ampere's kernels, for the coverage corpus."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fastconv.kernels.coverage import Anatomy
 from fastconv.kernels.family import GEOMETRY, Constant
 
 
-def _correlate(c: Mapping[str, Any]) -> dict[str, Constant]:
-    halves = c["halves"] or c["Scalar"] != "float"
-    chunk = 2 * c["k_steps"] * (8 if halves else 4)  # channels
+def _halo(c: Mapping[str, Any]) -> dict[str, Constant]:
+    is_16_bit = c["halves"] or c["Scalar"] != "float"
+    chunk = 2 * c["k_steps"] * (8 if is_16_bit else 4)  # channels
     common = gcd(c["stride_height"], c["dilation_height"])
-    row_phases = c["stride_height"] // common
-    column_phases = c["stride_width"] // gcd(c["stride_width"], c["dilation_width"])
-    slots = min(c["kernel_height"], row_phases) * min(c["kernel_width"], column_phases)
-    rows = c["block_rows"] + (c["kernel_height"] - 1) // row_phases
+    row_residues = c["stride_height"] // common
+    column_residues = c["stride_width"] // gcd(c["stride_width"], c["dilation_width"])
+    slots = min(c["kernel_height"], row_residues) * min(c["kernel_width"], column_residues)
+    rows = c["block_rows"] + (c["kernel_height"] - 1) // row_residues
     units = 2 * c["k_steps"] * (slots * rows * c["pitch"] + c["plane_padding"])
     units //= 1 if c["vector_loads"] else c["unit_vectors"]
     batch = c["loaders"] * c["batch"]
@@ -26,9 +26,9 @@ def _correlate(c: Mapping[str, Any]) -> dict[str, Constant]:
     pixels = c["block_rows"] * c["tile_columns"]
     return {
         "16 bits": c["Scalar"] != "float",
-        "folded": c["fold_height"] * c["fold_width"] > 1,
+        "space-to-depth": c["fold_height"] * c["fold_width"] > 1,
         "grouped": c["groups"] > 1,
-        "phases": row_phases * column_phases > 1,
+        "residues": row_residues * column_residues > 1,
         "row step": c["dilation_height"] > common,
         "rows": c["block_rows"] > 1,
         "several chunks": c["group_in"] > chunk,
@@ -48,7 +48,7 @@ def _correlate(c: Mapping[str, Any]) -> dict[str, Constant]:
     }
 
 
-CORRELATE = Anatomy(
+HALO = Anatomy(
     sizes=GEOMETRY
     | ABSENT.keys()
     | {
@@ -63,16 +63,16 @@ CORRELATE = Anatomy(
         "batch", "batches_ahead", "pass_pixels", "buffers", "shared_bytes",
         "packed_at", "tables_at", "table_channels", "table_columns",
     },
-    chosen=_correlate,
+    chosen=_halo,
     parts={
         "load": (
             "16 bits", "parts", "halves", "ties_to_even", "in_channels_last", "vector_loads",
-            "folded", "phases", "repairs", "whole chunks", "whole batches",
+            "space-to-depth", "residues", "repairs", "whole chunks", "whole batches",
             "several batches",
         ),
         "multiply": (
             "Scalar", "parts", "halves", "low_products", "compensated", "resident",
-            "channels shared", "rows first", "several chunks", "several stages", "phases",
+            "channels shared", "rows first", "several chunks", "several stages", "residues",
             "several flushes", "several periods",
         ),
         "store": (
@@ -80,7 +80,7 @@ CORRELATE = Anatomy(
             "few rows", "output step", "stores", "idle pixels",
         ),
         "pack": (
-            "Scalar", "parts", "halves", "transposed", "folded", "repairs", "grouped",
+            "Scalar", "parts", "halves", "transposed", "space-to-depth", "repairs", "grouped",
             "ties_to_even",
         ),
     },
@@ -88,36 +88,36 @@ CORRELATE = Anatomy(
 
 
 def _weight_grad(c: Mapping[str, Any]) -> dict[str, Constant]:
-    halves = c["Scalar"] != "float"
+    is_16_bit = c["Scalar"] != "float"
     common = gcd(c["stride_height"], c["dilation_height"])
-    row_pairs = halves and c["strip_columns"] % 16 == 8
-    one_column = c["box_columns"] == 1
-    unit = c["stride_width"] if one_column else gcd(c["stride_width"], c["dilation_width"])
-    box_size = c["box_channels"] * c["box_rows"] * c["box_columns"]
+    row_pairs = is_16_bit and c["strip_columns"] % 16 == 8
+    one_tap_column = c["tile_columns"] == 1
+    unit = c["stride_width"] if one_tap_column else gcd(c["stride_width"], c["dilation_width"])
+    tile_weights = c["tile_channels"] * c["tile_rows"] * c["tile_columns"]
     return {
-        "16 bits": halves,
+        "16 bits": is_16_bit,
         "grouped": c["groups"] > 1,
-        "input through registers": halves and (not c["in_channels_last"] or c["in_vector"] == 1),
-        "gradient through registers": halves and c["grad_vector"] == 1,
+        "input through registers": is_16_bit and (not c["in_channels_last"] or c["in_vector"] == 1),
+        "gradient through registers": is_16_bit and c["grad_vector"] == 1,
         "row step": c["dilation_height"] > common,
-        "skipped rows": c["stride_height"] // common > c["box_rows"],
+        "skipped rows": c["stride_height"] // common > c["tile_rows"],
         "skipped columns": unit > 1,
         "shifted": c["shift"] > 0,
         "row pairs": row_pairs,
-        "several tiles": c["row_tiles"] > 1,
+        "several row tiles": c["row_tiles"] > 1,
         "odd units": c["units"] % 2 == 1,
-        "mixed units": c["box_channels"] % 8 > 0,
-        "idle units": box_size < 8 * c["units"] * c["warps_units"],
+        "mixed units": c["tile_channels"] % 8 > 0,
+        "idle units": tile_weights < 8 * c["units"] * c["warps_units"],
         "pixels shared": c["warps_pixels"] > 1,
-        "several boxes": box_size < c["group_in"] * c["kernel_height"] * c["kernel_width"],
+        "several tiles": tile_weights < c["group_in"] * c["kernel_height"] * c["kernel_width"],
     }
 
 
 WEIGHT_GRAD = Anatomy(
     sizes=GEOMETRY
     | {
-        "row_tiles", "units", "warps_out", "warps_units", "warps_pixels", "box_channels",
-        "box_rows", "box_columns", "strip_columns", "step_rows", "steps", "slice_products",
+        "row_tiles", "units", "warps_out", "warps_units", "warps_pixels", "tile_channels",
+        "tile_rows", "tile_columns", "strip_columns", "step_rows", "steps", "slice_mmas",
         "in_lanes", "in_pitch", "in_batch", "shift", "grad_lanes", "grad_pitch", "grad_batch",
         "flush_steps", "shared_bytes",
     },
@@ -128,13 +128,13 @@ WEIGHT_GRAD = Anatomy(
         "gradient": ("16 bits", "grad_channels_last", "grad_vector", "gradient through registers",
                      "row step"),
         "multiply": ("Scalar", "parts", "bias", "grad_channels_last", "in_channels_last", "rolling",
-                     "row pairs", "several tiles", "odd units", "mixed units", "pixels shared"),
-        "reduce": ("Scalar", "bias", "grouped", "several tiles", "idle units", "pixels shared",
-                   "several boxes"),
+                     "row pairs", "several row tiles", "odd units", "mixed units", "pixels shared"),
+        "reduce": ("Scalar", "bias", "grouped", "several row tiles", "idle units", "pixels shared",
+                   "several tiles"),
     },
 )  # fmt: skip
 
 ANATOMIES = {
-    "ampere/halo/kernel.cuh": CORRELATE,
+    "ampere/halo/kernel.cuh": HALO,
     "ampere/wgrad_halo/kernel.cuh": WEIGHT_GRAD,
 }

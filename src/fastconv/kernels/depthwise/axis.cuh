@@ -1,5 +1,5 @@
-// How outputs of a thread depend on a window of the input, along one axis; and what of a tile is in
-// shared memory.
+// Maps a thread's outputs to its window of the input along each axis, and defines the sizes of a
+// tile and of its halo in shared memory.
 #pragma once
 #include "device/tile.cuh"
 
@@ -10,7 +10,8 @@ using C = Config;
 using Scalar = C::Scalar;
 using Sum = SumOf<Scalar>::type;
 
-// Neighbours in the type they are summed in. Pairs of 16 bits come out of a register at once.
+// Convert neighbouring elements to the accumulators' type. Two 16-bit elements are extracted from
+// one register.
 __device__ __forceinline__ void widen_pair(float16, unsigned pair, float* target) {
   target[0] = half_to_float(static_cast<unsigned short>(pair));
   target[1] = half_to_float(static_cast<unsigned short>(pair >> 16));
@@ -31,54 +32,56 @@ __device__ __forceinline__ void widen_vector(const Vector<T, kCount>& vector, Su
   }
 }
 
-// Along one axis, a thread has some outputs, kOutStep apart, and reads a window of the input, whose
+// Along one axis, a thread computes some outputs, kOutStep apart, from a window of the input, whose
 // elements are kUnit apart.
 //
-//   forward              output j reads elements j * kStep + tap
-//   input gradients      the same with the kernel reversed, ...
-//   ... with a stride    outputs lie between inputs: tap k of output j reads an element only if
-//                        j + padding - k is a multiple of the stride
+//   forward                     output j reads elements j * kStep + tap
+//   input gradient, stride 1    as forward, with the kernel reversed
+//   input gradient, strided     fractionally strided (outputs lie between inputs): tap k of output
+//                               j reads an element only if j + padding - k is a multiple of the
+//                               stride
 //
-// Outputs that dilated taps have in common are a dilation apart: these are a thread's.
+// With a dilation, outputs a dilation apart share inputs, so a thread computes outputs that far
+// apart.
 template <bool kTransposed, int kKernel, int kStride, int kDilation, int kPadding>
 struct Axis {
-  static constexpr bool kBetween = kTransposed && kStride > 1;
-  static_assert(!kBetween || kDilation == 1, "not both");
+  static constexpr bool kFractional = kTransposed && kStride > 1;
+  static_assert(!kFractional || kDilation == 1, "fractional strides are not dilated");
   static constexpr int kTaps = kKernel;
   static constexpr int kUnit = kDilation;
   static constexpr int kCommon = kTransposed ? 1 : gcd(kStride, kDilation);
   static constexpr int kOutStep = kDilation / kCommon;
   static constexpr int kStep = kTransposed ? 1 : kStride / kCommon;
-  // An output's first input is its own position, times or divided by this, and kOrigin on.
+  // An output at position p reads its first input at p * kTimes / kOver + kOrigin.
   static constexpr int kTimes = kTransposed ? 1 : kStride;
-  static constexpr int kOver = kBetween ? kStride : 1;
+  static constexpr int kOver = kFractional ? kStride : 1;
   static constexpr int kOrigin =
-      kBetween ? floor_div(kPadding - (kKernel - 1), kStride)
-               : (kTransposed ? kPadding - kDilation * (kKernel - 1) : -kPadding);
+      kFractional ? floor_div(kPadding - (kKernel - 1), kStride)
+                  : (kTransposed ? kPadding - kDilation * (kKernel - 1) : -kPadding);
 
-  // Elements that so many outputs of a thread read.
+  // Returns how many elements a thread with this many outputs reads.
   __host__ __device__ static constexpr int window(int outputs) {
-    return kBetween ? floor_div(outputs - 1 + kPadding, kStride) - kOrigin + 1
-                    : (outputs - 1) * kStep + kKernel;
+    return kFractional ? floor_div(outputs - 1 + kPadding, kStride) - kOrigin + 1
+                       : (outputs - 1) * kStep + kKernel;
   }
-  // Input positions that so many neighbouring outputs read.
+  // Returns the span of input positions that this many neighbouring outputs read.
   __host__ __device__ static constexpr int halo(int outputs) {
-    return kBetween ? window(outputs) : (outputs - 1) * kTimes + (kKernel - 1) * kDilation + 1;
+    return kFractional ? window(outputs) : (outputs - 1) * kTimes + (kKernel - 1) * kDilation + 1;
   }
-  // The element that tap k of output j reads, or -1.
+  // Returns the element that tap k of output j reads, or -1 if there is none.
   __host__ __device__ static constexpr int element(int j, int k) {
-    if (kBetween) {
+    if (kFractional) {
       const int at = j + kPadding - k;
       return floor_div(at, kStride) * kStride == at ? floor_div(at, kStride) - kOrigin : -1;
     }
     return kTransposed ? j + kKernel - 1 - k : j * kStep + k;
   }
-  // The tap of output j that reads an element; there may be none of that number.
+  // Returns the index of output j's tap that reads an element; it may be out of the kernel's range.
   __host__ __device__ static constexpr int tap(int element, int j) {
-    if (kBetween) return j + kPadding - (element + kOrigin) * kStride;
+    if (kFractional) return j + kPadding - (element + kOrigin) * kStride;
     return kTransposed ? kKernel - 1 - (element - j) : element - j * kStep;
   }
-  // The first output of a thread with kOutputs of them, counted from the tile's.
+  // Returns the position in the tile of the first of a thread's kOutputs outputs.
   template <int kOutputs>
   __device__ static __forceinline__ int first_output(int thread) {
     return kOutStep == 1 ? thread * kOutputs
@@ -97,7 +100,7 @@ static_assert(C::rows % Rows::kOver == 0 && C::columns % Columns::kOver == 0, "w
 static_assert(C::lanes_y % Rows::kOutStep == 0 && C::lanes_x % Columns::kOutStep == 0,
               "all residues of a dilation");
 
-// A tile's outputs, and what it reads of the input.
+// Sizes of a tile's outputs, and of the halo tile that it reads.
 constexpr int kTileRows = C::lanes_y * C::rows;
 constexpr int kTileColumns = C::lanes_x * C::columns;
 constexpr int kHaloRows = Rows::halo(kTileRows);
@@ -105,8 +108,8 @@ constexpr int kHaloColumns = Columns::halo(kTileColumns);
 constexpr int kTilesX = ceil_div(C::out_width, kTileColumns);
 constexpr int kTilesY = ceil_div(C::out_height, kTileRows);
 
-// What is copied of the halo: all of it; or, with `inside`, where a tile is a whole image, only
-// what lies in that: the rest is cleared, once.
+// Bounds of the part of the halo tile that is copied. That is all of it; or, with `inside`, where a
+// tile is a whole image, only the part in the image, and the rest is cleared once.
 constexpr int kFirstRow = C::inside ? max_of(0, -Rows::kOrigin) : 0;
 constexpr int kEndRow = C::inside ? min_of(kHaloRows, C::in_height - Rows::kOrigin) : kHaloRows;
 constexpr int kFirstColumn = C::inside ? max_of(0, -Columns::kOrigin) : 0;
@@ -115,6 +118,7 @@ constexpr int kEndColumn =
 constexpr int kCopiedRows = kEndRow - kFirstRow;
 static_assert(!C::inside || (kTilesX == 1 && kTilesY == 1), "a whole image");
 
+// Fills shared memory with zeros.
 template <int kBytes, int kThreads>
 __device__ __forceinline__ void clear(void* target) {
   using Zeros = Vector<unsigned, 4>;

@@ -1,4 +1,4 @@
-"""What chooses the code of the kernels for narrow groups."""
+"""Which constants select code paths of the kernels for narrow groups, for the coverage corpus."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def _axis(c: Mapping[str, Any], side: str, before: str) -> Axis:
 
 
 def _steps(axis: Axis) -> str:
-    """How the inputs lie that a thread's outputs read."""
-    if axis.between:
-        return "between"
+    """How far apart the inputs are that a thread's outputs read."""
+    if axis.fractional:
+        return "fractional"
     if axis.dilation > 1:
         return "apart"
     return "strided" if axis.times > 1 else "neighbours"
 
 
 def _window(c: Mapping[str, Any]) -> str:
-    """How a contiguous row of it is read."""
+    """How a thread reads a row of its window, with contiguous tensors."""
     if c["piece"] == 1:
         return "elements"
     shift = _axis(c, "width", "left").origin % c["vector"]
@@ -49,7 +49,7 @@ def _window(c: Mapping[str, Any]) -> str:
 
 
 def _copied(c: Mapping[str, Any], threads: int, grads: int = 0) -> str:
-    """How: rows that have more vectors than there are threads, in parts."""
+    """Whether rows are copied in parts: they are if they have more vectors than a block threads."""
     columns, vector = _axis(c, "width", "left"), c["vector"]
     first, end = 0, columns.halo(c["lanes_x"] * c["columns"])
     if c["inside"]:
@@ -61,8 +61,8 @@ def _copied(c: Mapping[str, Any], threads: int, grads: int = 0) -> str:
 
 _TILE = {"rows", "columns", "lanes_y", "lanes_x", "vector", "inside", "shared_bytes",
          "blocks_per_sm"}  # fmt: skip
-_ROWS = {"piece", "pitch", "plane_padding"}  # of contiguous tensors
-_LANES = {"lanes_c", "lane_channels"}  # of channels-last ones
+_ROWS = {"piece", "pitch", "plane_padding"}  # for contiguous tensors
+_LANES = {"lanes_c", "lane_channels"}  # for channels-last tensors
 
 
 def _planes(c: Mapping[str, Any]) -> dict[str, Constant]:
@@ -87,7 +87,7 @@ PLANES = Anatomy(
         "load": ("copied in vectors", "rows copied", "image", "several planes", "several inputs"),
         "weights": ("Scalar", "transposed", "outputs"),
         "multiply": ("transposed", "rows read", "columns read", "window"),
-        "sum": ("outputs", "several inputs", "two_level"),
+        "accumulate": ("outputs", "several inputs", "two_level"),
         "store": ("Scalar", "stored in vectors", "outputs"),
     },
 )
@@ -104,7 +104,7 @@ def _pixels(c: Mapping[str, Any]) -> dict[str, Constant]:
 
 
 def _channels(c: Mapping[str, Any]) -> str:
-    """Of a tile, and of a lane."""
+    """Which channels a tile and a lane compute."""
     if c["lane_channels"] > 1:
         return "pairs"
     if c["group_out"] > c["lanes_c"]:
@@ -113,21 +113,21 @@ def _channels(c: Mapping[str, Any]) -> str:
 
 
 PIXELS = Anatomy(
-    # A bias that is not aligned is no class: tests/emulator/test_alignment.py has some.
+    # An unaligned bias is no coverage class of its own: tests/emulator/test_alignment.py has some.
     sizes=GEOMETRY | _TILE | _LANES | {"flush_rows", "slots", "weight_vector", "aligned_bias"},
     chosen=_pixels,
     parts={
         "load": ("copied in vectors", "image", "several images"),
         "weights": ("transposed", "channels", "several inputs", "weights in vectors"),
         "multiply": ("transposed", "rows read", "columns read"),
-        "sum": ("channels", "several inputs", "two_level"),
+        "accumulate": ("channels", "several inputs", "two_level"),
         "store": ("Scalar", "channels", "idle threads"),
     },
 )
 
 
-def _walk(c: Mapping[str, Any], patches: int) -> dict[str, Constant]:
-    """``patches`` are those that a block's threads of the same kernel rows have at once."""
+def _wgrad(c: Mapping[str, Any], patches: int) -> dict[str, Constant]:
+    """What both layouts share; ``patches`` are those that a tap group's threads take at once."""
     of_unit = c["slots"] * c["lanes_y"] * c["lanes_x"]
     is_whole = c["out_width"] % c["columns"] == 0 and _axis(c, "width", "left").out_step == 1
     return _common(c) | {
@@ -140,7 +140,7 @@ def _walk(c: Mapping[str, Any], patches: int) -> dict[str, Constant]:
 
 
 def _taps(c: Mapping[str, Any]) -> str:
-    """Whose a kernel's rows are."""
+    """How threads divide a kernel's rows among themselves."""
     groups = _tap_groups(c)
     if groups == 1:
         return "one thread's"
@@ -152,52 +152,52 @@ def _tap_groups(c: Mapping[str, Any]) -> int:
     return ceil_div(int(c["kernel_height"]), int(c["tap_rows"]))
 
 
-_WALK = GEOMETRY | _TILE | {
+_WGRAD = GEOMETRY | _TILE | {
     "transposed", "in_channels_last", "grad_channels_last", "channels_last", "slots", "tap_rows",
     "tap_blocks", "grad_vector", "splits", "reduce_threads", "reduce_rows",
 }  # fmt: skip
 
 
-def _walk_planes(c: Mapping[str, Any]) -> dict[str, Constant]:
+def _wgrad_planes(c: Mapping[str, Any]) -> dict[str, Constant]:
     threads = 32 * c["group_warps"] * ceil_div(_tap_groups(c), c["tap_blocks"])
     grads = ceil_div(c["lanes_x"] * c["columns"], c["grad_vector"])
-    return _walk(c, 32 * c["group_warps"]) | {
+    return _wgrad(c, 32 * c["group_warps"]) | {
         "window": _window(c),
         "rows copied": _copied(c, threads, grads),
     }
 
 
 WEIGHT_GRAD_PLANES = Anatomy(
-    sizes=_WALK | _ROWS | {"group_warps", "grad_piece", "grad_pitch"},
-    chosen=_walk_planes,
+    sizes=_WGRAD | _ROWS | {"group_warps", "grad_piece", "grad_pitch"},
+    chosen=_wgrad_planes,
     parts={
         "load": ("copied in vectors", "rows copied", "image", "several images"),
         "multiply": ("rows read", "columns read", "window", "whole columns"),
-        "sum": ("taps", "several rounds", "bias"),
+        "accumulate": ("taps", "several rounds", "bias"),
         "reduce": ("Scalar", "bias", "many splits", "several inputs"),
     },
 )
 
 
-def _walk_pixels(c: Mapping[str, Any]) -> dict[str, Constant]:
-    return _walk(c, c["group_patches"]) | {
+def _wgrad_pixels(c: Mapping[str, Any]) -> dict[str, Constant]:
+    return _wgrad(c, c["group_patches"]) | {
         "channels": _channels(c),
     }
 
 
 WEIGHT_GRAD_PIXELS = Anatomy(
-    sizes=_WALK | _LANES | {"group_patches"},
-    chosen=_walk_pixels,
+    sizes=_WGRAD | _LANES | {"group_patches"},
+    chosen=_wgrad_pixels,
     parts={
         "load": ("copied in vectors", "image", "several images"),
         "multiply": ("rows read", "columns read", "channels", "whole columns"),
-        "sum": ("taps", "several rounds", "channels", "bias"),
+        "accumulate": ("taps", "several rounds", "channels", "bias"),
         "reduce": ("Scalar", "bias", "many splits", "several inputs"),
     },
 )
 
 
-def _bands(c: Mapping[str, Any]) -> dict[str, Constant]:
+def _toeplitz(c: Mapping[str, Any]) -> dict[str, Constant]:
     strips = c["slots"] * c["lanes_y"]
     columns = _axis(c, "width", "left")
     read = columns.origin % c["vector"] + c["columns"] + columns.kernel - 1
@@ -211,19 +211,19 @@ def _bands(c: Mapping[str, Any]) -> dict[str, Constant]:
     }
 
 
-_BANDS = GEOMETRY | _TILE | _ROWS | {"flush_rows", "two_level", "slots", "warps", "channels"}
+_TOEPLITZ = GEOMETRY | _TILE | _ROWS | {"flush_rows", "two_level", "slots", "warps", "channels"}
 
 
-def _plane_bands(c: Mapping[str, Any]) -> dict[str, Constant]:
-    return _bands(c) | {
+def _toeplitz_planes(c: Mapping[str, Any]) -> dict[str, Constant]:
+    return _toeplitz(c) | {
         "begins within a copy": _axis(c, "width", "left").origin % c["vector"] > 0,
         "stored in pairs": c["store_vector"] > 1,
     }
 
 
-PLANE_BANDS = Anatomy(
-    sizes=_BANDS | {"store_vector"},
-    chosen=_plane_bands,
+TOEPLITZ_PLANES = Anatomy(
+    sizes=_TOEPLITZ | {"store_vector"},
+    chosen=_toeplitz_planes,
     parts={
         "load": ("copied in vectors", "image", "several images", "begins within a copy"),
         "weights": ("Scalar", "transposed", "multiplied"),
@@ -234,14 +234,14 @@ PLANE_BANDS = Anatomy(
 )
 
 
-def _pixel_bands(c: Mapping[str, Any]) -> dict[str, Constant]:
+def _toeplitz_pixels(c: Mapping[str, Any]) -> dict[str, Constant]:
     size = 4 if c["Scalar"] == "float" else 2
-    return _bands(c) | {"bytes of a pixel": c["channels"] * size}
+    return _toeplitz(c) | {"bytes of a pixel": c["channels"] * size}
 
 
-PIXEL_BANDS = Anatomy(
-    sizes=_BANDS,
-    chosen=_pixel_bands,
+TOEPLITZ_PIXELS = Anatomy(
+    sizes=_TOEPLITZ,
+    chosen=_toeplitz_pixels,
     parts={
         "load": ("bytes of a pixel", "image", "several images"),
         "weights": ("Scalar", "transposed"),
@@ -254,8 +254,8 @@ PIXEL_BANDS = Anatomy(
 ANATOMIES = {
     "depthwise/fma/planes.cuh": PLANES,
     "depthwise/fma/pixels.cuh": PIXELS,
-    "depthwise/toeplitz/planes.cuh": PLANE_BANDS,
-    "depthwise/toeplitz/pixels.cuh": PIXEL_BANDS,
+    "depthwise/toeplitz/planes.cuh": TOEPLITZ_PLANES,
+    "depthwise/toeplitz/pixels.cuh": TOEPLITZ_PIXELS,
     "depthwise/wgrad/planes.cuh": WEIGHT_GRAD_PLANES,
     "depthwise/wgrad/pixels.cuh": WEIGHT_GRAD_PIXELS,
 }

@@ -1,4 +1,4 @@
-"""A layer as ``axis.cuh`` sees it, and how much of it a thread may have."""
+"""The geometry of a narrow-group layer, as in ``axis.cuh``, and a thread's share of it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from fastconv.kernels.family import Constant, Declined, Operands, problem_consta
 from fastconv.kernels.lazy import lazy
 from fastconv.problem import Padding, Problem
 
-MOST_CHANNELS = 7  # of a group
-MOST_KERNEL_COLUMNS = 64  # their products are written out
-MOST_STRIDE = 4  # of an input gradient, whose outputs a thread has of all residues
-CHAIN = 512  # products that are added up one after another, at most
-SHORT_CHAIN = 60  # the least that is worth a flush
+MOST_CHANNELS = 7  # channels of a group, unless the layer is depthwise
+MOST_KERNEL_COLUMNS = 64  # the code unrolls a kernel row
+MOST_STRIDE = 4  # for input gradients, where a thread computes outputs of all residues
+CHAIN = 512  # most products that one accumulator adds up before it is flushed
+SHORT_CHAIN = 60  # fewest products between two flushes, to be worth their time
 
 
 def require(what: str, value: int) -> None:
-    """Raises Declined if there is too much of something for 32-bit ints."""
+    """Raises Declined if a count, described by ``what``, is too large for 32-bit ints."""
     if value >= limits.END:
         raise Declined(f"{value} {what}, {limits.END} and more")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a correlation, as ``Axis`` in ``axis.cuh``."""
+    """One axis of the cross-correlation; mirrors ``Axis`` in ``axis.cuh``."""
 
     transposed: bool
     kernel: int
@@ -37,59 +37,60 @@ class Axis:
     out_size: int
 
     @lazy
-    def between(self) -> bool:
-        """Whether outputs lie between inputs."""
+    def fractional(self) -> bool:
+        """Whether the stride is fractional: outputs lie between inputs, in an input gradient."""
         return self.transposed and self.stride > 1
 
     @lazy
     def out_step(self) -> int:
-        """Between a thread's outputs."""
+        """Distance between a thread's outputs."""
         return self.dilation // (1 if self.transposed else gcd(self.stride, self.dilation))
 
     @lazy
     def step(self) -> int:
-        """Of a window's elements, from output to output."""
+        """Elements of the window from one of a thread's outputs to the next."""
         return 1 if self.transposed else self.stride // gcd(self.stride, self.dilation)
 
     @lazy
     def times(self) -> int:
+        """Input positions from one output position to the next, unless the stride is fractional."""
         return 1 if self.transposed else self.stride
 
     @lazy
     def over(self) -> int:
-        """What a thread's outputs are a multiple of."""
-        return self.stride if self.between else 1
+        """Output positions for each input position; a thread's outputs are a multiple of it."""
+        return self.stride if self.fractional else 1
 
     @lazy
     def origin(self) -> int:
         """Input position of the first output's window."""
-        if self.between:
+        if self.fractional:
             return (self.padding - (self.kernel - 1)) // self.stride
         if self.transposed:
             return self.padding - self.dilation * (self.kernel - 1)
         return -self.padding
 
     def window(self, outputs: int) -> int:
-        """Elements that so many outputs of a thread read."""
-        if self.between:
+        """Elements that a thread with this many outputs reads."""
+        if self.fractional:
             return (outputs - 1 + self.padding) // self.stride - self.origin + 1
         return (outputs - 1) * self.step + self.kernel
 
     def halo(self, outputs: int) -> int:
-        """Input positions that so many neighbouring outputs read."""
-        if self.between:
+        """Span of input positions that this many neighbouring outputs read."""
+        if self.fractional:
             return self.window(outputs)
         return (outputs - 1) * self.times + (self.kernel - 1) * self.dilation + 1
 
     def threads(self, outputs: int) -> int:
-        """That the axis has, if each takes so many outputs."""
+        """Threads along the axis if each computes this many outputs."""
         return ceil_div(self.out_size, outputs * self.out_step) * self.out_step
 
 
-def _in_a_row(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
-    """Images of one column as images of one row, which lie in memory just so.
+def _column_as_row(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
+    """Turns images of one column into images of one row, which have the same layout in memory.
 
-    A thread has neighbours of a row, and copies them at once: of a column it would have one.
+    A thread computes neighbours of a row, and copies them at once: a column would give it just one.
     """
     (height, width), (out_height, out_width) = problem.input_size, problem.output_size
     is_column = width == out_width == 1 and max(height, out_height) > 1
@@ -110,7 +111,7 @@ def _in_a_row(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
 
 @dataclass(frozen=True)
 class Layer:
-    """A pass of a layer whose groups are narrow."""
+    """A forward or backward pass of a layer whose groups are narrow."""
 
     problem: Problem
     operands: Operands
@@ -118,18 +119,22 @@ class Layer:
 
     @staticmethod
     def of(problem: Problem, operands: Operands, transposed: bool) -> Layer:
-        """The layer of a forward pass or an input gradient.
+        """A forward convolution or an input gradient.
 
         Raises:
             Declined: these kernels do not take it.
         """
-        return Layer._of(*_in_a_row(problem, operands), transposed)
+        return Layer._of(*_column_as_row(problem, operands), transposed)
 
     @staticmethod
     def of_weight_grad(problem: Problem, operands: Operands) -> Layer:
-        """The same of a weight gradient.
+        """A weight gradient.
 
-        Images of one column stay so: blocks share the rows of an image, and there would be one.
+        Images of one column stay as they are: blocks divide the rows of an image among themselves,
+        and an image of one row would leave nothing to divide.
+
+        Raises:
+            Declined: these kernels do not take it.
         """
         return Layer._of(problem, operands, transposed=False)
 
@@ -142,9 +147,9 @@ class Layer:
         if layer.columns.kernel > MOST_KERNEL_COLUMNS:
             raise Declined(f"kernels of more than {MOST_KERNEL_COLUMNS} columns")
         for axis in (layer.rows, layer.columns):
-            if axis.between and axis.dilation > 1:
+            if axis.fractional and axis.dilation > 1:
                 raise Declined("strides and dilations at once")
-            if axis.between and axis.stride > MOST_STRIDE:
+            if axis.fractional and axis.stride > MOST_STRIDE:
                 raise Declined(f"strides of more than {MOST_STRIDE}")
         return layer
 
@@ -193,31 +198,32 @@ class Layer:
 
     @lazy
     def flush_rows(self) -> int:
-        """Kernel rows after which sums are added to totals, so that chains are short."""
+        """Kernel rows after which accumulators are flushed to the second level."""
         best = max(SHORT_CHAIN, math.isqrt(self.terms))
         return min(self.rows.kernel, ceil_div(best, self.columns.kernel))
 
     @lazy
     def terms(self) -> int:
-        """Of a sum."""
+        """Input channels times taps of an output; a fractional stride skips some of them."""
         return self.group_in * self.rows.kernel * self.columns.kernel
 
     @lazy
     def two_level(self) -> bool:
+        """Whether sums are so long that accumulators are flushed to a second level."""
         return self.terms > CHAIN
 
     @lazy
     def products(self) -> float:
-        """Of a sum, that are computed."""
+        """Products of an output that are computed, on average."""
         return self.terms / (self.rows.over * self.columns.over)
 
     @lazy
-    def most_sums(self) -> int:
-        """Of a thread."""
+    def most_accumulators(self) -> int:
+        """The most outputs of a thread, for the registers that their accumulators take."""
         return 32 // (1 + self.two_level) // (1 + (self.operands.scalar_bytes == 8))
 
     def constants(self) -> dict[str, Constant]:
-        """What both kernels are told of it."""
+        """Constants that the kernels of both layouts are compiled with."""
         problem, operands = self.problem, self.operands
         return {
             "Scalar": operands.scalar,

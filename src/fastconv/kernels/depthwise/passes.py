@@ -1,4 +1,4 @@
-"""Plans forward convolutions and input gradients of narrow groups."""
+"""Plans forward convolutions and input gradients of narrow groups, by ``fma`` or ``toeplitz``."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from fastconv.problem import Problem
 
 PACK_THREADS = 256
 MOST_PACK_BLOCKS = 4096
-MANY_IMAGES = 32
-MOST_NARROW_CHANNELS = 4  # of a group with 16-bit types, contiguous
+MANY_IMAGES = 32  # batch for which fma and toeplitz are compared, whatever the layer's is
+MOST_NARROW_CHANNELS = 4  # limit on a group's channels, for contiguous tensors of 16-bit types
 
 
 def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     """Plans a forward convolution: tensors ``input``, ``weight``, ``bias`` and ``output``.
 
     Raises:
-        Declined: the portable kernels have to do it.
+        Declined: this family does not take the layer.
     """
     return _plan(Layer.of(problem, operands, transposed=False), gpu)
 
 
 def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    """Plans an input gradient: ``input`` is the output's gradient, ``output`` the input's.
+    """Plans an input gradient: tensor ``input`` is the output's gradient, ``output`` the result.
 
     Raises:
-        Declined: the portable kernels have to do it.
+        Declined: this family does not take the layer.
     """
     return _plan(Layer.of(problem, operands, transposed=True), gpu)
 
@@ -55,7 +55,7 @@ def _plan(layer: Layer, gpu: Gpu) -> Plan:
         **layer.constants(),
         **tile.constants(),
         "shared_bytes": tile.shared_bytes,
-        "blocks_per_sm": tile.blocks_per_processor(gpu),
+        "blocks_per_sm": tile.blocks_per_sm(gpu),
         **epilogue_constants(layer.operands.epilogue),
     }
     named = tuple(constants.items())
@@ -69,7 +69,7 @@ def _plan(layer: Layer, gpu: Gpu) -> Plan:
         launches.append(Launch(pack, (blocks, 1, 1), PACK_THREADS, 0, ("weight", "scratch")))
     weights = "scratch" if packs else "weight"
     require("blocks of one image", tile.blocks(1))
-    # Kernels count blocks, and planes, of which a block may have several.
+    # Kernels count blocks and planes, of which a block may compute several, in 32-bit ints.
     counted = max(tile.blocks(1), layer.problem.groups * layer.group_out)
     at_once = min(layer.problem.batch, limits.END // counted)
     for first in range(0, layer.problem.batch, at_once):
@@ -91,33 +91,36 @@ def _plan(layer: Layer, gpu: Gpu) -> Plan:
 
 
 def _check_width(layer: Layer) -> None:
-    """The portable kernels have more outputs of such groups at once, and are faster."""
+    """Declines wider groups, for which the portable kernels' larger tiles are faster."""
     operands, widths = layer.operands, (layer.group_in, layer.group_out)
     wide = min(widths) > 1 and max(widths) > MOST_NARROW_CHANNELS
     if wide and operands.scalar_bytes == 2 and not operands.input_channels_last:
         raise Declined(f"contiguous groups of more than {MOST_NARROW_CHANNELS} channels")
 
 
-def _tile(layer: Layer, gpu: Gpu) -> fma.Planes | fma.Pixels | toeplitz.Bands:
-    if _in_bands(layer, gpu):
+def _tile(layer: Layer, gpu: Gpu) -> fma.Planes | fma.Pixels | toeplitz.ToeplitzTile:
+    if _takes_toeplitz(layer, gpu):
         return best(toeplitz.tiles(layer, gpu), gpu)
     if layer.operands.input_channels_last:
         return best(fma.pixels(layer), gpu)
     return best(fma.planes(layer), gpu).spread_over_banks(gpu)
 
 
-def _in_bands(layer: Layer, gpu: Gpu) -> bool:
-    """Whether tensor cores are faster: not by the batch, with which no image's bits may change."""
+def _takes_toeplitz(layer: Layer, gpu: Gpu) -> bool:
+    """Whether tensor cores are estimated to be faster.
+
+    The answer does not depend on the batch, so that an image's bits do not depend on it either.
+    """
     many = replace(layer, problem=replace(layer.problem, batch=MANY_IMAGES))
     try:
-        banded = best(toeplitz.tiles(many, gpu), gpu)
+        with_toeplitz = best(toeplitz.tiles(many, gpu), gpu)
     except Declined:
         return False
     try:
-        return banded.cycles(gpu) < best(_plain(many), gpu).cycles(gpu)
+        return with_toeplitz.cycles(gpu) < best(_fma_tiles(many), gpu).cycles(gpu)
     except Declined:
         return True
 
 
-def _plain(layer: Layer) -> Iterator[fma.Pixels] | Iterator[fma.Planes]:
+def _fma_tiles(layer: Layer) -> Iterator[fma.Pixels] | Iterator[fma.Planes]:
     return fma.pixels(layer) if layer.operands.input_channels_last else fma.planes(layer)

@@ -1,4 +1,5 @@
-// Which channels of channels-last tensors a block has, and how pixels come to shared memory.
+// The channels of a channels-last tensor that a block computes, and how it copies their pixels to
+// shared memory.
 #pragma once
 #include "depthwise/axis.cuh"
 
@@ -10,23 +11,25 @@ constexpr int kTileGroups = kOutputs >= C::group_out ? kOutputs / C::group_out :
 constexpr int kParts = ceil_div(C::group_out, kOutputs);  // tiles of a group
 constexpr int kInputs = kTileGroups * C::group_in;
 constexpr int kChannelTiles = ceil_div(C::groups, kTileGroups) * kParts;
-static_assert(kParts == 1 ? kOutputs % C::group_out == 0 : kTileGroups == 1, "or several tiles");
-static_assert(C::lane_channels == 1 || (C::group_in == 1 && C::group_out == 1), "one to one");
+static_assert(kParts == 1 ? kOutputs % C::group_out == 0 : kTileGroups == 1,
+              "whole groups, or a part of one");
+static_assert(C::lane_channels == 1 || (C::group_in == 1 && C::group_out == 1),
+              "several channels of a lane only in depthwise layers");
 
 constexpr int kInChannels = C::groups * C::group_in;
 constexpr int kOutChannels = C::groups * C::group_out;
-constexpr int kPixel = round_up(kInputs, C::vector);  // elements
+constexpr int kPixel = round_up(kInputs, C::vector);  // elements of a pixel in shared memory
 constexpr int kSlot = kHaloRows * kHaloColumns * kPixel;
 constexpr int kInputBytes = round_up(C::slots * kSlot * static_cast<int>(sizeof(Scalar)), 16);
 
-// A tile's channels.
+// The output channels of a tile.
 struct ChannelTile {
-  int group;   // the first
-  int output;  // the group's first channel
+  int group;   // first group
+  int output;  // first channel within the group
 
   __device__ explicit ChannelTile(int index)
       : group(index / kParts * kTileGroups), output(index % kParts * kOutputs) {}
-  // Counted over all groups.
+  // The first channel of all groups' outputs, or inputs.
   __device__ int first_output() const { return group * C::group_out + output; }
   __device__ int first_input() const { return group * C::group_in; }
   __device__ bool has(int place) const {
@@ -34,13 +37,13 @@ struct ChannelTile {
   }
 };
 
-// Of the tile's inputs, the first that an output of it reads.
+// Returns the first of the tile's input channels that one of its outputs reads.
 __device__ __forceinline__ int first_read(int output) {
   return kParts == 1 ? output / C::group_out * C::group_in : 0;
 }
 
-// Copies a rectangle of pixels of each of `slots` images: kChannels of kAll, from `channel` on. In
-// shared memory, rows have kPitch pixels, images kSlot elements.
+// Copies a rectangle of pixels of each of `slots` images: kChannels of the kAll channels, from
+// `channel` on. In shared memory, rows have kPitch pixels and images kSlot elements.
 template <int kRows, int kColumns, int kPitch, int kSlot, int kChannels, int kVector, int kAll,
           int kHeight, int kWidth, int kThreads>
 __device__ __forceinline__ void load_pixels(Scalar* target, const Scalar* image, int images_left,
@@ -67,7 +70,7 @@ __device__ __forceinline__ void load_pixels(Scalar* target, const Scalar* image,
   }
 }
 
-// What a tile reads of the input, from an output pixel on.
+// Copies the halo tile of the output tile that begins at pixel (y, x).
 template <int kThreads>
 __device__ __forceinline__ void load_halo(Scalar* target, const Scalar* input, int first_image,
                                           int images, const ChannelTile& channels, int y, int x) {
@@ -79,14 +82,15 @@ __device__ __forceinline__ void load_halo(Scalar* target, const Scalar* input, i
       x * Columns::kTimes / Columns::kOver + Columns::kOrigin + kFirstColumn);
 }
 
-// A thread's channels of a pixel, or of a tap.
+// A thread's channels of a pixel, or of a tap's weights.
 using Channels = Vector<Scalar, C::lane_channels>;
 
 __device__ __forceinline__ void load(Sum (&target)[C::lane_channels], const Scalar* source) {
   widen_vector(*reinterpret_cast<const Channels*>(source), target);
 }
 
-// A row of a thread's window, by channel. Widened once: the compiler would do it for each use.
+// Loads a row of a thread's window, by channel. `kept` makes the compiler convert each element
+// once: it would otherwise do so for each use.
 __device__ __forceinline__ void load_window(Sum (&row)[C::lane_channels][kWindowColumns],
                                             const Scalar* window, int i) {
 #pragma unroll

@@ -1,11 +1,12 @@
-// How rows of contiguous tensors lie in shared memory, and how a thread reads its window's.
+// The layout of contiguous (NCHW) tensors' rows in shared memory, and how threads read their
+// windows from them.
 #pragma once
 #include "depthwise/axis.cuh"
 
 namespace fastconv {
 namespace depthwise {
 
-// Copies begin at multiples of `vector`, up to kShift columns before the first one that is read.
+// Vector copies begin at multiples of `vector`: kShift columns before the first one needed.
 constexpr int kShift = (Columns::kOrigin % C::vector + C::vector) % C::vector;
 constexpr int kColumns = round_up(kShift + kHaloColumns, C::vector);
 constexpr int kFirstVector = C::inside ? (kShift + kFirstColumn) / C::vector : 0;
@@ -13,25 +14,27 @@ constexpr int kEndVector =
     C::inside ? ceil_div(kShift + kEndColumn, C::vector) : kColumns / C::vector;
 static_assert(kColumns <= C::pitch && C::pitch % C::vector == 0, "rows are aligned");
 static_assert(kTilesX == 1 || kTileColumns * Columns::kTimes / Columns::kOver % C::vector == 0,
-              "tiles begin alike");
+              "all tiles have the same shift");
 constexpr int kPlane = kHaloRows * C::pitch + C::plane_padding;
 
-// A window's row is read in pieces, where threads begin at multiples of them.
+// A window's row is read in vectors of `piece` elements if every thread's row begins at a multiple
+// of them.
 constexpr int kThreadStep = C::columns * Columns::kTimes / Columns::kOver;
 constexpr bool kInPieces = C::piece > 1;
-constexpr int kLead = kInPieces ? kShift % C::piece : 0;  // of the first piece, that is not read
+constexpr int kLead = kInPieces ? kShift % C::piece : 0;  // unused elements of the first piece
 constexpr int kPieces = ceil_div(kLead + kWindowColumns, C::piece);
-constexpr int kFirstPiece = kShift - kLead;  // of the first thread's window
+constexpr int kFirstPiece = kShift - kLead;  // column where the first thread's window begins
 static_assert(!kInPieces || (Columns::kUnit == 1 && kThreadStep % C::piece == 0 &&
                              C::pitch % C::piece == 0 && kPlane % C::piece == 0),
               "pieces are aligned");
 
-// Elements of a plane.
+// Elements of a channel's plane in global memory.
 constexpr long long kInPlane = 1ll * C::in_height * C::in_width;
 constexpr long long kOutPlane = 1ll * C::out_height * C::out_width;
 
-// All of a piece is kept, or the compiler would read elements one by one if some are not used: as
-// threads are pieces apart, these hit the same banks.
+// A row of a thread's window in registers. `kept` makes the compiler load whole pieces: it would
+// otherwise load elements one by one where some are unused, with bank conflicts, because threads
+// are a piece apart.
 struct WindowRow {
   Sum elements[kPieces * C::piece];
 
@@ -52,8 +55,8 @@ struct WindowRow {
   __device__ __forceinline__ Sum operator[](int i) const { return elements[kLead + i]; }
 };
 
-// Copies kRows rows of kVectors vectors of a plane of each of kSlots images, which are `image`
-// elements apart. A thread copies vectors of one column; rows that are longer than there are
+// Copies kRows rows of kVectors vectors from one plane of each of kSlots images, which are `image`
+// elements apart. A thread copies vectors of one column; rows of more vectors than there are
 // threads are copied in parts.
 template <int kSlots, int kRows, int kVectors, int kVector, int kPitch, int kSlot, int kHeight,
           int kWidth, int kThreads>

@@ -1,4 +1,4 @@
-"""What a block computes at once, by layout: what all passes have in common."""
+"""What a block computes at once in each memory layout, as far as all passes share it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from fastconv.kernels.lazy import lazy
 FAMILY = "depthwise"
 WHY = "groups of few channels"
 
-MOST_WEIGHT_BYTES = 32768  # of 16 lanes' channels, channels-last: beyond, kernels are large
-MOST_BLOCKS_PER_PROCESSOR = 8
-THREADS_OF_PROCESSOR = 1536  # the least that a GPU has
-REGISTERS_OF_PROCESSOR = 65536
-RESERVED_BYTES = 1024  # of shared memory, by the system, for each block
-BANK_BYTES = 128  # of shared memory, in a cycle
-MOST_PARTS = 16  # of a row that is copied: each is code of its own
+# Channels-last kernels whose weights for 16 lanes' channels take more bytes count as large: they
+# get fewer lanes.
+MOST_WEIGHT_BYTES = 32768
+MOST_BLOCKS_PER_SM = 8
+THREADS_PER_SM = 1536  # the least of the GPUs that are planned for
+REGISTERS_PER_SM = 65536
+RESERVED_BYTES = 1024  # shared memory that the system reserves for each block
+BANK_BYTES = 128  # bytes that shared memory delivers in a cycle
+MOST_PARTS = 16  # parts that a row may be copied in: each is code of its own
 # Blocks that a GPU starts in a cycle, about: on an H200, 12.6 million of one warp took 7.6 ms.
 STARTED = 1.0
 
 
 @dataclass(frozen=True)
 class Area:
-    """Outputs of a thread, or a patch of them, and threads of a tile, down and across.
+    """A thread's outputs (or patch), and the threads of a tile, down and across.
 
-    What follows from these is the same for tiles of any channels.
+    Its properties do not depend on a tile's channels.
     """
 
     layer: Layer
@@ -54,7 +56,7 @@ class Area:
 
     @lazy
     def is_whole(self) -> bool:
-        """Whether one is all that an image takes."""
+        """Whether one tile covers an image."""
         rows, columns = self.layer.rows, self.layer.columns
         whole = (rows.threads(self.rows), columns.threads(self.columns))
         return (self.lanes_y, self.lanes_x) == whole
@@ -77,13 +79,13 @@ class Area:
 
     @lazy
     def image_tiles(self) -> int:
-        """Over an image's outputs."""
+        """Tiles that cover an image's outputs."""
         height, width = self.layer.out_size
         return ceil_div(height, self.tile_size[0]) * ceil_div(width, self.tile_size[1])
 
     @lazy
     def in_image(self) -> tuple[range, range]:
-        """Of the halo's rows and columns, those that lie in it, if the tile is all of it."""
+        """The halo's rows and columns that lie in the image, if one tile covers the image."""
         layer = self.layer
         height, width = layer.in_size
         return (
@@ -104,14 +106,17 @@ class Area:
 
     @lazy
     def inside(self) -> bool:
-        """Whether to copy only that, and to clear the rest: where this is the larger part."""
+        """Whether to copy only the part of the halo in the image, if the rest is no smaller.
+
+        The rest is cleared once.
+        """
         if self.image_tiles > 1:
             return False
         return 0 < 2 * self.pixels_in_image <= self.halo_pixels
 
     @lazy
     def thread_step(self) -> int:
-        """Input columns from one thread to the next, if these are neighbours."""
+        """Input columns from one thread's window to the next thread's, without dilation."""
         columns = self.layer.columns
         return self.columns * columns.times // columns.over
 
@@ -121,7 +126,7 @@ _Any = TypeVar("_Any", bound="Tile")
 
 @dataclass(frozen=True, kw_only=True)
 class Tile(ABC):
-    """An area, and threads of a block; ``slots`` are planes, or images, that it has at once."""
+    """What a block computes at once: an area of ``slots`` planes or images."""
 
     area: Area
     slots: int
@@ -133,7 +138,7 @@ class Tile(ABC):
     @property
     @abstractmethod
     def channels(self) -> int:
-        """Of a thread."""
+        """Channels of a thread."""
 
     @property
     @abstractmethod
@@ -146,27 +151,27 @@ class Tile(ABC):
     @property
     @abstractmethod
     def registers(self) -> int:
-        """Of a thread, about."""
+        """Registers of a thread, estimated."""
 
     @abstractmethod
     def cycles(self, gpu: Gpu) -> float:
-        """What the whole layer takes, estimated."""
+        """Cycles that the whole layer takes, estimated."""
 
     def least_cycles(self, gpu: Gpu) -> float:
-        """No more than that of any variant, and soon known: what there is no way around."""
+        """A quick lower bound on the cycles of every variant."""
         return 0.0
 
     def variants(self: _Any, gpu: Gpu, most: float) -> Iterable[_Any]:
-        """All that the bound is of, but for those that are known to take more than ``most``."""
+        """Tiles that :meth:`least_cycles` bounds, without some that take more than ``most``."""
         return (self,)
 
     @property
     @abstractmethod
     def vector(self) -> int:
-        """Elements that are copied at once."""
+        """Elements of the input that are copied at once."""
 
     def constants(self) -> dict[str, Constant]:
-        """What the kernels are told of it."""
+        """Constants that the kernel is compiled with."""
         return {
             "rows": self.area.rows,
             "columns": self.area.columns,
@@ -177,18 +182,18 @@ class Tile(ABC):
             "inside": self.area.inside,
         }
 
-    def blocks_per_processor(self, gpu: Gpu) -> int:
-        """That fit at once; 0 if none does."""
+    def blocks_per_sm(self, gpu: Gpu) -> int:
+        """Blocks that fit an SM at once; 0 if none does."""
         fit = min(
             gpu.shared_bytes_per_processor // (self.shared_bytes + RESERVED_BYTES),
-            THREADS_OF_PROCESSOR // self.threads,
-            REGISTERS_OF_PROCESSOR // (self.threads * round_up(self.registers, 8)),
-            MOST_BLOCKS_PER_PROCESSOR,
+            THREADS_PER_SM // self.threads,
+            REGISTERS_PER_SM // (self.threads * round_up(self.registers, 8)),
+            MOST_BLOCKS_PER_SM,
         )
         return fit if self.shared_bytes <= gpu.shared_bytes_per_block else 0
 
     def fits(self, gpu: Gpu) -> bool:
-        return self.blocks_per_processor(gpu) > 0
+        return self.blocks_per_sm(gpu) > 0
 
 
 _Planes = TypeVar("_Planes", bound="PlanesTile")
@@ -196,14 +201,14 @@ _Planes = TypeVar("_Planes", bound="PlanesTile")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanesTile(Tile):
-    """Of contiguous tensors: how rows lie in shared memory, see ``plane_rows.cuh``."""
+    """A tile of contiguous tensors: the layout of rows in shared memory, see ``plane_rows.cuh``."""
 
     row_padding: int = 0
     plane_padding: int = 0
 
     @property
     def plane(self) -> int:
-        """Elements of one, in shared memory."""
+        """Elements of a plane's halo tile in shared memory."""
         return self.area.halo_rows * self.pitch + self.plane_padding
 
     @property
@@ -215,7 +220,7 @@ class PlanesTile(Tile):
 
     @property
     def parts_of_rows(self) -> int:
-        """In which a row is copied: no longer than there are threads."""
+        """Parts in which a row is copied, each of no more vectors than a block has threads."""
         return ceil_div(self.pitch // self.vector, self.threads)
 
     @lazy
@@ -236,7 +241,7 @@ class PlanesTile(Tile):
 
     @lazy
     def piece(self) -> int:
-        """Elements of a window's row that are read at once."""
+        """Elements of a window's row that a thread reads at once."""
         operands = self.layer.operands
         if self.layer.columns.dilation > 1:
             return 1
@@ -248,7 +253,7 @@ class PlanesTile(Tile):
 
     @lazy
     def pitch(self) -> int:
-        """Elements from one row to the next, in shared memory: no thread reads beyond them."""
+        """Elements from one row to the next in shared memory; threads read no further than that."""
         last = (
             (self.area.lanes_x - 1) * self.area.thread_step
             if self.layer.columns.dilation == 1
@@ -261,7 +266,7 @@ class PlanesTile(Tile):
 
     @lazy
     def copied(self) -> int:
-        """Vectors of a slot."""
+        """Vectors that are copied for a slot."""
         rows, columns = range(self.area.halo_rows), range(-self.shift, self.area.halo_columns)
         if self.area.inside:
             rows, columns = self.area.in_image
@@ -270,12 +275,12 @@ class PlanesTile(Tile):
 
     @property
     def window_cycles(self) -> int:
-        """Of shared memory's, in which a warp reads a piece for each thread."""
+        """Cycles in which shared memory delivers a piece to each thread of a warp."""
         size = self.layer.operands.scalar_bytes
         return read_cycles(self.piece * size, self.area.thread_step * size)
 
     def spread_over_banks(self: _Planes, gpu: Gpu) -> _Planes:
-        """With rows, and planes, so far apart that a warp's lanes hit few banks twice."""
+        """The tile with rows and planes padded for the fewest bank conflicts."""
         tile = self
         step = lcm(self.vector, self.piece)
         paddings = range(step, BANK_BYTES // self.layer.operands.scalar_bytes, step)
@@ -286,13 +291,13 @@ class PlanesTile(Tile):
         return tile
 
     def _best(self: _Planes, others: Iterable[_Planes], gpu: Gpu) -> _Planes:
-        """Of this one, and those of which as many fit."""
-        blocks = self.blocks_per_processor(gpu)
-        fitting = [tile for tile in others if tile.blocks_per_processor(gpu) == blocks]
+        """The tile with the fewest bank conflicts: this one, or another of the same occupancy."""
+        blocks = self.blocks_per_sm(gpu)
+        fitting = [tile for tile in others if tile.blocks_per_sm(gpu) == blocks]
         return min([self, *fitting], key=PlanesTile._conflicts)
 
     def _conflicts(self) -> int:
-        """Cycles that a warp takes to read what each thread reads first."""
+        """Cycles in which a warp reads the first piece of each thread."""
         size = self.layer.operands.scalar_bytes
         at_once = min(32, BANK_BYTES // (self.piece * size))
         words = [{at // 4 for at in self._bytes_of(thread)} for thread in range(32)]
@@ -326,7 +331,7 @@ class PlanesTile(Tile):
 
 @dataclass(frozen=True)
 class Channels:
-    """Of a tile of channels-last tensors: lanes of a block, and channels of each."""
+    """Channels of a tile of channels-last tensors: a block's lanes, and channels of each."""
 
     layer: Layer
     lanes: int
@@ -354,13 +359,13 @@ class Channels:
 
     @lazy
     def pixel(self) -> int:
-        """Elements of one, in shared memory."""
+        """Elements of a pixel in shared memory."""
         return round_up(self.groups * self.layer.group_in, self.vector)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PixelsTile(Tile):
-    """Of channels-last tensors: a tile's channels and pixels, see ``pixel_tiles.cuh``."""
+    """A tile of channels-last tensors: its channels and pixels, see ``pixel_tiles.cuh``."""
 
     block: Channels
 
@@ -378,8 +383,8 @@ class PixelsTile(Tile):
         return round_up(self.pixels * self.block.pixel * size, 16)
 
     @property
-    def clashes(self) -> int:
-        """How often banks are hit at once by threads of a warp that have other pixels."""
+    def bank_conflicts(self) -> int:
+        """Times that threads of a warp with different pixels hit the same bank in one read."""
         layer = self.layer
         between = self.area.thread_step
         if self.area.lanes_x == 1:
@@ -389,12 +394,12 @@ class PixelsTile(Tile):
 
     @property
     def pixels(self) -> int:
-        """That a tile reads."""
+        """Pixels that a tile reads, of all images."""
         return self.slots * self.area.halo_pixels
 
     @lazy
     def copied(self) -> int:
-        """Vectors of a tile."""
+        """Vectors that are copied for a tile."""
         pixels = self.area.pixels_in_image if self.area.inside else self.area.halo_pixels
         return self.slots * pixels * self.block.pixel // self.vector
 
@@ -406,14 +411,14 @@ class PixelsTile(Tile):
 
 
 def best(candidates: Iterable[_Any], gpu: Gpu) -> _Any:
-    """The one that takes least; of several, the first.
+    """The tile that takes the fewest cycles; of several, the first.
 
     Raises:
-        Declined: none fits.
+        Declined: no tile fits the GPU.
     """
     found: _Any | None = None
     least = (inf, 0)
-    # In the order of what they take at least: most of them need not be looked at.
+    # Candidates are visited in the order of their lower bounds, so that most need no estimate.
     bounds = ((tile.least_cycles(gpu), i, tile) for i, tile in enumerate(candidates))
     for bound, i, alike in sorted(bounds):
         if bound > least[0]:
@@ -427,12 +432,12 @@ def best(candidates: Iterable[_Any], gpu: Gpu) -> _Any:
 
 
 def occupancy(blocks: int, fit: int, gpu: Gpu) -> tuple[int, int]:
-    """Rounds of so many blocks, and those of a processor at once, if so many fit."""
+    """Waves of ``blocks`` blocks if ``fit`` fit an SM, and the blocks of an SM at once."""
     return ceil_div(blocks, fit * gpu.processors), min(fit, ceil_div(blocks, gpu.processors))
 
 
 def read_cycles(width: int, distance: int) -> int:
-    """Of shared memory's, in which a warp's threads read so many bytes each, so far apart."""
+    """Cycles in which a warp's threads read ``width`` bytes each, ``distance`` bytes apart."""
     at_once = min(32, BANK_BYTES // width)
     if distance % width:
         return 32 // at_once
@@ -440,14 +445,17 @@ def read_cycles(width: int, distance: int) -> int:
 
 
 def lane_channels(layer: Layer) -> int:
-    """Of channels-last tensors: pairs of 16 bits, where they are neighbours in both tensors."""
+    """Channels of a lane: two of 16 bits, if they are neighbours in both tensors, or one."""
     operands, channels = layer.operands, layer.problem.groups * layer.group_out
     pairs = operands.scalar_bytes == 2 and operands.aligned and channels % 2 == 0
     return 2 if pairs and layer.group_in == layer.group_out == 1 else 1
 
 
 def lanes_of_channels(layer: Layer, lane_channels: int) -> set[int]:
-    """Whole groups, or parts of one: as many as a warp has, or half; of large kernels, fewer."""
+    """Numbers of lanes for a block's channels: whole groups, or parts of one.
+
+    They are a warp's, or half of them; fewer where the kernel's weights are large.
+    """
     channels = ceil_div(layer.problem.groups * layer.group_out, lane_channels)
     weight_bytes = layer.terms * lane_channels * layer.operands.scalar_bytes
     large = 16 * weight_bytes > MOST_WEIGHT_BYTES
@@ -457,7 +465,7 @@ def lanes_of_channels(layer: Layer, lane_channels: int) -> set[int]:
 
 
 def areas(layer: Layer, rows: int, columns: int) -> list[Area]:
-    """Of a thread's outputs, with all threads that an image takes, or an equal share of them."""
+    """Areas of ``rows`` x ``columns`` outputs a thread, for a whole image or equal parts of it."""
     whole_y, whole_x = layer.rows.threads(rows), layer.columns.threads(columns)
     return [
         Area(layer, rows, columns, lanes_y, lanes_x)
@@ -467,7 +475,7 @@ def areas(layer: Layer, rows: int, columns: int) -> list[Area]:
 
 
 def shares(whole: int, step: int) -> Iterator[int]:
-    """A half, a quarter, and so on, in whole steps."""
+    """All of ``whole``, a half, a quarter and so on, rounded up to multiples of ``step``."""
     parts, share = 1, whole
     while share > step:
         yield share

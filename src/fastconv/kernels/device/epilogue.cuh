@@ -1,16 +1,17 @@
-// What a forward pass does to its sums before it stores them: activation(sum + residual), where the
-// sum has its bias already. In the type of sums; what is stored is rounded once, behind it.
+// The epilogue of a forward pass: output = activation(acc + residual), where the accumulator
+// already contains the bias. It is computed in the accumulator's type and rounded once, when it is
+// stored.
 //
-// Config has `activation`, one of these types, and `residual`; a pass that stores its sums as they
-// are has neither. A residual is one more parameter of a kernel, the last one: as the preprocessor
-// has to know of it, FASTCONV_RESIDUAL is defined where Config has it.
+// A kernel's Config has `activation`, one of the types below, and `residual`. A pass without an
+// epilogue has neither. A residual adds a last parameter to the kernel's signature, which only the
+// preprocessor can do: FASTCONV_RESIDUAL is defined where Config has a residual.
 #pragma once
 #include "device/tile.cuh"
 
 namespace fastconv {
 
 // --- Activations ---------------------------------------------------------------------------------
-// As PyTorch computes them, with NaN in, NaN out.
+// Activations follow PyTorch's formulas. NaN stays NaN.
 
 __device__ __forceinline__ float exponential(float x) { return expf(x); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
@@ -40,7 +41,7 @@ struct Relu6 {
   }
 };
 
-// The slope is a double's bits.
+// kSlope is the bit pattern of a double.
 template <unsigned long long kSlope>
 struct LeakyRelu {
   template <class Sum>
@@ -95,11 +96,12 @@ struct Tanh {
 
 // --- The bias ------------------------------------------------------------------------------------
 
-// Neighbours of a bias: at once, if plans may assume that they lie at a multiple of their bytes.
+// Loads kCount consecutive bias elements: as one vector if the plan guarantees that their address
+// is aligned to the vector, else one by one.
 template <int kCount, bool kAligned, class Scalar>
 __device__ __forceinline__ Vector<Scalar, kCount> load_bias(const Scalar* first) {
   if constexpr (kAligned) {
-    static_assert(kCount == 1 || kCount * sizeof(Scalar) <= 4, "as family.py has it");
+    static_assert(kCount == 1 || kCount * sizeof(Scalar) <= 4, "BIAS_ALIGNMENT of family.py");
     return *reinterpret_cast<const Vector<Scalar, kCount>*>(first);
   } else {
     Vector<Scalar, kCount> vector;
@@ -136,7 +138,7 @@ constexpr bool kAddsResidual = false;
 #define FASTCONV_RESIDUAL_PARAMETER \
   FASTCONV_WITH_RESIDUAL(const Config::Scalar* __restrict__ residual)
 
-// What is added to a sum where there is no residual.
+// Stands for the residual in a pass that has none.
 struct Nothing {};
 template <bool kAdds, class Scalar>
 struct ResidualOf {
@@ -154,7 +156,8 @@ struct Epilogue {
   using Residual = typename ResidualOf<kAddsResidual, Scalar>::type;
 
 #ifdef FASTCONV_RESIDUAL
-  // In bytes, from where an output is stored to what is added to it: both tensors lie alike.
+  // Bytes from an output element to the residual element that is added to it. Both tensors have the
+  // same layout, so this distance is constant.
   long long distance;
 
   __device__ Epilogue(const Scalar* residual, const Scalar* output)
@@ -163,13 +166,13 @@ struct Epilogue {
   static constexpr long long distance = 0;
 #endif
 
-  // Where the residual has what is added to the output at `target`.
+  // The address of the residual of the output at `target`.
   template <class Stored>
   __device__ __forceinline__ const Stored* beside(const Stored* target) const {
     return reinterpret_cast<const Stored*>(reinterpret_cast<long long>(target) + distance);
   }
 
-  // What is added to neighbours, if these are `valid`.
+  // Loads the residuals of kCount consecutive outputs, or zeros if these are not `valid`.
   template <int kCount>
   __device__ __forceinline__ Vector<Scalar, kCount> residual_of(const Scalar* target,
                                                                 bool valid) const {
@@ -195,7 +198,7 @@ struct Epilogue {
     }
   }
 
-  // The same from where a residual is staged, if there is one.
+  // The residual that the kernel has staged at `place`, if the pass has a residual.
   __device__ __forceinline__ static Residual staged(const Scalar& place) {
     if constexpr (kAddsResidual) {
       return place;
@@ -204,17 +207,18 @@ struct Epilogue {
     }
   }
 
-  // A sum to an output.
-  __device__ __forceinline__ static Sum activated(Sum sum, Nothing = {}) {
-    return ActivationOf<Config>::type::of(sum);
+  // Applies the residual and the activation to one accumulator.
+  __device__ __forceinline__ static Sum activated(Sum acc, Nothing = {}) {
+    return ActivationOf<Config>::type::of(acc);
   }
-  __device__ __forceinline__ static Sum activated(Sum sum, Scalar residual) {
-    return activated(sum + Sum(widen(residual)));
+  __device__ __forceinline__ static Sum activated(Sum acc, Scalar residual) {
+    return activated(acc + Sum(widen(residual)));
   }
 
-  // Sums to outputs, neighbours that are stored at `target` if they are `valid`.
+  // Turns kCount accumulators into outputs, which are stored side by side at `target` if they are
+  // `valid`.
   template <int kCount>
-  __device__ __forceinline__ Vector<Scalar, kCount> operator()(const Sum (&sums)[kCount],
+  __device__ __forceinline__ Vector<Scalar, kCount> operator()(const Sum (&accs)[kCount],
                                                                const Scalar* target,
                                                                bool valid = true) const {
     Vector<Scalar, kCount> vector;
@@ -222,17 +226,17 @@ struct Epilogue {
       const Vector<Scalar, kCount> residual = residual_of<kCount>(target, valid);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        vector.element[i] = narrow<Scalar>(activated(sums[i], residual.element[i]));
+        vector.element[i] = narrow<Scalar>(activated(accs[i], residual.element[i]));
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) vector.element[i] = narrow<Scalar>(activated(sums[i]));
+      for (int i = 0; i < kCount; ++i) vector.element[i] = narrow<Scalar>(activated(accs[i]));
     }
     return vector;
   }
-  __device__ __forceinline__ Scalar operator()(Sum sum, const Scalar* target) const {
-    const Sum sums[1] = {sum};
-    return (*this)(sums, target).element[0];
+  __device__ __forceinline__ Scalar operator()(Sum acc, const Scalar* target) const {
+    const Sum accs[1] = {acc};
+    return (*this)(accs, target).element[0];
   }
 };
 

@@ -1,15 +1,17 @@
-// Every hardware instruction we use, one function each. Nothing else in the kernels is assembly, so
-// that a host twin of this one file (tests/emulator) lets the same kernels run on a CPU.
+// PTX that every supported GPU has, one function for each instruction, with a fallback where sm_80
+// added one. sm80.cuh, sm90.cuh, mma.cuh and wgmma.cuh wrap the instructions of newer GPUs in the
+// same way. All inline assembly of the kernels is in these five files. The CPU emulator
+// (tests/emulator) replaces them by host versions, so it runs the kernels' own sources.
 #pragma once
 
 namespace fastconv {
 
-// What tensor cores multiply: float with TF32's precision, or one of the 16-bit types.
+// Tags for the element types of an MMA's operands: float with TF32's mantissa, or a 16-bit type.
 struct Tf32 {};
 struct Float16 {};
 struct Bfloat16 {};
 
-// The block's dynamic shared memory.
+// The thread block's dynamic shared memory.
 __device__ __forceinline__ unsigned char* shared_memory() {
   extern __shared__ __align__(1024) unsigned char memory[];
   return memory;
@@ -19,14 +21,14 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies kBytes (4, 8 or 16) from global to shared memory, or writes zeros if not `valid` (then
-// `global` is not read). Both addresses are multiples of kBytes. Complete after
-// copy_async_wait; GPUs before sm_80 copy at once, through registers.
+// Copies kBytes (4, 8 or 16) from global to shared memory with cp.async, or writes zeros if not
+// `valid` (then `global` is not read). Both addresses are multiples of kBytes. The copy is complete
+// after copy_async_wait. GPUs before sm_80 copy synchronously, through registers.
 template <int kBytes>
 __device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "what cp.async can copy");
 #if __CUDA_ARCH__ >= 800
-  // A source size of 0 fills with zeros.
+  // cp.async fills what its source size leaves with zeros.
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)),
                "l"(global), "n"(kBytes), "r"(valid ? kBytes : 0)
                : "memory");
@@ -41,14 +43,14 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, boo
 #endif
 }
 
-// Closes a group of this thread's copies since the last commit.
+// Commits this thread's copies since the last commit as one group.
 __device__ __forceinline__ void copy_async_commit() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
-// Waits until at most kPending of this thread's latest groups are still under way.
+// Waits until at most kPending of this thread's latest groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
 #if __CUDA_ARCH__ >= 800
@@ -56,7 +58,8 @@ __device__ __forceinline__ void copy_async_wait() {
 #endif
 }
 
-// Stores an element if it is `valid`; or 8 or 16 bytes, at once and without a branch.
+// Stores an element if it is `valid`. Stores of 8 or 16 bytes are one predicated instruction,
+// without a branch.
 template <class T>
 __device__ __forceinline__ void store_if(T* global, const T& value, bool valid) {
   if (valid) *global = value;
@@ -94,7 +97,7 @@ __device__ __forceinline__ unsigned short float_to_half(float value) {
   return bits;
 }
 
-// To nearest, ties to even; before sm_80 by hand. A NaN stays one.
+// Rounds to nearest, ties to even; GPUs before sm_80 have no instruction for it. NaN stays NaN.
 __device__ __forceinline__ unsigned short float_to_bfloat(float value) {
 #if __CUDA_ARCH__ >= 800
   unsigned short bits;
@@ -107,7 +110,8 @@ __device__ __forceinline__ unsigned short float_to_bfloat(float value) {
 #endif
 }
 
-// Two floats to 16-bit types, to nearest, ties to even; `first` in the lower half. From sm_80 on.
+// Converts two floats to a pair of 16-bit floats, to nearest, ties to even, with `first` in the
+// lower 16 bits. Needs sm_80.
 __device__ __forceinline__ unsigned floats_to_halves(float first, float second) {
   unsigned bits;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
@@ -119,14 +123,14 @@ __device__ __forceinline__ unsigned floats_to_bfloats(float first, float second)
   return bits;
 }
 
-// The same number, of which the compiler does not know that: what follows from it is computed again
-// rather than kept in registers.
+// Returns `number` as a value that the compiler cannot relate to the argument. Expressions that
+// depend on it are recomputed instead of being kept in registers.
 __device__ __forceinline__ int once_more(int number) {
   asm volatile("" : "+r"(number));
   return number;
 }
 
-// The same number, computed once: the compiler keeps it, where it would rather compute it again.
+// Returns `number` as a value that the compiler cannot recompute, so that it stays in a register.
 __device__ __forceinline__ float kept(float number) {
   asm volatile("" : "+f"(number));
   return number;
@@ -136,9 +140,10 @@ __device__ __forceinline__ double kept(double number) {
   return number;
 }
 
-// --- Barriers that some threads of a block have among themselves ---------------------------------
-// Each has a number, from 1 to 15, and so many threads, whole warps: of a round, some wait for all
-// of them to have come, the others only come. Who waits sees what all of them wrote before.
+// --- Named barriers (bar.sync, bar.arrive) -------------------------------------------------------
+// A named barrier has a number from 1 to 15 and an expected number of threads, which are whole
+// warps. Threads that only signal use bar.arrive; threads that wait for all of them use bar.sync,
+// and then see what every participant wrote before.
 
 __device__ __forceinline__ void wait_at(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

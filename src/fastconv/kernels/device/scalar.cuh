@@ -1,4 +1,4 @@
-// The element types of tensors, and the type each is summed in.
+// The element types of tensors, and the type that each is accumulated in.
 #pragma once
 #include "device/ptx.cuh"
 
@@ -12,7 +12,7 @@ struct bfloat16 {
   unsigned short bits;
 };
 
-// The arithmetic type: products are formed and summed in it.
+// The accumulator's type: products are computed and added in it.
 template <class T>
 struct SumOf {
   using type = float;
@@ -42,7 +42,7 @@ __device__ __forceinline__ bfloat16 narrow<bfloat16>(float value) {
   return {float_to_bfloat(value)};
 }
 
-// What moves so many bytes at once.
+// The type whose loads and stores move kBytes at once.
 template <int kBytes>
 struct Bits;
 template <>

@@ -1,5 +1,5 @@
-// Instructions from sm_80 on, one function each, as ptx.cuh has those of every GPU. The emulator
-// has a twin of this file too.
+// PTX of sm_80 and later, one function for each instruction (ptx.cuh has those of every GPU). The
+// CPU emulator has a host version of this file.
 #pragma once
 #include "device/ptx.cuh"
 
@@ -7,10 +7,11 @@ namespace fastconv {
 
 // --- Loads, stores and conversions ---------------------------------------------------------------
 
-// The 2, 4, 8 or 16 bytes at `global` that nobody writes while the kernel runs, or zeros if not
-// `valid` (then nothing is read). Issued where it is called: the compiler moves none of them. (Two
-// bytes have a register of their own: two halves of one would be put together as soon as the second
-// is there, and the thread would wait for it.)
+// Loads 2, 4, 8 or 16 bytes that no thread writes while the kernel runs (ld.global.nc), or gives
+// zeros if not `valid` (then nothing is read). The load is issued where it is called: the compiler
+// does not move volatile assembly. Two bytes are loaded to a 32-bit register of their own: the
+// compiler would pack two 16-bit registers into one as soon as the second load is issued, and the
+// thread would stall for it.
 __device__ __forceinline__ unsigned load_or_zero(const unsigned short* global, bool valid) {
   unsigned value;
   asm volatile(
@@ -69,7 +70,7 @@ __device__ __forceinline__ uint2 load_or_zero(const uint2* global, bool valid) {
   return value;
 }
 
-// The same without a condition. Neighbours of 16 bytes are fetched from memory along with them.
+// Loads without a predicate. The 16-byte load also prefetches 256 bytes to L2.
 __device__ __forceinline__ unsigned short load(const unsigned short* global) {
   unsigned short value;
   asm volatile("ld.global.nc.b16 %0, [%1];" : "=h"(value) : "l"(global));
@@ -89,8 +90,8 @@ __device__ __forceinline__ uint4 load(const uint4* global) {
   return value;
 }
 
-// Adds to four neighbours in global memory, without waiting for it. Additions of one thread to one
-// address happen in order.
+// Adds to four consecutive floats in global memory, without a result to wait for. Additions of one
+// thread to one address are performed in program order.
 __device__ __forceinline__ void add_to_memory(float4* global, float4 values) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global),
@@ -107,13 +108,13 @@ __device__ __forceinline__ void add_to_memory(float4* global, float4 values) {
 #endif
 }
 
-// Adds to a count in global memory, which threads of several blocks may add to.
+// Adds to a counter in global memory that threads of several blocks may add to.
 __device__ __forceinline__ void add_to_memory(unsigned* global, unsigned value) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
 }
 
-// For an operand of a TF32 product, which ignores the last 13 bits: makes of that a rounding to
-// nearest, ties away from zero.
+// Prepares an operand of a TF32 MMA, which ignores the last 13 bits of its mantissa: the result
+// makes that truncation a rounding to nearest, ties away from zero.
 __device__ __forceinline__ float round_operand_to_tf32(float value) {
   float result;
   asm("{\n"
@@ -123,7 +124,7 @@ __device__ __forceinline__ float round_operand_to_tf32(float value) {
       "abs.f32 magnitude, %1;\n"
       "setp.lt.f32 finite, magnitude, 0f7f800000;\n"
       "mov.b32 bits, %1;\n"
-      "@finite add.u32 bits, bits, 0x1000;\n"  // would make some NaNs numbers
+      "@finite add.u32 bits, bits, 0x1000;\n"  // the addition would turn some NaNs into numbers
       "mov.b32 %0, bits;\n"
       "}"
       : "=f"(result)
@@ -131,8 +132,8 @@ __device__ __forceinline__ float round_operand_to_tf32(float value) {
   return result;
 }
 
-// To TF32's 10 bits of mantissa, to nearest, ties to even: from sm_90 on one instruction. (Away
-// from zero, it takes three.)
+// Rounds to TF32's 10-bit mantissa, to nearest, ties to even. sm_90 has an instruction for it;
+// rounding ties away from zero takes three.
 __device__ __forceinline__ float round_to_even_tf32(float value) {
 #if __CUDA_ARCH__ >= 900
   unsigned bits;
@@ -145,7 +146,8 @@ __device__ __forceinline__ float round_to_even_tf32(float value) {
 #endif
 }
 
-// Two numbers, not NaN, to float16: to nearest, ties away from zero; `first` in the lower half.
+// Converts two numbers that are not NaN to float16, to nearest, ties away from zero, with `first`
+// in the lower 16 bits.
 __device__ __forceinline__ unsigned round_to_halves(float first, float second) {
   unsigned bits;
   asm("cvt.rz.f16x2.f32 %0, %1, %2;"
@@ -155,21 +157,21 @@ __device__ __forceinline__ unsigned round_to_halves(float first, float second) {
   return bits;
 }
 
-// Two float16 numbers divided by 2^11, to nearest, ties to even.
+// Multiplies two float16 numbers by 2^-11, to nearest, ties to even.
 __device__ __forceinline__ unsigned halves_by_2048th(unsigned halves) {
   unsigned result;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(halves), "r"(0x10001000u));
   return result;
 }
 
-// The larger of two numbers, or NaN if one is.
+// The larger of two numbers, or NaN if either is NaN.
 __device__ __forceinline__ float larger(float first, float second) {
   float result;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(first), "f"(second));
   return result;
 }
 
-// The number, or `most` with its sign if its magnitude is larger, or if it is NaN.
+// `number`, or `most` with its sign if its magnitude is larger or it is NaN.
 __device__ __forceinline__ float limited(float number, float most) {
 #if __CUDA_ARCH__ >= 860
   float result;
@@ -180,12 +182,12 @@ __device__ __forceinline__ float limited(float number, float most) {
 #endif
 }
 
-// --- Matrices of 8 rows of 16 bytes in shared memory (ldmatrix) ----------------------------------
-// What lane 4 g + t gets of one, a fragment of 4 bytes: bytes 4 t to 4 t + 3 of row g. These are
-// two elements of 16 bits, or one of TF32.
+// --- ldmatrix: matrices of 8 rows of 16 bytes in shared memory -----------------------------------
+// Of each matrix, lane 4 g + t gets a fragment of 4 bytes: bytes 4 t to 4 t + 3 of row g. These are
+// two 16-bit elements, or one TF32 element.
 
-// Four matrices from shared memory: lane i has the address of row i % 8 of matrix i / 8, a multiple
-// of 16 bytes.
+// Loads four matrices from shared memory. Lane i passes the address of row i % 8 of matrix i / 8, a
+// multiple of 16 bytes.
 __device__ __forceinline__ void load_matrices(unsigned (&fragments)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])
@@ -193,7 +195,7 @@ __device__ __forceinline__ void load_matrices(unsigned (&fragments)[4], const vo
                : "memory");
 }
 
-// The same, each matrix of 8 by 8 elements of 16 bits transposed on the way.
+// Loads four matrices of 8 by 8 16-bit elements, each of them transposed.
 __device__ __forceinline__ void load_transposed(unsigned (&fragments)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])

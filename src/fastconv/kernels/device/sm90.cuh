@@ -1,12 +1,13 @@
-// The instructions of sm_90a, one function each. The emulator has a twin of this file too.
+// PTX of sm_90a, one function for each instruction; wgmma.cuh has wgmma itself. The CPU emulator
+// has a host version of this file.
 #pragma once
 #include "device/sm80.cuh"
 
 namespace fastconv {
 
-// --- Barriers in shared memory (mbarrier) --------------------------------------------------------
-// A phase of a barrier is complete when the arrivals it was made for have happened and the bytes it
-// expects have been copied; then the next phase begins. Phases count from 0.
+// --- mbarrier: barriers in shared memory ---------------------------------------------------------
+// An mbarrier's phase is complete when the arrivals that it was initialised for have happened and
+// the bytes that it expects have been copied; then the next phase begins. Phases count from 0.
 
 using Barrier = unsigned long long;
 
@@ -16,19 +17,20 @@ __device__ __forceinline__ void barrier_init(Barrier* barrier, int arrivals) {
                : "memory");
 }
 
-// After barrier_init, before __syncthreads: shows the barriers to asynchronous copies as well.
+// Goes between barrier_init and __syncthreads: makes the barriers visible to asynchronous copies.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// It may overtake this thread's loads from shared memory, unless something has used what they
-// loaded: an asynchronous copy that waits for the barrier would write under them.
+// Arrives. The arrival may overtake this thread's loads from shared memory unless their results
+// have been used; an asynchronous copy that waits for the barrier would then overwrite what they
+// read.
 __device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
 
-// Arrives, and has the phase wait for so many bytes of bulk_load.
+// Arrives, and makes the phase wait for this many bytes of bulk or TMA copies.
 __device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, int bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
@@ -36,8 +38,8 @@ __device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, int byte
       : "memory");
 }
 
-// Has the phase wait for so many bytes, some of which may have been copied already. The phase lacks
-// an arrival that comes after this.
+// Makes the phase wait for this many bytes, some of which may have been copied already. The phase
+// must still lack an arrival that comes after this.
 __device__ __forceinline__ void barrier_expect(Barrier* barrier, int bytes) {
   asm volatile(
       "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
@@ -45,22 +47,22 @@ __device__ __forceinline__ void barrier_expect(Barrier* barrier, int bytes) {
       : "memory");
 }
 
-// Has the phase wait for all of this thread's copy_async so far. The phase lacks an arrival that
-// comes after this.
+// Makes the phase wait for all cp.async of this thread so far. The phase must still lack an arrival
+// that comes after this.
 __device__ __forceinline__ void barrier_expect_copies(Barrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
 
-// Arrives when all of this thread's copy_async so far are complete. Who waits for the phase sees
-// what they copied, but not what the thread has written itself.
+// Arrives when all cp.async of this thread so far are complete. Threads that wait for the phase see
+// what was copied, but not this thread's own stores.
 __device__ __forceinline__ void barrier_arrive_after_copies(Barrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
 
-// Waits for a phase with this parity (its number modulo 2) to be complete. The barrier is in that
-// phase or the one after it.
+// Waits until the phase with this parity (its number modulo 2) is complete. The barrier is in that
+// phase or in the one after it.
 __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
   unsigned complete;
   do {
@@ -76,8 +78,8 @@ __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) 
   } while (!complete);
 }
 
-// True for one lane of the warp, all of which call it. The compiler knows that it is one, and takes
-// a bulk copy's operands from it; of any other single lane's it would make a loop.
+// True for one lane of the warp; all lanes must call it. With elect.sync, the compiler emits one
+// bulk copy whose operands come from that lane. A condition such as lane == 0 makes it emit a loop.
 __device__ __forceinline__ bool is_elected() {
   unsigned elected;
   asm volatile(
@@ -90,10 +92,10 @@ __device__ __forceinline__ bool is_elected() {
   return elected != 0;
 }
 
-// --- Bulk copies: one thread moves many bytes ----------------------------------------------------
+// --- Bulk copies: one thread moves many contiguous bytes -----------------------------------------
 // Addresses and sizes are multiples of 16.
 
-// From global to shared memory; `barrier` counts the bytes.
+// Copies from global to shared memory and counts the bytes at `barrier`.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes,
                                           Barrier* barrier) {
   asm volatile(
@@ -103,20 +105,20 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, int 
       : "memory");
 }
 
-// From shared to global memory. What ordinary stores wrote to shared memory is seen only if
-// fence_async_shared came between.
+// Copies from shared to global memory. It sees ordinary stores to shared memory only if
+// fence_async_shared comes between.
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                "r"(shared_address(shared)), "r"(bytes)
                : "memory");
 }
 
-// Closes a group of this thread's bulk stores since the last commit.
+// Commits this thread's bulk stores since the last commit as one group.
 __device__ __forceinline__ void bulk_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until all but kPending of this thread's latest groups have read shared memory.
+// Waits until all but this thread's latest kPending groups have read shared memory.
 template <int kPending>
 __device__ __forceinline__ void bulk_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
@@ -127,29 +129,32 @@ __device__ __forceinline__ void bulk_store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Shows this thread's ordinary accesses of shared memory to the tensor cores and bulk copies.
+// Makes this thread's ordinary accesses of shared memory visible to wgmma and bulk copies (the
+// async proxy).
 __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// --- Tensor copies: one thread moves a box of a tensor -------------------------------------------
-// Coordinates come innermost first, that one a multiple of 16 bytes. They may lie outside of the
-// tensor: zeros are loaded, nothing is stored; but stores have no negative ones, and rows of whole
-// 16 bytes. (An H200 takes other coordinates for illegal instructions.) A box lies in shared memory
-// densely, at a multiple of 128 bytes, or where it is swizzled in spans of n bytes, of 8 n.
+// --- TMA: one thread moves a box of a tensor -----------------------------------------------------
+// Coordinates come innermost first, and the innermost is a multiple of 16 bytes. They may lie
+// outside of the tensor: loads give zeros there, and stores write nothing. Coordinates of a store
+// may not be negative, and its rows are whole multiples of 16 bytes (an H200 reports an illegal
+// instruction for others). A box is dense in shared memory, at a multiple of 128 bytes, or of 8 n
+// bytes if its swizzle spans n bytes.
 
-// A descriptor that the CUDA driver has made of a map among the launch's arguments: a kernel's
-// parameter, `const __grid_constant__ TensorMap`.
+// A tensor map that the CUDA driver has encoded. It is a kernel parameter of type `const
+// __grid_constant__ TensorMap`.
 struct __align__(64) TensorMap {
   unsigned long long words[16];
 };
 
-// Fetches the descriptor before the first copy needs it.
+// Prefetches the tensor map before the first copy needs it.
 __device__ __forceinline__ void tensor_map_prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// From global to shared memory; `barrier` counts the bytes, those outside of the tensor included.
+// Loads a box to shared memory and counts its bytes at `barrier`, those outside of the tensor
+// included.
 template <int kRank>
 __device__ __forceinline__ void tensor_load(void* shared, const TensorMap& map,
                                             const int (&at)[kRank], Barrier* barrier) {
@@ -182,8 +187,9 @@ __device__ __forceinline__ void tensor_load(void* shared, const TensorMap& map,
   }
 }
 
-// The same of an im2col map. `at` is the first pixel (channel, column, row, image), within the
-// bounding box; `offset` (column, row; 0 to 255) is added to every pixel, and may lead out of it.
+// Loads a box of an im2col tensor map. `at` is the first pixel (channel, column, row, image),
+// within the bounding box; `offset` (column, row; 0 to 255) is added to every pixel, and may lead
+// out of it.
 __device__ __forceinline__ void im2col_load(void* shared, const TensorMap& map, const int (&at)[4],
                                             const int (&offset)[2], Barrier* barrier) {
   asm volatile(
@@ -194,7 +200,7 @@ __device__ __forceinline__ void im2col_load(void* shared, const TensorMap& map, 
       : "memory");
 }
 
-// From shared to global memory, as bulk_store: the same fence, commit and wait.
+// Stores a box from shared memory. It needs the same fence, commit and wait as bulk_store.
 template <int kRank>
 __device__ __forceinline__ void tensor_store(const TensorMap& map, const int (&at)[kRank],
                                              const void* shared) {
@@ -227,8 +233,8 @@ __device__ __forceinline__ void tensor_store(const TensorMap& map, const int (&a
 
 // --- Warpgroups ----------------------------------------------------------------------------------
 
-// Sets the registers of each thread of the calling warpgroup. All of a block's together must not
-// exceed what it was launched with, or it hangs.
+// Sets how many registers each thread of the calling warpgroup has (setmaxnreg). If a block's
+// threads together exceed the number it was launched with, the kernel hangs.
 template <int kRegisters>
 __device__ __forceinline__ void give_back_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -238,19 +244,19 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Waits for all threads of a warpgroup; every warpgroup of a block has a number of its own.
+// Synchronises the threads of one warpgroup. `number` is the warpgroup's own within its block.
 __device__ __forceinline__ void warpgroup_sync(int number) {
   asm volatile("bar.sync %0, 128;" ::"r"(number + 1) : "memory");
 }
 
-// The same for two warpgroups, which have a number of their own for it.
+// Synchronises two warpgroups, for which `number` is one that no single warpgroup uses.
 __device__ __forceinline__ void two_warpgroups_sync(int number) {
   asm volatile("bar.sync %0, 256;" ::"r"(number + 1) : "memory");
 }
 
-// Writes four 8 by 8 matrices of 16-bit elements to shared memory, transposed: of matrix k, lane l
-// holds elements (l / 4, 2 (l % 4) + {0, 1}) in `rows[k]`, and lane 8 k + i has the address of 16
-// bytes for column i.
+// Writes four 8 by 8 matrices of 16-bit elements to shared memory, transposed (stmatrix.trans).
+// Lane l holds elements (l / 4, 2 (l % 4) + {0, 1}) of matrix k in `rows[k]`, and lane 8 k + i
+// passes the address of 16 bytes for column i of matrix k.
 __device__ __forceinline__ void store_transposed(void* column, const unsigned (&rows)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                    shared_address(column)),
@@ -258,7 +264,8 @@ __device__ __forceinline__ void store_transposed(void* column, const unsigned (&
                : "memory");
 }
 
-// The same, not transposed: lane 8 k + i has the address of 16 bytes for row i.
+// Writes four such matrices without transposing them: lane 8 k + i passes the address of 16 bytes
+// for row i of matrix k.
 __device__ __forceinline__ void store_rows(void* row, const unsigned (&rows)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
@@ -266,76 +273,78 @@ __device__ __forceinline__ void store_rows(void* row, const unsigned (&rows)[4])
       : "memory");
 }
 
-// Orders registers and shared memory before the warpgroup's next products.
+// Orders accesses of registers and shared memory before the warpgroup's next wgmma.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// Closes a group of the warpgroup's products since the last commit.
+// Commits the warpgroup's wgmma since the last commit as one group.
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most kPending of the warpgroup's latest groups are still under way.
+// Waits until at most kPending of the warpgroup's latest groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from using sums before the wgmma_wait above.
+// Keeps the compiler from reading accumulators before the preceding wgmma_wait.
 template <int kCount>
 __device__ __forceinline__ void hold_registers(float (&sums)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
-// Keeps the compiler from giving the registers of products' operands away before it.
+// Keeps the compiler from reusing the registers of wgmma's operands before the preceding
+// wgmma_wait.
 template <int kCount>
 __device__ __forceinline__ void hold_registers(unsigned (&operands)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(operands[i])::"memory");
 }
 
-// Keeps the compiler from taking an address apart, so that what is added to it later is part of the
-// loads, and not kept in registers of its own.
+// Keeps the compiler from splitting an address, so that later offsets become immediates of the
+// loads instead of registers of their own.
 template <class T>
 __device__ __forceinline__ void hold_address(const T*& address) {
   asm volatile("" : "+l"(address));
 }
 
-// A matrix in shared memory for the tensor cores, without swizzle: cores of 8 rows by 16 bytes,
-// each 128 bytes in one piece. `leading` bytes lie between cores that neighbour along the sum,
-// `stride` bytes between those that neighbour across it. To move the start, add bytes / 16.
+// A wgmma matrix descriptor without swizzle. Core matrices of 8 rows by 16 bytes are 128 contiguous
+// bytes each; `leading` bytes lie between core matrices that are neighbours along K, `stride` bytes
+// between neighbours along M or N. Adding bytes / 16 to a descriptor moves its start.
 using Matrix = unsigned long long;
 
 __device__ __forceinline__ Matrix matrix(const void* start, int leading, int stride) {
-  // In a cluster, an address has the block's rank in its highest bits, where other fields are.
+  // In a cluster, the highest bits of a shared address hold the block's rank; the descriptor has
+  // other fields there.
   const unsigned address = shared_address(start) & 0x3ffffu;
   return static_cast<Matrix>(address >> 4) | static_cast<Matrix>(leading >> 4) << 16 |
          static_cast<Matrix>(stride >> 4) << 32;
 }
 
-// The same of boxes that tensor copies have swizzled in spans of 128 bytes, from a multiple of 1024
-// bytes on. Rows along the sum: 8 rows of 128 bytes lie in one piece, `stride` bytes between such
-// pieces; `leading` is not used. To move along the sum, within the 128 bytes, add bytes / 16.
-// Across the sum (see wgmma): 8 places of the sum by 128 bytes lie in one piece, `stride` bytes
-// between pieces that neighbour along the sum, `leading` bytes between those across it.
+// A descriptor with 128-byte swizzle, for TMA boxes at multiples of 1024 bytes. K-major operand: 8
+// rows of 128 bytes are contiguous, `stride` bytes lie between such groups, and `leading` is
+// unused; adding bytes / 16 moves along K within the 128 bytes. MN-major operand (see wgmma): 8
+// places along K by 128 bytes are contiguous, `stride` bytes lie between neighbours along K, and
+// `leading` bytes between neighbours along M or N.
 __device__ __forceinline__ Matrix swizzled_matrix(const void* start, int leading, int stride) {
   return matrix(start, leading, stride) | 1ull << 62;
 }
 
-// --- Clusters: blocks that run at the same time and read each other's shared memory --------------
-// Of a kernel with __cluster_dims__; the others' blocks are clusters by themselves.
+// --- Clusters: thread blocks that share their shared memory (DSMEM) ------------------------------
+// These are for kernels with __cluster_dims__. In any other kernel each block is a cluster of one.
 
-// Which of the cluster's blocks this is.
+// The rank of this block in its cluster.
 __device__ __forceinline__ int cluster_rank() {
   int rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
-// Waits for all threads of the cluster's blocks, but for those that have exited. Who waits sees
-// what all of them wrote before. One is due before the first access of another block's shared
-// memory, which may not have begun, and one after the last, before that block ends.
+// Synchronises all threads of the cluster's blocks that have not exited; after it, each sees what
+// all of them wrote before. It is due before the first access of another block's shared memory,
+// since that block may not have started, and after the last, since that block must not have ended.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile(
       "barrier.cluster.arrive.release;\n"
@@ -343,8 +352,8 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
-// Four floats of another block of the cluster: what its shared memory has where `shared` lies in
-// this one's.
+// Loads four floats from the shared memory of the block with this rank, at the offset that `shared`
+// has in this block.
 __device__ __forceinline__ float4 load_from_block(const float4* shared, int rank) {
   float4 value;
   asm volatile(
@@ -359,17 +368,17 @@ __device__ __forceinline__ float4 load_from_block(const float4* shared, int rank
   return value;
 }
 
-// --- Launches that follow each other -------------------------------------------------------------
-// Of a launch that is `early`, blocks may begin while the launch before it is still under way.
+// --- Programmatic dependent launch (PDL) ---------------------------------------------------------
+// Blocks of a launch that is `early` may begin while the launch before it is still running.
 
-// Waits until earlier launches are complete and what they wrote can be seen: before the first
-// access of any tensor. All threads that access one call it.
+// Waits until earlier launches are complete and their writes are visible. Every thread that
+// accesses a tensor calls it before its first access.
 __device__ __forceinline__ void wait_for_earlier_launch() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Lets the blocks of the next launch begin, where there is room for them, once all blocks have
-// called this or ended.
+// Lets the blocks of the next launch begin where there is room for them, once all blocks of this
+// one have called it or ended.
 __device__ __forceinline__ void allow_later_launch() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -1,4 +1,4 @@
-// Small pieces that every kernel on plain CUDA cores uses: vectors of four, tiles of rows.
+// Integer arithmetic, index types and vectors that all kernels share.
 #pragma once
 #include "device/scalar.cuh"
 
@@ -22,8 +22,8 @@ __host__ __device__ constexpr T min_of(T a, T b) {
   return a < b ? a : b;
 }
 
-// What counts to kEnd: 32 bits where they are enough, since 64-bit address arithmetic costs several
-// times as much.
+// The index type for numbers up to kEnd: 32 bits where they suffice, since 64-bit address
+// arithmetic takes several times as many instructions.
 template <bool kWide>
 struct IndexOf {
   using type = int;
@@ -39,13 +39,14 @@ template <class T, int kCount>
 struct alignas(sizeof(T) * kCount) Vector {
   T element[kCount];
 };
-// Vectors wider than what one instruction moves are read as several.
+// 16 bytes are the widest access of one instruction: a wider vector is read by several, and needs
+// no more than their alignment.
 template <>
 struct alignas(16) Vector<double, 4> {
   double element[4];
 };
 
-// Four neighbours in shared memory, widened to the type they are summed in.
+// Loads four consecutive elements and widens them to the accumulator's type.
 template <class T>
 __device__ __forceinline__ void load4(const T* source, typename SumOf<T>::type (&target)[4]) {
   const Vector<T, 4> four = *reinterpret_cast<const Vector<T, 4>*>(source);
@@ -53,8 +54,8 @@ __device__ __forceinline__ void load4(const T* source, typename SumOf<T>::type (
   for (int i = 0; i < 4; ++i) target[i] = widen(four.element[i]);
 }
 
-// Copies kCount neighbouring elements to shared memory, asynchronously where the hardware can
-// (it copies no less than 4 bytes), or writes zeros.
+// Copies kCount consecutive elements to shared memory, or writes zeros. cp.async copies 4 bytes or
+// more; fewer are copied synchronously.
 template <int kCount, class T>
 __device__ __forceinline__ void copy_elements(T* shared, const T* global, bool valid) {
   constexpr int kBytes = kCount * static_cast<int>(sizeof(T));

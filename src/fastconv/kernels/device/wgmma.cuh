@@ -1,5 +1,6 @@
-// The tensor cores' product, for each of its 32 widths. Assembly takes its registers one by one, so
-// they are listed, each list by the one before.
+// wgmma.mma_async, the warpgroup-wide MMA of sm_90a, for each of its 32 values of N. Inline
+// assembly names every accumulator register, so the macros below list them; each list extends the
+// one before.
 #pragma once
 #include "device/sm90.cuh"
 
@@ -72,8 +73,8 @@ namespace fastconv {
 #define FASTCONV_OPERANDS_124 FASTCONV_OPERANDS_120, "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123])
 #define FASTCONV_OPERANDS_128 FASTCONV_OPERANDS_124, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
-// Of one width: where the list of registers ends, the inputs follow: `left` in shared memory, or in
-// four registers.
+// One instruction for N = `columns`. The input operands are numbered after the accumulator
+// registers: `left` is a matrix descriptor in shared memory, or four registers.
 #define FASTCONV_WGMMA(columns, registers, a, b, c, d, e, f, shape, types, flags)                   \
   if constexpr (kColumns == columns) {                                                              \
     asm volatile(                                                                                   \
@@ -135,46 +136,47 @@ namespace fastconv {
   instruction(256, 128, 128, 129, 130, 131, 132, 133, __VA_ARGS__)
 // clang-format on
 
-// d (+)= left * right: 64 rows by kColumns, over 32 bytes of each row. `left` has 64 rows, `right`
-// kColumns; a sum's rows and columns lie over the warpgroup's threads as wgmma has them:
+// d (+)= left * right^T: M = 64 rows of `left` by N = kColumns rows of `right`, over 32 bytes along
+// K. A warpgroup's threads hold the accumulators in wgmma's layout:
 //   d[4 j + 2 h + i] is row 16 warp + lane / 4 + 8 h, column 8 j + 2 (lane % 4) + i.
-// Asynchronous: between wgmma_fence and wgmma_wait neither d nor the matrices may be touched.
-// Neighbours in shared memory are neighbours along the sum. 16-bit elements may also lie across it,
-// as neighbouring rows of `left` (kLeftAcross) or of `right` (kRightAcross).
+// The instruction is asynchronous: between wgmma_fence and wgmma_wait neither d nor the operands
+// may be accessed. By default both operands are K-major: elements that follow each other in shared
+// memory follow each other along K. 16-bit operands may also be MN-major, which kLeftMnMajor and
+// kRightMnMajor say of `left` and `right`.
 template <int kColumns>
 __device__ __forceinline__ void wgmma(Tf32, float (&d)[kColumns / 2], Matrix left, Matrix right,
                                       bool accumulate) {
   FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k8", ".tf32.tf32", "")
 }
-template <int kColumns, bool kLeftAcross = false, bool kRightAcross = false>
+template <int kColumns, bool kLeftMnMajor = false, bool kRightMnMajor = false>
 __device__ __forceinline__ void wgmma(Float16, float (&d)[kColumns / 2], Matrix left, Matrix right,
                                       bool accumulate) {
-  if constexpr (kLeftAcross && kRightAcross) {
+  if constexpr (kLeftMnMajor && kRightMnMajor) {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 1, 1")
-  } else if constexpr (kLeftAcross) {
+  } else if constexpr (kLeftMnMajor) {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 1, 0")
-  } else if constexpr (kRightAcross) {
+  } else if constexpr (kRightMnMajor) {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 0, 1")
   } else {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 0, 0")
   }
 }
-template <int kColumns, bool kLeftAcross = false, bool kRightAcross = false>
+template <int kColumns, bool kLeftMnMajor = false, bool kRightMnMajor = false>
 __device__ __forceinline__ void wgmma(Bfloat16, float (&d)[kColumns / 2], Matrix left, Matrix right,
                                       bool accumulate) {
-  if constexpr (kLeftAcross && kRightAcross) {
+  if constexpr (kLeftMnMajor && kRightMnMajor) {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 1, 1")
-  } else if constexpr (kLeftAcross) {
+  } else if constexpr (kLeftMnMajor) {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 1, 0")
-  } else if constexpr (kRightAcross) {
+  } else if constexpr (kRightMnMajor) {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 0, 1")
   } else {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 0, 0")
   }
 }
 
-// The same with `left` in registers: left[h + 2 i] holds 4 bytes of row 16 warp + lane / 4 + 8 h,
-// from byte 16 i + 4 (lane % 4) on. They may not be touched either until the product is complete.
+// `left` in registers: left[h + 2 i] holds 4 bytes of row 16 warp + lane / 4 + 8 h, from byte 16 i
+// + 4 (lane % 4) on. These registers may not be written either until the wgmma is complete.
 template <int kColumns>
 __device__ __forceinline__ void wgmma(Tf32, float (&d)[kColumns / 2], const unsigned (&left)[4],
                                       Matrix right, bool accumulate) {

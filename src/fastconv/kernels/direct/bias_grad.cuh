@@ -1,9 +1,10 @@
 // Bias gradient on plain CUDA cores: the sum of the output's gradient over images and pixels.
 //
-// Each channel's values are shared out among `splits` blocks. A thread adds up every kThreads-th
-// value of its block's share, then the block's threads add theirs pairwise. A second kernel adds
-// the blocks' sums in order: no atomics, the same bits every time. For weight gradients that do not
-// see the output's gradient as it is, and for exported files.
+// `splits` blocks share each channel's values. A thread adds up every kThreads-th value of its
+// block's share, then the block reduces its threads' results pairwise in shared memory. A second
+// kernel adds the blocks' results in a fixed order, without atomics, so that the bits are the same
+// every time. It serves weight gradients that do not read the output's gradient as it is, and
+// exported files.
 #pragma once
 #include "device/scalar.cuh"
 
@@ -31,17 +32,17 @@ extern "C" __global__ void __launch_bounds__(fastconv::bias_grad::kThreads)
   const int channel = blockIdx.x % C::channels, split = blockIdx.x / C::channels;
   const long long count = batch * kPixels;
   const long long end = count * (split + 1) / splits;
-  float sum = 0;
+  float acc = 0;
   for (long long i = count * split / splits + threadIdx.x; i < end; i += kThreads) {
-    sum += fastconv::widen(grad_output[offset(i / kPixels, channel, i % kPixels)]);
+    acc += fastconv::widen(grad_output[offset(i / kPixels, channel, i % kPixels)]);
   }
-  float* sums = reinterpret_cast<float*>(fastconv::shared_memory());
-  sums[threadIdx.x] = sum;
+  float* partial_acc = reinterpret_cast<float*>(fastconv::shared_memory());
+  partial_acc[threadIdx.x] = acc;
   for (int half = kThreads / 2; half > 0; half /= 2) {
     __syncthreads();
-    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+    if (threadIdx.x < half) partial_acc[threadIdx.x] += partial_acc[threadIdx.x + half];
   }
-  if (threadIdx.x == 0) partial[channel * splits + split] = sums[0];
+  if (threadIdx.x == 0) partial[channel * splits + split] = partial_acc[0];
 }
 
 extern "C" __global__ void __launch_bounds__(fastconv::bias_grad::kThreads)
@@ -49,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::bias_grad::kThreads)
   using namespace fastconv::bias_grad;
   const int channel = blockIdx.x * kThreads + threadIdx.x;
   if (channel >= C::channels) return;
-  float sum = 0;
-  for (int split = 0; split < splits; ++split) sum += partial[channel * splits + split];
-  grad[channel] = fastconv::narrow<Scalar>(sum);
+  float acc = 0;
+  for (int split = 0; split < splits; ++split) acc += partial[channel * splits + split];
+  grad[channel] = fastconv::narrow<Scalar>(acc);
 }

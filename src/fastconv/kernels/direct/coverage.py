@@ -1,4 +1,4 @@
-"""What chooses the code of the portable kernels."""
+"""Which constants select code paths of the portable kernels, for the coverage corpus."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from fastconv.kernels.coverage import Anatomy
 from fastconv.kernels.direct.forward.plan import PIXELS
 from fastconv.kernels.family import GEOMETRY, Constant
 
-_BYTES = {"double": 8, "float": 4}  # others have 2
+_BYTES = {"double": 8, "float": 4}  # all other scalars have 2
 
 
 def _taps(c: Mapping[str, Any], side: str) -> tuple[int, int]:
-    """Of a phase, at most; and phases."""
+    """The most taps that a residue of the stride has along a side, and the number of residues."""
     if not c["transposed"]:
         return c[f"kernel_{side}"], 1
-    phases = c[f"stride_{side}"] // gcd(c[f"stride_{side}"], c[f"dilation_{side}"])
-    return ceil_div(c[f"kernel_{side}"], phases), phases
+    residues = c[f"stride_{side}"] // gcd(c[f"stride_{side}"], c[f"dilation_{side}"])
+    return ceil_div(c[f"kernel_{side}"], residues), residues
 
 
-def _correlate(c: Mapping[str, Any]) -> dict[str, Constant]:
+def _forward(c: Mapping[str, Any]) -> dict[str, Constant]:
     transposed, stride = c["transposed"], (c["stride_height"], c["stride_width"])
-    (rows, row_phases), (columns, column_phases) = _taps(c, "height"), _taps(c, "width")
+    (rows, row_residues), (columns, column_residues) = _taps(c, "height"), _taps(c, "width")
     channels = min(c["channels_per_thread"], 4)
     if not c["aligned"]:
         stored = 1
@@ -38,11 +38,11 @@ def _correlate(c: Mapping[str, Any]) -> dict[str, Constant]:
         "strided": max(stride) > 1 and not transposed,
         "one row": c["stage_taps"] == 1,
         "one column": c["part_taps"] == 1,
-        "phases": row_phases * column_phases > 1,
+        "residues": row_residues * column_residues > 1,
         "output step": transposed and max(stride) > 1,
         "several parts": columns > c["part_taps"],
         "several rows": rows > c["stage_taps"],
-        "taps differ": c["kernel_height"] % row_phases + c["kernel_width"] % column_phases > 0,
+        "taps differ": c["kernel_height"] % row_residues + c["kernel_width"] % column_residues > 0,
         "stages flushed together": c["two_level"] and c["flush_stages"] > 1,
         "rows flushed": c["flush_rows"] < c["stage_taps"],
         "unrolled": c["stage_taps"] * c["part_taps"] <= c["unrolled_taps"],
@@ -50,20 +50,20 @@ def _correlate(c: Mapping[str, Any]) -> dict[str, Constant]:
     }
 
 
-CORRELATE = Anatomy(
+FORWARD = Anatomy(
     sizes=GEOMETRY
     | {
         "lanes_y", "lanes_x", "warps", "stage_channels", "stage_taps", "part_taps",
         "unrolled_taps", "pitch_padding", "flush_channels", "flush_stages", "flush_rows",
         "shared_bytes", "blocks_per_sm",
     },
-    chosen=_correlate,
+    chosen=_forward,
     parts={
         "load": ("bytes", "in_channels_last", "vector", "strided", "one row", "one column",
-                 "phases"),
+                 "residues"),
         "multiply": ("bytes", "channels_per_thread", "two_level", "several parts", "several rows",
                      "taps differ", "unrolled", "stages flushed together", "rows flushed"),
-        "weights": ("Scalar", "transposed", "packed", "phases", "several parts", "several rows"),
+        "weights": ("Scalar", "transposed", "packed", "residues", "several parts", "several rows"),
         "store": ("Scalar", "out_channels_last", "stored", "output step"),
     },
 )  # fmt: skip
@@ -106,7 +106,7 @@ BIAS_GRAD = Anatomy(
 )
 
 ANATOMIES = {
-    "direct/forward/kernel.cuh": CORRELATE,
+    "direct/forward/kernel.cuh": FORWARD,
     "direct/wgrad/kernel.cuh": WEIGHT_GRAD,
     "direct/bias_grad.cuh": BIAS_GRAD,
 }

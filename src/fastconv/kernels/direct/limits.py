@@ -1,9 +1,9 @@
-"""How far the portable kernels count: the one place where the sizes that they take are checked.
+"""The largest sizes that the portable kernels take, all checked here.
 
-Every number that a kernel is told is below :data:`END`, and with it whatever is no larger than one
-of them: kernel extents, output sizes, strides between outputs. Rounded up to tiles they are still
-32-bit ints. What grows beyond (offsets, packed weights, positions that tiles reach past an image's
-end) has a type in device code that follows from its largest value: ``IndexTo`` in ``tile.cuh``.
+Every size given to a kernel is below :data:`END`, and so is everything no larger than one of them:
+kernel extents, output sizes, strides between outputs. Rounded up to tiles they still fit 32-bit
+ints. Quantities that may be larger (offsets, packed weights, positions of tiles past an image's
+end) have a type in device code that follows from their largest value: ``IndexTo`` in ``tile.cuh``.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import replace
 
 from fastconv.problem import Pair, Problem
 
-END = 2**31 - 2**16
-MOST_BLOCKS = 2**31 - 1  # of a launch
+END = 2**31 - 2**16  # leaves 2**16 of the 32-bit range for rounding up to tiles
+MOST_BLOCKS = 2**31 - 1  # CUDA's limit on a grid's first dimension
 
 
 def checked(problem: Problem) -> Problem:
-    """The problem, in numbers that the kernels can hold.
+    """Checks a problem's sizes, and returns the problem with idle strides and dilations reduced.
 
-    A stride that is never taken, and the dilation of a single tap, may be larger than all the rest:
-    they become as small as they can be without a change of the result.
+    A stride that no output uses, and the dilation of a single tap, may be larger than every other
+    size: they become as small as they can be without changing the result.
 
     Raises:
         NotImplementedError: a size is too large; the message names it.
@@ -38,7 +38,7 @@ def checked(problem: Problem) -> Problem:
 
 
 def require(what: str, value: int) -> None:
-    """Raises NotImplementedError if there is too much of something for 32-bit ints."""
+    """Raises NotImplementedError if a value, described by ``what``, is not below :data:`END`."""
     if value >= END:
         raise NotImplementedError(
             f"fastconv's portable kernels take {what} below {END} (2^31 - 2^16), but got {value}"
@@ -46,6 +46,6 @@ def require(what: str, value: int) -> None:
 
 
 def _strides(problem: Problem) -> Pair:
-    """At most the padded size: beyond, there is one output anyway."""
+    """The strides, at most the padded size: with any larger one there is a single output."""
     height, width = map(min, problem.stride, problem.padded_size)
     return height, width

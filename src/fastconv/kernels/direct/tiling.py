@@ -1,4 +1,4 @@
-"""Arithmetic that both kernels' plans share; mirrors ``device/tile.cuh``."""
+"""Arithmetic that the plans of both portable kernels share; mirrors ``device/tile.cuh``."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ FAMILY = "direct"
 WHY = "plain CUDA cores: any geometry and dtype, on every GPU"
 
 STAGES = 2
-"""Of every tile in shared memory: one is read while the next is loaded."""
+"""Buffers of every tile in shared memory: one is read while the next is loaded."""
 
 MOST_UNROLLED_TAPS = 16
+"""The longest kernel row, in taps, that is unrolled whole; longer rows are cut into parts."""
 
 MOST_WINDOW = 128
-"""Pixels of a row that a thread's taps may span: the compiler unrolls over all of them."""
+"""The most pixels of a row that a thread's taps may span: the compiler unrolls over all of them."""
 
 
 def filled(size: int, tile: int) -> float:
-    """The share of the tiles over ``size`` that is not beyond its end."""
+    """The fraction of the tiles over ``size`` that lies within it."""
     return size / (ceil_div(size, tile) * tile)
 
 
@@ -32,10 +33,11 @@ def power_of_two_for(count: int, most: int) -> int:
 
 
 def part_sizes(taps: int, step: int, vector: int) -> list[int]:
-    """Ways to cut a kernel row of ``taps`` taps, ``step`` pixels apart, best first.
+    """Sizes of parts, in taps, to cut a kernel row into: best first, down to a single tap.
 
-    Whole, if it is not too long to unroll; else, and if a whole row's pixels do not fit shared
-    memory, in ever smaller parts. With vector copies all parts must start at the same alignment.
+    The row has ``taps`` taps, ``step`` pixels apart. The first size is the whole row if that is not
+    too long to unroll; smaller ones are for rows whose pixels do not fit shared memory. With vector
+    copies of ``vector`` pixels all parts must start at the same alignment.
     """
     count = ceil_div(taps, MOST_UNROLLED_TAPS)
     sizes = []
@@ -53,9 +55,10 @@ def pitch_padding(
 ) -> int:
     """Elements to add to a tile's rows, so that lanes ``rows`` rows apart hit different banks.
 
-    Best is a distance of 16 bytes (4 banks) modulo the 128 bytes of all banks; rows stay multiples
-    of ``vector`` elements. ``tight`` tiles, which would not fit shared memory otherwise, have one
-    vector or none: whichever leaves the distance less in common with the 128 bytes.
+    The best distance between these lanes is 16 bytes (4 banks) modulo the 128 bytes of all banks;
+    rows stay multiples of ``vector`` elements. ``tight`` tiles, which would otherwise not fit
+    shared memory, get one vector or none: whichever leaves the distance a smaller common divisor
+    with the 128 bytes.
     """
     step = max(vector, 4)
 

@@ -1,9 +1,20 @@
-"""Kernels for Hopper's tensor cores (sm_90a), a folder each, with what plans them.
+"""Kernels for Hopper's tensor cores (sm_90a, wgmma and TMA), each in a folder with its planner.
 
-- ``correlate``: forward passes and input gradients; ``spread``: those of few output channels.
-- ``weight_grad``: weight gradients; ``collect``: those of few input channels.
+Forward passes and input gradients:
 
-Which of them computes a pass is decided in ``passes``. Files beside it are what they share.
+- ``halo``: from halo tiles, for all layers.
+- ``few_outputs``: all taps in the N of one MMA, for few output channels.
+- ``implicit_gemm_nhwc``: channels-last 16-bit tensors, loaded by TMA in im2col mode.
+- ``implicit_gemm_nchw``: contiguous float32 tensors in TF32.
+
+Weight gradients:
+
+- ``wgrad_halo``: from halo tiles, for all layers.
+- ``wgrad_few_inputs``: the taps of a kernel row in the N of one MMA, for few input channels.
+- ``wgrad_implicit_gemm``: a GEMM over the positions of all images.
+
+``passes`` chooses the kernel of a pass. The other files of this folder are shared by several
+kernels.
 """
 
 from fastconv.kernels.hopper.passes import alternatives, forward, input_grad, weight_grad

@@ -1,4 +1,4 @@
-"""What chooses the code of Hopper's kernels."""
+"""Coverage classes of Hopper's kernels: the choices that select the code of each part."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fastconv.kernels.hopper.block import OUTPUTS
 
 
 def _vector(c: Mapping[str, Any]) -> int:
-    """Elements of 16 bytes."""
+    """Elements in 16 bytes."""
     return 4 if c["Scalar"] == "float" else 8
 
 
 def _axis(c: Mapping[str, Any], side: str) -> tuple[int, int]:
-    """Phases of taps, and how far apart outputs are that read the same input."""
+    """The number of residues of taps, and the distance of outputs that read the same input."""
     stride, dilation = c[f"stride_{side}"], c[f"dilation_{side}"]
     common = gcd(stride, dilation)
     return stride // common, dilation // common
 
 
-def _correlate(c: Mapping[str, Any]) -> dict[str, Constant]:
+def _halo(c: Mapping[str, Any]) -> dict[str, Constant]:
     vector = _vector(c)
     channels = 2 * c["k_steps"] * (8 if c["halves"] else vector)  # of a chunk
     strips = ceil_div(c["out_width"] + max(c["lead"] - 1, 0), c["tile_columns"])
@@ -32,13 +32,13 @@ def _correlate(c: Mapping[str, Any]) -> dict[str, Constant]:
     unfolds = c["out_fold_height"] * c["out_fold_width"] > 1
     whole = strips == 1 or c["interleave"] * c["tile_columns"] % vector == 0
     gap = (c["kernel_width"] - 1) * c["dilation_width"]
-    phases, row_step = _axis(c, "height")
+    residues, row_step = _axis(c, "height")
     return {
         "16 bits": vector == 8,
         "stacked": c["stack"] > 1,
         "folded": c["fold_height"] * c["fold_width"] > 1,
         "grouped": c["groups"] > 1,
-        "phases": phases * _axis(c, "width")[0] > 1,
+        "residues": residues * _axis(c, "width")[0] > 1,
         "row step": row_step > 1,
         "rows": c["tile_rows"] > 1,
         "several strips": strips > 1,
@@ -56,8 +56,8 @@ def _correlate(c: Mapping[str, Any]) -> dict[str, Constant]:
         and not unfolds,
         "even rows": c["out_width"] % 2 == 0 and gap % 2 == 0,
         "output step": c["out_step_height"] > 1 or c["out_step_width"] > 1,
-        "interleave": "phases" if unfolds else c["interleave"],
-        **(_unfolded(c) if unfolds else dict.fromkeys(UNFOLDED, False)),
+        "interleave": "residues" if unfolds else c["interleave"],
+        **(_residue_channels(c) if unfolds else dict.fromkeys(RESIDUE_CHANNELS, False)),
         "stores": 1
         if unfolds
         else min((c["row_end"] - c["row_begin"]) * (c["column_end"] - c["column_begin"]), 2),
@@ -65,11 +65,11 @@ def _correlate(c: Mapping[str, Any]) -> dict[str, Constant]:
     }
 
 
-UNFOLDED = ("pairs", "early", "idle rows", "lines", "empty phases")
+RESIDUE_CHANNELS = ("pairs", "early", "idle rows", "lines", "empty residues")
 
 
-def _unfolded(c: Mapping[str, Any]) -> dict[str, Constant]:
-    """What chooses how phases that are channels are packed and stored."""
+def _residue_channels(c: Mapping[str, Any]) -> dict[str, Constant]:
+    """Choices of how residues that are channels are packed and stored."""
     fold = c["out_fold_height"] * c["out_fold_width"]
     column = c["group_out"] // fold if c["out_channels_last"] else 1
     rows = OUTPUTS // c["stack"]
@@ -79,12 +79,12 @@ def _unfolded(c: Mapping[str, Any]) -> dict[str, Constant]:
         "early": c["row_begin"] < 0 or c["column_begin"] < 0,
         "idle rows": rows % c["interleave"] > 0,
         "lines": min(rows // c["interleave"], 2),
-        "empty phases": c["weight_height"] < c["out_fold_height"]
+        "empty residues": c["weight_height"] < c["out_fold_height"]
         or c["weight_width"] < c["out_fold_width"],
     }
 
 
-CORRELATE = Anatomy(
+HALO = Anatomy(
     sizes=GEOMETRY
     | {
         "interleave", "out_fold_height", "out_fold_width", "fold_height", "fold_width",
@@ -99,21 +99,21 @@ CORRELATE = Anatomy(
         "producer_registers", "consumer_registers", "shared_bytes", "packed_at", "tables_at",
         "table_channels", "table_columns",
     },
-    chosen=_correlate,
+    chosen=_halo,
     parts={
         "load": (
             "16 bits", "parts", "halves", "ties_to_even", "in_channels_last", "vector_loads",
-            "staged", "bulk_loads", "wraps", "rolling", "folded", "phases", "raw aligned",
+            "staged", "bulk_loads", "wraps", "rolling", "folded", "residues", "raw aligned",
             "repairs",
         ),
         "multiply": (
             "Scalar", "parts", "halves", "low_products", "compensated", "rolling", "resident",
-            "turns", "channel_groups", "stacked", "several chunks", "phases",
+            "turns", "channel_groups", "stacked", "several chunks", "residues",
         ),
         "store": (
             "16 bits", "halves", "out_channels_last", "vector_stores", "bulk_stores",
             "joint_stores", "wraps", "interleave", "column_sums", "stacked", "lead",
-            "rows aligned", "even rows", "passes", "output step", "stores", *UNFOLDED,
+            "rows aligned", "even rows", "passes", "output step", "stores", *RESIDUE_CHANNELS,
         ),
         "pack": (
             "Scalar", "parts", "halves", "transposed", "folded", "stacked", "column_sums",
@@ -123,7 +123,7 @@ CORRELATE = Anatomy(
 )  # fmt: skip
 
 
-def _spread(c: Mapping[str, Any]) -> dict[str, Constant]:
+def _few_outputs(c: Mapping[str, Any]) -> dict[str, Constant]:
     return {
         "16 bits": _vector(c) == 8,
         "lead": c["lead"] > 0,
@@ -133,9 +133,9 @@ def _spread(c: Mapping[str, Any]) -> dict[str, Constant]:
     }
 
 
-SPREAD = Anatomy(
+FEW_OUTPUTS = Anatomy(
     sizes=GEOMETRY | {"lead", "strip_columns", "band_rows", "unit_steps", "shared_bytes"},
-    chosen=_spread,
+    chosen=_few_outputs,
     parts={
         "load": ("Scalar", "parts", "ties_to_even", "in_channels_last", "vector_loads",
                  "pair_loads", "one unit"),
@@ -146,18 +146,18 @@ SPREAD = Anatomy(
 )  # fmt: skip
 
 
-def _collect(c: Mapping[str, Any]) -> dict[str, Constant]:
-    phases, row_step = _axis(c, "height")
+def _wgrad_few_inputs(c: Mapping[str, Any]) -> dict[str, Constant]:
+    residues, row_step = _axis(c, "height")
     return {
         "row step": row_step > 1,
-        "old rows": phases < c["kernel_height"],
+        "old rows": residues < c["kernel_height"],
         "several channels": c["group_in"] > 1,
     }
 
 
-COLLECT = Anatomy(
+WGRAD_FEW_INPUTS = Anatomy(
     sizes=GEOMETRY | {"unit_steps", "band_rows", "flush_steps", "shared_bytes"},
-    chosen=_collect,
+    chosen=_wgrad_few_inputs,
     parts={
         "load": ("Scalar", "parts", "in_channels_last", "old rows", "several channels"),
         "multiply": ("Scalar", "parts", "bias", "grad_channels_last", "pair_loads", "warpgroups"),
@@ -165,10 +165,10 @@ COLLECT = Anatomy(
 )
 
 
-def _weight_grad(c: Mapping[str, Any]) -> dict[str, Constant]:
+def _wgrad_halo(c: Mapping[str, Any]) -> dict[str, Constant]:
     vector, last = _vector(c), c["grad_channels_last"]
-    phases, row_step = _axis(c, "height")
-    next_tap = c["product_octets"] == 1 and c["product_taps"] > 1
+    residues, row_step = _axis(c, "height")
+    next_tap = c["mma_octets"] == 1 and c["mma_taps"] > 1
     return {
         "16 bits": vector == 8,
         "grouped": c["groups"] > 1,
@@ -178,36 +178,36 @@ def _weight_grad(c: Mapping[str, Any]) -> dict[str, Constant]:
         if c["grad_boxes"]
         else gcd(c["grad_vector"], vector if last else c["out_width"]),
         "row step": row_step > 1,
-        "old rows": phases < c["kernel_rows"],
+        "old rows": residues < c["kernel_rows"],
         "whole pixels": last
         and c["groups"] == 1
         and c["group_out"] == c["channel_groups"] * OUTPUTS,
-        "across": "taps" if next_tap else "octets" if c["product_octets"] > 1 else "one",
+        "across": "taps" if next_tap else "octets" if c["mma_octets"] > 1 else "one",
         "whole planes": c["segments"] % c["kernel_rows"] == 0,
         "several segments": c["segments"] > 1,
-        "phases": "both"
-        if c["phase_images"] > 1 < c["phase_strips"]
+        "interleaved": "both"
+        if c["interleaved_images"] > 1 < c["interleaved_strips"]
         else "images"
-        if c["phase_images"] > 1
+        if c["interleaved_images"] > 1
         else "strips",
         "whole stages": c["out_width"] % c["stage_columns"] == 0,
     }
 
 
-WEIGHT_GRAD = Anatomy(
+WGRAD_HALO = Anatomy(
     sizes=GEOMETRY
     | {
-        "grad_vector", "lead", "kernel_rows", "product_taps", "product_octets", "segments",
-        "phase_images", "phase_strips", "steps", "stage_columns", "strip_stages", "strip_weight",
-        "last_strip_weight", "input_stages", "grad_stages", "flush_steps", "batch",
+        "grad_vector", "lead", "kernel_rows", "mma_taps", "mma_octets", "segments",
+        "interleaved_images", "interleaved_strips", "steps", "stage_columns", "strip_stages",
+        "strip_weight", "last_strip_weight", "input_stages", "grad_stages", "flush_steps", "batch",
         "producer_registers", "consumer_registers", "shared_bytes", "slots_at",
     },
-    chosen=_weight_grad,
+    chosen=_wgrad_halo,
     parts={
         "load": ("16 bits", "parts", "halves", "ties_to_even", "in_channels_last",
-                 "vector_input", "old rows", "phases", "across", "grad_boxes"),
+                 "vector_input", "old rows", "interleaved", "across", "grad_boxes"),
         "copy": ("16 bits", "grad_channels_last", "grad_bulk", "grad_boxes", "plane_classes",
-                 "lead", "shifted", "copied", "whole pixels", "phases"),
+                 "lead", "shifted", "copied", "whole pixels", "interleaved"),
         "multiply": ("Scalar", "parts", "halves", "ties_to_even", "bias", "grad_channels_last",
                      "channel_groups", "whole planes", "several segments", "across", "lead",
                      "shifted", "whole stages", "grad_boxes", "plane_classes"),
@@ -218,23 +218,23 @@ WEIGHT_GRAD = Anatomy(
 
 
 def _reaches(c: Mapping[str, Any], side: str) -> list[int]:
-    """How far from its position each tap of an axis reads."""
+    """The distance from a position to what each tap of an axis reads."""
     padding = c["padding_top" if side == "height" else "padding_left"]
     return [tap * c[f"dilation_{side}"] - padding for tap in range(c[f"kernel_{side}"])]
 
 
-def _phases(c: Mapping[str, Any], side: str) -> tuple[int, int]:
-    """Along an axis of a gradient: its phases, and those of them that have taps."""
+def _residues(c: Mapping[str, Any], side: str) -> tuple[int, int]:
+    """Along an axis: the residues of a gradient's stride, and how many of them have taps."""
     stride = c[f"stride_{side}"] if c["transposed"] else 1
     return stride, len({reach % stride for reach in _reaches(c, side)})
 
 
-def _empty_phases(c: Mapping[str, Any]) -> bool:
-    """Whether some phase has no taps, and zeros are stored for it."""
-    return any(all_ > some for all_, some in (_phases(c, "height"), _phases(c, "width")))
+def _empty_residues(c: Mapping[str, Any]) -> bool:
+    """Whether some residue has no taps, and zeros are stored for it."""
+    return any(all_ > some for all_, some in (_residues(c, "height"), _residues(c, "width")))
 
 
-def _gemm_pixels(c: Mapping[str, Any]) -> dict[str, Constant]:
+def _implicit_gemm_nhwc(c: Mapping[str, Any]) -> dict[str, Constant]:
     depth, vector = 64, _vector(c)
     last = c["in_channels"] % depth or depth
     strides = [
@@ -247,7 +247,7 @@ def _gemm_pixels(c: Mapping[str, Any]) -> dict[str, Constant]:
         "part of a box": c["tile_columns"] % 64 > 0,
         "several taps": c["kernel_height"] * c["kernel_width"] > 1,
         "input step": c["input_step_height"] * c["input_step_width"] > 1,
-        "empty phases": _empty_phases(c),
+        "empty residues": _empty_residues(c),
         "patches": c["patch_rows"] > 0,
         "several chunks": c["in_channels"] > depth,
         "whole chunks": ceil_div(last, 16) == depth // 16,
@@ -257,17 +257,17 @@ def _gemm_pixels(c: Mapping[str, Any]) -> dict[str, Constant]:
     }
 
 
-GEMM_PIXELS = Anatomy(
+IMPLICIT_GEMM_NHWC = Anatomy(
     sizes=GEOMETRY
     | {
         "in_channels", "out_channels", "weight_in", "weight_out", "image_height", "image_width",
         "position_rows", "position_columns", "lower_height", "lower_width", "input_step_height",
         "input_step_width", "consumers", "tile_columns", "blocks", "stages", "patch_rows",
         "patch_width", "patch_pitch",
-        # A bias that is not aligned is no class: tests/emulator/test_alignment.py has some.
+        # An unaligned bias is not a coverage class; tests/emulator/test_alignment.py has some.
         "aligned_bias",
     },
-    chosen=_gemm_pixels,
+    chosen=_implicit_gemm_nhwc,
     parts={
         "load": ("transposed", "flat", "dense", "boxes", "several taps", "several chunks",
                  "packed", "resident"),
@@ -280,11 +280,11 @@ GEMM_PIXELS = Anatomy(
 )  # fmt: skip
 
 
-def _gemm_planes(c: Mapping[str, Any]) -> dict[str, Constant]:
-    row_phases, row_sums = _phases(c, "height")
-    column_phases, column_sums = _phases(c, "width")
+def _implicit_gemm_nchw(c: Mapping[str, Any]) -> dict[str, Constant]:
+    row_residues, reached_rows = _residues(c, "height")
+    column_residues, reached_columns = _residues(c, "width")
     positions, pixels = 128 * c["row_tiles"], c["grid_height"] * c["grid_width"]
-    several = row_sums * column_sums > 1
+    several = reached_rows * reached_columns > 1
     chunks = ceil_div(c["group_in"], c["chunk"])
     units = _offsets(c, "height") * _offsets(c, "width")
     return {
@@ -296,11 +296,11 @@ def _gemm_planes(c: Mapping[str, Any]) -> dict[str, Constant]:
         "beyond the image": c["image_pixels"] > pixels,
         "beyond the tile": c["tile_pixels"] < positions,
         "several taps": c["kernel_height"] * c["kernel_width"] > 1,
-        "several sums": several,
+        "several residues": several,
         "left over": (units if several else chunks * units) % 2 == 1,
-        "row phases": min(row_phases, 3),
-        "column phases": min(column_phases, 3),
-        "empty phases": _empty_phases(c),
+        "row residues": min(row_residues, 3),
+        "column residues": min(column_residues, 3),
+        "empty residues": _empty_residues(c),
         "several chunks": chunks > 1,
         "whole chunks": c["group_in"] % c["chunk"] == 0,
         "several column tiles": c["group_out"] > c["columns"],
@@ -310,45 +310,45 @@ def _gemm_planes(c: Mapping[str, Any]) -> dict[str, Constant]:
 
 
 def _offsets(c: Mapping[str, Any], side: str) -> int:
-    """Different ones of an axis' taps: of a gradient, several taps may have the same."""
+    """The number of different offsets of an axis' taps; a gradient's taps may share one."""
     stride = c[f"stride_{side}"] if c["transposed"] else 1
     return len({reach // stride for reach in _reaches(c, side)})
 
 
-GEMM_PLANES = Anatomy(
+IMPLICIT_GEMM_NCHW = Anatomy(
     sizes=GEOMETRY
     | {
         "grid_height", "grid_width", "step_height", "step_width", "columns", "tile_pixels",
         "image_pixels", "piece", "row_pixels", "pitch", "pieces", "input_stages",
         "weight_stages", "producer_registers", "consumer_registers", "shared_bytes",
     },
-    chosen=_gemm_planes,
+    chosen=_implicit_gemm_nchw,
     parts={
         "load": ("flat", "whole", "bulk", "long rows", "rows left out", "several pieces",
                  "several images", "resident"),
         "multiply": ("ties_to_even", "flat", "whole", "bulk", "row_tiles", "chunk", "vector",
-                     "resident", "several sums", "left over", "whole chunks"),
-        "store": ("row_tiles", "vector", "pairs", "row phases", "column phases", "empty phases",
-                  "whole columns"),
+                     "resident", "several residues", "left over", "whole chunks"),
+        "store": ("row_tiles", "vector", "pairs", "row residues", "column residues",
+                  "empty residues", "whole columns"),
         "pack": ("transposed", "ties_to_even", "chunk", "several taps", "whole chunks",
                  "whole columns"),
     },
 )  # fmt: skip
 
 
-def _gemm_weights(c: Mapping[str, Any]) -> dict[str, Constant]:
-    span = 16 * _vector(c) // 2  # elements of 128 bytes
+def _wgrad_implicit_gemm(c: Mapping[str, Any]) -> dict[str, Constant]:
+    span = 16 * _vector(c) // 2  # elements in 128 bytes
     taps = c["kernel_height"] * c["kernel_width"]
     group_in, group_out = (c["joined"] * c[name] for name in ("group_in", "group_out"))
     unit = 1 if c["few"] else span if c["channels_last"] and c["input_copied"] else 8
     tap_columns = ceil_div(group_in, unit) * unit
-    rows, columns = 64 * c["row_groups"], c["column_groups"] * c["product_columns"]
+    rows, columns = 64 * c["row_groups"], c["column_groups"] * c["mma_columns"]
     of_image = c["input_copied"] and not c["channels_last"]
-    products = ceil_div(c["out_height"] * c["out_width"] % span, span // 4) % 4
+    mmas = ceil_div(c["out_height"] * c["out_width"] % span, span // 4) % 4
     return {
         "several rows": c["row_groups"] > 1,
         "several columns": c["column_groups"] > 1,
-        "boxes": min(ceil_div(c["product_columns"], 64), 3),
+        "boxes": min(ceil_div(c["mma_columns"], 64), 3),
         "several taps": taps > 1,
         "several tiles": min(ceil_div(group_out, rows), 2)
         * min(ceil_div(taps * tap_columns, columns), 2),
@@ -357,7 +357,7 @@ def _gemm_weights(c: Mapping[str, Any]) -> dict[str, Constant]:
         "whole rows": group_out % rows == 0,
         "whole columns": taps * tap_columns % columns == 0 and group_in == tap_columns,
         "whole octets": group_in % 8 == 0,
-        "last products": products if of_image else 0,
+        "last MMAs": mmas if of_image else 0,
         "neighbours": c["weight_stride_in"] == 1,
         "clusters": c["cluster"] > 1,
         "four neighbours": c["cluster"] > 1 and _has_vectors(c, taps),
@@ -365,19 +365,19 @@ def _gemm_weights(c: Mapping[str, Any]) -> dict[str, Constant]:
 
 
 def _has_vectors(c: Mapping[str, Any], taps: int) -> bool:
-    """Whether four input channels are neighbours in the weight, at a multiple of their bytes."""
+    """Whether four input channels are neighbours in the weight, aligned to their bytes."""
     far = ["group_in", "weight_start", "weight_stride_out"]
     far += ["weight_stride_height", "weight_stride_width"] if taps > 1 else []
     return c["aligned"] and c["weight_stride_in"] == 1 and not any(c[name] % 4 for name in far)
 
 
-GEMM_WEIGHTS = Anatomy(
+WGRAD_IMPLICIT_GEMM = Anatomy(
     sizes=GEOMETRY
     | {
-        "joined", "row_groups", "column_groups", "product_columns", "blocks", "stages",
+        "joined", "row_groups", "column_groups", "mma_columns", "blocks", "stages",
         "flush_steps", "cluster", "team_warps", "weight_start", "aligned",
     },
-    chosen=_gemm_weights,
+    chosen=_wgrad_implicit_gemm,
     parts={
         "load": ("channels_last", "grad_copied", "input_copied", "flat", "several rows",
                  "several columns", "boxes", "several taps", "several groups", "whole columns",
@@ -386,7 +386,7 @@ GEMM_WEIGHTS = Anatomy(
                    "teams", "several taps", "several groups", "whole rows", "whole columns",
                    "whole octets"),
         "multiply": ("Scalar", "channels_last", "grad_copied", "input_copied", "bias", "parts",
-                     "several rows", "several columns", "boxes", "last products", "depth"),
+                     "several rows", "several columns", "boxes", "last MMAs", "depth"),
         "store": ("Scalar", "whole", "clusters", "bias", "boxes", "few", "several taps",
                   "joined groups", "whole rows", "whole columns", "neighbours",
                   "four neighbours"),
@@ -397,11 +397,11 @@ GEMM_WEIGHTS = Anatomy(
 )  # fmt: skip
 
 ANATOMIES = {
-    "hopper/halo/kernel.cuh": CORRELATE,
-    "hopper/few_outputs/kernel.cuh": SPREAD,
-    "hopper/implicit_gemm_nhwc/kernel.cuh": GEMM_PIXELS,
-    "hopper/implicit_gemm_nchw/kernel.cuh": GEMM_PLANES,
-    "hopper/wgrad_implicit_gemm/kernel.cuh": GEMM_WEIGHTS,
-    "hopper/wgrad_few_inputs/kernel.cuh": COLLECT,
-    "hopper/wgrad_halo/kernel.cuh": WEIGHT_GRAD,
+    "hopper/halo/kernel.cuh": HALO,
+    "hopper/few_outputs/kernel.cuh": FEW_OUTPUTS,
+    "hopper/implicit_gemm_nhwc/kernel.cuh": IMPLICIT_GEMM_NHWC,
+    "hopper/implicit_gemm_nchw/kernel.cuh": IMPLICIT_GEMM_NCHW,
+    "hopper/wgrad_implicit_gemm/kernel.cuh": WGRAD_IMPLICIT_GEMM,
+    "hopper/wgrad_few_inputs/kernel.cuh": WGRAD_FEW_INPUTS,
+    "hopper/wgrad_halo/kernel.cuh": WGRAD_HALO,
 }

@@ -1,6 +1,7 @@
-"""What Hopper's kernels add to a layer: how its sums are made of products of 64 rows.
+"""The layers that ``halo`` and ``few_outputs`` compute, and how ``halo`` makes them of MMAs.
 
-Decided from the layer alone, as all that decides the order of a sum.
+All of it depends on the layer alone and never on the batch, because it decides the order in which
+sums are added up, and an image must give the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -15,25 +16,26 @@ from fastconv.kernels.planning import layers
 from fastconv.kernels.planning.layers import SHORT_SUM_PRODUCTS
 from fastconv.problem import Problem
 
-# A chunk should hold this many products for each pair of barriers.
-CHUNK_PRODUCTS = 8
-MOST_K_STEPS = 4
+CHUNK_MMAS = 8  # MMAs that a chunk of channels should have for each pair of mbarrier waits
+MOST_K_STEPS = 4  # MMAs along K for each tap of a chunk
 MOST_RESIDENT_BYTES = 110 * 1024  # of weights that stay in shared memory
-MOST_PIXELS = {1: 256, 2: 168}  # by parts
-MOST_STAGE_PRODUCTS = 8
+# N, by parts: 256 is wgmma's limit; in two parts, accumulators and totals have to fit the
+# registers.
+MOST_PIXELS = {1: 256, 2: 168}
+MOST_STAGE_MMAS = 8  # MMAs for each stage of weights
 
 
 class Layer(layers.Layer):
-    """A layer of products with 64 rows of output channels."""
+    """A layer whose output channels are the 64 rows of M."""
 
     @lazy
     def most_pixels(self) -> int:
-        """Of a product: sums, and their totals, have to fit a thread's registers."""
+        """The largest N: accumulators and totals have to fit a thread's registers."""
         return 128 if self.compensated else MOST_PIXELS[self.parts]
 
     @lazy
     def stack(self) -> int:
-        """Output rows in a product's 64 rows."""
+        """Output rows that share the 64 rows of M."""
         if self.row_phases > 1:
             return 1
         height = self.kernel[0]
@@ -42,29 +44,31 @@ class Layer(layers.Layer):
         return max(choices or [1], key=lambda n: n * height / (height + n - 1))
 
     @lazy
-    def product_channels(self) -> int:
-        """Output channels of a product; of phases, pixels that are neighbours in memory."""
+    def mma_channels(self) -> int:
+        """Output channels of an MMA; residues that are neighbours in memory stay together."""
         rows = OUTPUTS // (self.stack * self.column_sums)
         return rows // self.interleave * self.interleave if self.unfolds else rows
 
     @lazy
-    def product_outputs(self) -> int:
-        """Rows of a product that are stored, at most: all, unless the layer has fewer phases."""
+    def mma_outputs(self) -> int:
+        """The most rows of M that are stored: all, unless the layer has fewer residues."""
         if not self.unfolds:
             return OUTPUTS
-        return self.stack * min(self.product_channels, self.group_out)
+        return self.stack * min(self.mma_channels, self.group_out)
 
     @lazy
     def tap_rows(self) -> int:
+        """Rows of taps, with the zero weights of stacked rows."""
         return self.kernel[0] + self.stack - 1
 
     @lazy
     def taps(self) -> int:
+        """Taps that are multiplied, with the zero weights of stacked rows."""
         return self.tap_rows * self.kernel[1]
 
     @lazy
     def rolling(self) -> bool:
-        """Whether blocks walk down the image: all channels of a few rows have to fit."""
+        """Whether blocks walk down the image, with all channels of a few rows in shared memory."""
         return (
             self.kernel[0] > 1
             and self.row_phases == 1
@@ -74,46 +78,51 @@ class Layer(layers.Layer):
 
     @lazy
     def k_steps(self) -> int:
+        """MMAs along K for each tap of a chunk of channels."""
         if self.rolling:
             return self.steps
-        # Neighbouring channels are loaded in whole sectors, better in two. But stacked rows have so
-        # tall a halo that twice as many channels, in two parts, leave room for few columns.
+        # Vectors of channels are better loaded as two whole sectors than as one. But layers with
+        # residues as channels stack rows, with so tall a halo that twice as many channels, in two
+        # parts, leave room for few columns.
         fewest = 2 if self.vector_loads and not (self.unfolds and self.parts == 2) else 1
         most = SHORT_SUM_PRODUCTS if self.low_products else MOST_K_STEPS
-        return min(self.steps, most, max(fewest, ceil_div(CHUNK_PRODUCTS, self.taps)))
+        return min(self.steps, most, max(fewest, ceil_div(CHUNK_MMAS, self.taps)))
 
     @lazy
     def stays(self) -> bool:
-        """Whether all weights of 128 channels fit beside the rest: no stage is waited for."""
+        """Whether all weights of 128 channels fit beside the rest, so that none are waited for."""
         tap = self.k_steps * self.weight_parts * 2 * PRODUCT_BYTES
         return self.halves and self.taps * tap <= MOST_RESIDENT_BYTES
 
     @lazy
     def stage_taps(self) -> int:
+        """Taps of a stage of weights."""
         wanted = self.stage_products / self.k_steps
         if self.parts == 2 and self.rolling and not self.stays:
-            # One consumer should multiply while the other stores, and they can drift apart by no
-            # more than the stages there are.
+            # One consumer should multiply while the other stores. They can drift apart by at most
+            # the number of stages, so stages are small.
             wanted = 1
-        choices = [n for n in divisors(self.taps) if n * self.k_steps <= MOST_STAGE_PRODUCTS]
+        choices = [n for n in divisors(self.taps) if n * self.k_steps <= MOST_STAGE_MMAS]
         return min(choices or [1], key=lambda taps: abs(math.log(taps / wanted)))
 
     @lazy
     def weight_stages(self) -> int:
-        """All that there are, of one group of output channels."""
+        """Stages of all weights of one group of output channels."""
         return self.chunks * self.taps // self.stage_taps
 
     @lazy
     def tensor_share(self) -> float:
-        """The share of the tensor cores' products that count, but for the ends of tiles."""
+        """The share of multiply-adds that count, apart from the ends of tiles."""
         rows = OUTPUTS // (self.stack * self.column_sums)
-        outputs = self.group_out / (ceil_div(self.group_out, self.product_channels) * rows)
+        outputs = self.group_out / (ceil_div(self.group_out, self.mma_channels) * rows)
         return outputs * self.terms / (self.steps * 2 * self.vector_channels * self.taps)
 
 
 def forward_ways(problem: Problem, operands: Operands) -> list[list[Layer]]:
+    """Ways to compute a forward pass, each a list of one layer."""
     return layers.forward_ways(Layer.of(problem, operands))
 
 
 def input_grad_ways(problem: Problem, operands: Operands) -> list[list[Layer]]:
+    """Ways to compute an input gradient, each a list of layers that together write it."""
     return layers.input_grad_ways(Layer.of(problem, operands), problem, most_together=OUTPUTS)

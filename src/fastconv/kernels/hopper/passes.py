@@ -1,7 +1,7 @@
-"""Plans each pass with one of this family's kernels: the one that is estimated to take least.
+"""Plans each pass with one of Hopper's kernels: the one with the fewest estimated cycles.
 
-Forward passes and input gradients by what one image of a large batch takes: kernels add up in
-different orders, and an image's bits must not depend on its batch.
+Kernels add up sums in different orders, and the bits of an image must not depend on its batch. So
+for forward passes and input gradients, the estimates are of one image of a large batch.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from fastconv.kernels.hopper.implicit_gemm_nchw import plan as implicit_gemm_nch
 from fastconv.kernels.hopper.implicit_gemm_nhwc import plan as implicit_gemm_nhwc
 from fastconv.kernels.hopper.layers import Layer, forward_ways, input_grad_ways
 from fastconv.kernels.hopper.wgrad_few_inputs import plan as wgrad_few_inputs
-from fastconv.kernels.hopper.wgrad_halo import plan as by_tiles
+from fastconv.kernels.hopper.wgrad_halo import plan as wgrad_halo
 from fastconv.kernels.hopper.wgrad_implicit_gemm import plan as wgrad_implicit_gemm
 from fastconv.kernels.planning import limits
 from fastconv.kernels.planning.layers import MOST_PHASES
 from fastconv.problem import Problem
 
-# Of correlate's estimates, which are made to choose among its tiles, large images took 0.7 to 0.8
-# when they were measured, small ones about all.
-CORRELATE_SHARE = 0.92
-# Of layers whose phases are channels, 0.8 (ResNet-50's first) to 1.9 (AlexNet's, in TF32).
+# The halo kernel's estimates serve to choose among its tiles. Measured times were 0.7 to 0.8 of
+# them for large images, and about equal to them for small ones.
+HALO_SHARE = 0.92
+# The same for layers with residues as channels: measured 0.8 (ResNet-50's first layer) to 1.9
+# (AlexNet's first, in TF32).
 UNFOLDING_SHARE = 1.2
 
 _WAYS = {"forward": forward_ways, "input_grad": input_grad_ways}
@@ -44,7 +45,7 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
 
 
 def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    """Plans an input gradient: ``input`` is the output's gradient, ``output`` the input's.
+    """Plans an input gradient: tensor ``input`` is the output's gradient, ``output`` the input's.
 
     Raises:
         Declined: another family does it better, or this one cannot.
@@ -68,9 +69,9 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     limits.check(operands, problem.groups, channels, *sizes)
     limits.check_reach(problem, operands)
     reasons: list[Declined] = []
-    most = by_tiles.portable_cycles(problem, gpu) + by_tiles.BLOCK_CYCLES
+    most = wgrad_halo.portable_cycles(problem, gpu) + wgrad_halo.BLOCK_CYCLES
     ways: list[_Way] = []
-    for way in (_tiles, _collect, _gemm_weights, _mirrored):
+    for way in (_halo_tiles, _few_inputs, _implicit_gemm, _mirrored):
         try:
             ways.append(way(problem, operands, gpu, most))
         except Declined as reason:
@@ -79,25 +80,25 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         raise reasons[0]
     cycles, chosen = min(ways, key=lambda way: way[0])
     if cycles > most:
-        raise Declined(by_tiles.FEW)
+        raise Declined(wgrad_halo.FEW)
     return chosen()
 
 
 _Way = tuple[float, Callable[[], Plan]]
-"""Of a weight gradient: what a kernel takes, in cycles, and its plan."""
+"""A way to compute a weight gradient: its estimated cycles, and a function that plans it."""
 
 
-def _tiles(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
-    tile = by_tiles.choose_tile(problem, operands, gpu, most)
-    return tile.cycles(gpu), partial(by_tiles.plan, tile, gpu)
+def _halo_tiles(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
+    tile = wgrad_halo.choose_tile(problem, operands, gpu, most)
+    return tile.cycles(gpu), partial(wgrad_halo.plan, tile, gpu)
 
 
-def _collect(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
-    way = wgrad_few_inputs.collect_of(problem, operands, gpu)
-    return way.cycles(gpu), partial(wgrad_few_inputs.plan, way, gpu)
+def _few_inputs(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
+    layer = wgrad_few_inputs.layer_of(problem, operands, gpu)
+    return layer.cycles(gpu), partial(wgrad_few_inputs.plan, layer, gpu)
 
 
-def _gemm_weights(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
+def _implicit_gemm(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
     layer = wgrad_implicit_gemm.layer_of(problem.without_idle_dilation, operands, gpu)
     return _gemm_way(layer, gpu)
 
@@ -115,7 +116,7 @@ def _gemm_way(layer: wgrad_implicit_gemm.Layer, gpu: Gpu) -> _Way:
 def alternatives(
     direction: str, problem: Problem, operands: Operands, gpu: Gpu, most: int
 ) -> list[Plan]:
-    """The plans for a pass that the rules like best. All give the same bits.
+    """The ``most`` plans of a pass with the fewest estimated cycles. All give the same bits.
 
     Raises:
         Declined: there are none.
@@ -126,7 +127,7 @@ def alternatives(
 
 
 class _Choice(NamedTuple):
-    """A kernel that can compute a pass, and what an image takes it, in cycles of one processor."""
+    """A kernel that can compute a pass, and its estimated cycles of one SM for an image."""
 
     cycles: float
     plan: Callable[[], Plan]
@@ -134,10 +135,10 @@ class _Choice(NamedTuple):
 
 
 def _choice(direction: str, problem: Problem, operands: Operands, gpu: Gpu) -> _Choice:
-    """The kernel that takes an image least.
+    """The kernel with the fewest estimated cycles for an image.
 
     Raises:
-        Declined: none can compute it, or the portable kernels take less.
+        Declined: no kernel can compute the pass, or the portable kernels take fewer cycles.
     """
     limits.check_reach(problem, operands)
     problem = problem.without_idle_dilation
@@ -147,13 +148,13 @@ def _choice(direction: str, problem: Problem, operands: Operands, gpu: Gpu) -> _
     better = [one for one in choices if one.cycles < portable]
     plain = [way for way in ways if not way[0].unfolds]
     if better:
-        # Tiles take by far the longest to plan with: only for ways that might win.
-        most = _least(better).cycles / CORRELATE_SHARE
+        # Planning halo tiles is by far the slowest, so only ways that might win are considered.
+        most = _least(better).cycles / HALO_SHARE
         plain = [way for way in plain if halo.may_take_less(way, most)]
         if not plain:
             return _least(better)
     try:
-        choices.append(_correlate(plain, gpu))
+        choices.append(_halo(plain, gpu))
     except Declined:
         choices = better
         if not choices:
@@ -165,10 +166,10 @@ def _least(choices: list[_Choice]) -> _Choice:
     return min(choices, key=lambda one: one.cycles)
 
 
-def _correlate(ways: list[list[Layer]], gpu: Gpu) -> _Choice:
+def _halo(ways: list[list[Layer]], gpu: Gpu) -> _Choice:
     if not ways:
-        raise Declined(f"input gradients of more than {MOST_PHASES} phases, but all at once")
-    share = UNFOLDING_SHARE if ways[0][0].unfolds else CORRELATE_SHARE
+        raise Declined(f"input gradients of more than {MOST_PHASES} residues, except as channels")
+    share = UNFOLDING_SHARE if ways[0][0].unfolds else HALO_SHARE
     return _Choice(
         halo.image_cycles(ways, gpu) * share,
         partial(halo.plan, ways, gpu),
@@ -179,12 +180,12 @@ def _correlate(ways: list[list[Layer]], gpu: Gpu) -> _Choice:
 def _special(
     direction: str, problem: Problem, operands: Operands, gpu: Gpu, ways: list[list[Layer]]
 ) -> Iterator[_Choice]:
-    """The kernels that are made for some layers only, and ways of using one."""
+    """The kernels that take some layers only, and the halo kernel with residues as channels."""
     with suppress(Declined):
-        yield _correlate([way for way in ways if way[0].unfolds], gpu)
+        yield _halo([way for way in ways if way[0].unfolds], gpu)
     if len(ways[0]) == 1:
         with suppress(Declined):
-            few = few_outputs.spread_of(ways[0][0], gpu)
+            few = few_outputs.walks_of(ways[0][0], gpu)
             one = partial(few_outputs.plan, few, gpu)
             yield _Choice(few.image_cycles, one, lambda most: [one()])
     for gemm in (implicit_gemm_nhwc, implicit_gemm_nchw):

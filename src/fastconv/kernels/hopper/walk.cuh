@@ -1,17 +1,18 @@
-// How warpgroups or blocks that need no tiles share an image: in walks down strips of it.
+// How warpgroups or blocks of kernels without a halo tile divide an image: each walks down a strip
+// of columns, row by row.
 #pragma once
+#include "device/tensor/operand.cuh"
 #include "device/tile.cuh"
 #include "device/wgmma.cuh"
-#include "device/tensor/operand.cuh"
 
 namespace fastconv {
 namespace hopper {
 
 using namespace tensor;
 
-// Some output rows of a strip of kStripColumns, kRowStep apart: they start at one of as many
-// residues. Neighbouring strips are neighbouring items, at work at the same time: what both read is
-// still in a cache.
+// A walk: some output rows of a strip of kStripColumns. Its rows are kRowStep apart and start at
+// one of kRowStep residues. Neighbouring strips have neighbouring indices and run at the same time,
+// so the input that both read is still in a cache.
 template <int kStripColumns, int kRowStep>
 struct Walk {
   static constexpr int kStrips = ceil_div(C::out_width, kStripColumns);

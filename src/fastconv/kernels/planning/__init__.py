@@ -1,1 +1,5 @@
-"""What the families of kernels on tensor cores share."""
+"""The planning that all tensor-core kernels share.
+
+``layers`` turns passes into convolutions, ``launches`` turns planned convolutions into launches,
+and ``limits`` holds the limits and estimates that all planners use.
+"""

@@ -1,7 +1,8 @@
-"""Launches of kernels on tensor cores.
+"""Launches of tensor-core kernels.
 
-Of correlations: what finds scales, packs weights, computes and repairs. Of weight gradients: what
-computes sums, and what adds them up.
+A forward pass or input gradient launches kernels that find scales, pack weights, compute, and
+repair what scaled fp16 could not. A weight gradient launches kernels that accumulate, and that
+reduce.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ AnyTile = TypeVar("AnyTile")
 
 @dataclass(frozen=True)
 class Correlation:
-    """A layer with its tile: a kernel that computes it, but for where things are in the workspace.
+    """A layer with its tile: the kernel that computes it, except for its offsets in the workspace.
 
-    ``channels`` are the output channels of all products, those that do not exist included;
-    ``columns`` likewise the input channels.
+    ``channels`` are the output channels of all MMAs, those that do not exist included; ``columns``
+    likewise the input channels.
     """
 
     layer: Layer
@@ -52,11 +53,11 @@ class Correlation:
 
 
 class _Place(NamedTuple):
-    """Where things lie in the workspace, in bytes; and whether a kernel repairs what is there."""
+    """Byte offsets in the workspace, and whether a kernel repairs what is there."""
 
     packed_at: int = 0
     tables_at: int = 0
-    table_channels: int = 0  # of outputs, and of inputs
+    table_channels: int = 0  # output channels, and below input channels
     table_columns: int = 0
     repairs: bool = False
 
@@ -67,10 +68,10 @@ def best_way(
     cost: Callable[[list[AnyLayer], list[tuple[AnyTile, ...]]], float],
     may_cost_less: Callable[[list[AnyLayer], float], bool] = lambda layers, than: True,
 ) -> tuple[list[AnyLayer], list[tuple[AnyTile, ...]]]:
-    """The layers of the way that costs an image the least, and each one's tiles, the best first.
+    """The way that costs an image the least, with each layer's tiles, the best first.
 
-    Sums differ between ways, so the batch must not decide. Of ways for which ``may_cost_less`` says
-    that they do not cost less than another one, tiles are not asked for.
+    Ways accumulate in different orders, so the batch must not decide. ``tiles_of`` is not called
+    for ways for which ``may_cost_less`` says that they do not cost less than another one.
 
     Raises:
         Declined: ``tiles_of`` has raised it for all of them.
@@ -95,9 +96,9 @@ def best_way(
 def launches(
     layers: Sequence[Correlation], repairs: Correlation | None
 ) -> tuple[tuple[Launch, ...], int]:
-    """Of a pass's layers, with what repairs them; and the workspace that they need, in bytes."""
+    """The launches of a pass's layers and their repairs, and the workspace in bytes."""
     found, scratch = zip(*(_of_layer(one, repairs) for one in layers), strict=True)
-    # A layer's launches are done with the workspace when the next one's begin.
+    # A layer's launches have finished with the workspace when the next layer's begin.
     return tuple(chain.from_iterable(found)), max(scratch)
 
 
@@ -116,12 +117,12 @@ def _of_layer(one: Correlation, repairs: Correlation | None) -> tuple[tuple[Laun
 
 
 def reduction_bytes(threads: int) -> int:
-    """Of shared memory, to combine a number of each of a block's threads."""
+    """Bytes of shared memory for a block-wide reduction of one number of each thread."""
     return 4 * (threads // 32)
 
 
 def _scale(layer: Layer, pack: Kernel) -> Launch:
-    """What finds the scales of input channels, for a kernel that packs."""
+    """The launch that finds the scales of input channels, before ``pack``."""
     channels = layer.groups * layer.group_in // (layer.folding[0] * layer.folding[1])
     return Launch(
         replace(pack, entry="scale"),
@@ -133,9 +134,9 @@ def _scale(layer: Layer, pack: Kernel) -> Launch:
 
 
 def _pair(one: Correlation, place: _Place) -> tuple[Launch, Launch]:
-    """What packs a layer's weights, and what computes it."""
+    """The launches that pack a layer's weights, and that compute it."""
     layer = one.layer
-    # A thread counts on from its last vector by as many as there are threads.
+    # A thread's index grows by the number of threads beyond its last vector.
     vectors = one.packed_bytes // 16 + MOST_PACK_BLOCKS * PACK_THREADS
     if vectors >= 2**31 or place.tables_at >= 2**31:
         raise Declined(f"{max(one.packed_bytes, place.tables_at)} bytes of packed weights")
@@ -161,7 +162,7 @@ def _pair(one: Correlation, place: _Place) -> tuple[Launch, Launch]:
 
 
 def layer_constants(layer: Layer) -> dict[str, Constant]:
-    """What kernels are told of a layer, whatever their tile."""
+    """The constants of a layer that do not depend on its tile."""
     operands = layer.operands
     rows, columns = layer.placing
     return {
@@ -221,9 +222,10 @@ def weight_grad_launches(
     batch: int,
     grad_output: Argument = "grad_output",
 ) -> tuple[Launch, ...]:
-    """Of ``count`` tiles of a weight, each summed by so many workers, ``slots`` of 16 bytes each.
+    """The launches that compute ``count`` tiles of a weight gradient, and reduce them.
 
-    They come in rounds, for which the workspace has room.
+    Each tile is accumulated by ``workers`` blocks, each with ``slots`` of 16 bytes. Tiles come in
+    rounds, for which the workspace has room.
     """
     found: list[Launch] = []
     for first in range(0, count, tiles_at_once):

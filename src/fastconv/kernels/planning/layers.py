@@ -1,8 +1,8 @@
-"""What tensor-core kernels compute: forward convolutions, and the layers that input gradients are.
+"""The convolutions that tensor-core kernels compute: forward passes, and input gradients as such.
 
-What decides the order of a sum (chunks of channels, taps between two flushes, stacked rows,
-rolling) is decided here, from the layer alone, never from the batch: an image gives the same bits
-in any batch.
+Everything that decides the order in which an output is accumulated (chunks of channels, taps
+between two flushes, stacked rows, rolling) is decided here, from the layer alone, never from the
+batch: an image gives the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import limits
 from fastconv.problem import Problem
 
-# Products of a stage of weights, about. Split numbers' sums are flushed after each: the error of
-# the tensor core's accumulation grows with its length.
+# Approximate MMAs of a stage of weights, after which 3xTF32 flushes its accumulators: the error of
+# the tensor core's accumulation grows with its length. Short accumulations may have only a few
+# large terms, so they flush more often; compensated totals of long ones take more instructions.
 STAGE_PRODUCTS = 4
-SHORT_SUM = 128  # terms
-SHORT_SUM_PRODUCTS = 2  # the same for short sums, which may have a few large terms only
-LONG_SUM = 240  # products
-LONG_SUM_PRODUCTS = 6  # the same for long sums, whose totals take more instructions
-HALVES_CHANNELS = 16
-MOST_EXPONENTS = 2**31 // 255  # weights of an input channel, whose exponents are added up
-LEAST_FILLED = 4  # channels of a vector of float16
-MOST_PHASES = 16  # of a strided input gradient: each is launches and kernels of its own
-# Phases as channels of the products: of how few channels, and how many there may be then.
+SHORT_SUM_PRODUCTS = 2
+LONG_SUM_PRODUCTS = 6
+SHORT_SUM = 128  # most products of a short accumulation
+LONG_SUM = 240  # most MMA steps of an accumulation that is not long
+HALVES_CHANNELS = 16  # fewest channels for scaled fp16: an MMA's K
+MOST_EXPONENTS = 2**31 // 255  # weights of a channel, whose 8-bit exponents are added in 32 bits
+LEAST_FILLED = 4  # fewest channels of the last vector of float16
+MOST_PHASES = 16  # residues of a strided input gradient, each with its own launches and kernels
+# Depth-to-space computes all residues as output channels of one layer. These bound the channels of
+# the image, and the layer's output channels.
 MOST_FOLDED_CHANNELS = 32
 MOST_FOLDED_OUTPUTS = 1024
 
@@ -39,52 +41,55 @@ AnyLayer = TypeVar("AnyLayer", bound="Layer")
 
 def forward_ways(layer: AnyLayer) -> list[list[AnyLayer]]:
     """Ways to compute a forward convolution: lists of layers, here of one."""
-    layer = min(layer, _folded(layer), key=lambda one: one.steps * one.taps)
+    layer = min(layer, _space_to_depth(layer), key=lambda one: one.steps * one.taps)
     return [[layer], *([[replace(layer, halves=True)]] if _fits_halves(layer) else [])]
 
 
 def input_grad_ways(layer: AnyLayer, problem: Problem, most_together: int) -> list[list[AnyLayer]]:
-    """Lists of layers that together write the gradient, one for each phase of the stride.
+    """Lists of layers that together write the gradient, one layer for each residue of the stride.
 
-    If a product can have ``most_together`` = 2 rows or more of a channel's phases, also one for two
-    phases of columns at once, where rows of pixels are neighbours in memory; and one for all
-    phases, if channels are few. ``layer`` is that of the problem's forward convolution.
+    If an MMA can have ``most_together`` = 2 rows or more of a channel's residues, there is also a
+    list with one layer for two residues of columns, where rows of pixels are contiguous; and one
+    with a single layer for all residues, if channels are few. ``layer`` is that of the problem's
+    forward convolution.
     """
-    rows, columns = (phases(problem, axis) for axis in (0, 1))
+    rows, columns = (residues(problem, axis) for axis in (0, 1))
     count = len(rows) * len(columns)
-    folded = _folded_phases(layer, problem, most_together)
+    as_one = _depth_to_space_way(layer, problem, most_together)
     if count > MOST_PHASES:
-        if not folded:
-            raise Declined(f"input gradients of {count} phases, more than {MOST_PHASES}")
-        return folded
+        if not as_one:
+            raise Declined(f"input gradients of {count} residues, more than {MOST_PHASES}")
+        return as_one
     paired = most_together > 1 and not layer.operands.output_channels_last
     whole = interleaved(columns) if paired else None
     ways = [columns] if whole is None else [columns, [whole]]
-    found = [[_phase_layer(layer, *axes) for axes in product(rows, way)] for way in ways]
+    found = [[_residue_layer(layer, *axes) for axes in product(rows, way)] for way in ways]
     if count == 1 and _fits_halves(found[0][0]):
         found.append([replace(found[0][0], halves=True)])
-    return found + folded
+    return found + as_one
 
 
-def _folded_phases(layer: AnyLayer, problem: Problem, most_together: int) -> list[list[AnyLayer]]:
-    """The way with all phases as channels of one layer's products, if there is one.
+def _depth_to_space_way(
+    layer: AnyLayer, problem: Problem, most_together: int
+) -> list[list[AnyLayer]]:
+    """The list with all residues as output channels of one layer (depth-to-space), if there is one.
 
     Kernels for which ``most_together`` is 1 store a channel's rows where they lie one after
-    another, whichever axis the phases are of.
+    another, whichever axis the residues are of.
     """
-    rows, columns = (folded(problem, axis) for axis in (0, 1))
+    rows, columns = (depth_to_space(problem, axis) for axis in (0, 1))
     if most_together == 1 or rows is None or columns is None or problem.stride == (1, 1):
         return []
     outputs = layer.group_in * problem.stride[0] * problem.stride[1]
     apart = layer.operands.output_channels_last and layer.groups > 1
     if layer.group_in > MOST_FOLDED_CHANNELS or outputs > MOST_FOLDED_OUTPUTS or apart:
         return []
-    one = replace(_phase_layer(layer, rows, columns), group_out=outputs)
+    one = replace(_residue_layer(layer, rows, columns), group_out=outputs)
     return [[one]] if one.interleave <= most_together else []
 
 
-def _phase_layer(layer: AnyLayer, row: Phase, column: Phase) -> AnyLayer:
-    """The other way round: channels and sizes change places, and what padding left out is added."""
+def _residue_layer(layer: AnyLayer, row: Residue, column: Residue) -> AnyLayer:
+    """The layer that computes a residue: inputs and outputs exchange roles."""
     return replace(
         layer,
         transposed=True,
@@ -103,13 +108,13 @@ def _phase_layer(layer: AnyLayer, row: Phase, column: Phase) -> AnyLayer:
 
 
 class Placing(NamedTuple):
-    """Along one axis, where a layer's positions and taps lie among all; by default, they are all.
+    """Where a layer's positions and taps lie along one axis of the tensors; by default everywhere.
 
-    Position q is written at ``step * q + at``; what else is from ``step * q + begin`` on, before
-    ``step * q + end``, is reached by no tap and cleared with it. A transposed layer's first tap is
-    the kernel's ``last_tap``, the next is ``tap_step`` before it. With several ``sums``, all
-    positions of a step are computed, from ``at`` on, each with the tap after that of the one
-    before: two columns in rows of a product that are a pair, or any number, ``folded`` to channels.
+    Position q is written at ``step * q + at``. No tap reaches the other positions from ``step * q +
+    begin`` to ``step * q + end``, which are cleared with it. A transposed layer's first tap is the
+    kernel's ``last_tap``, the next is ``tap_step`` before it. With several ``sums``, all positions
+    of a step are computed, from ``at`` on, each with the tap after that of the one before: two
+    columns in a pair of MMA rows, or any number as output channels (``depth_to_space``).
     """
 
     step: int = 1
@@ -120,11 +125,11 @@ class Placing(NamedTuple):
     tap_step: int = 1
     sums: int = 1
     interleaved: bool = False  # whether all columns of a step are stored together
-    folded: bool = False
+    depth_to_space: bool = False
 
 
-class Phase(NamedTuple):
-    """Along one axis, every stride-th position of an input gradient: a convolution of stride 1."""
+class Residue(NamedTuple):
+    """Every stride-th position of an input gradient along one axis: a convolution of stride 1."""
 
     placing: Placing
     size: int
@@ -134,8 +139,8 @@ class Phase(NamedTuple):
     padding: int
 
 
-def phases(problem: Problem, axis: int) -> list[Phase]:
-    """Those that some tap reaches; together they write all positions.
+def residues(problem: Problem, axis: int) -> list[Residue]:
+    """The residues that some tap reaches; together their layers write all positions.
 
     Position i = stride * q + at adds up the taps k for which the stride divides i + padding -
     dilation * k, which is then stride times the output's position. The next such tap is stride /
@@ -149,7 +154,7 @@ def phases(problem: Problem, axis: int) -> list[Phase]:
     for tap in range(kernel):
         taps_of.setdefault((tap * dilation - before) % stride, []).append(tap)
     reached = sorted(taps_of)
-    # Each clears what lies before it, the last also what comes after.
+    # Each residue clears the positions before it, the last also those after it.
     borders = [0, *(at + 1 for at in reached[:-1]), stride]
     found = []
     for at, begin, end in zip(reached, borders, borders[1:], strict=False):
@@ -158,13 +163,13 @@ def phases(problem: Problem, axis: int) -> list[Phase]:
         first_read = (at + before - first * dilation) // stride  # where q = 0
         padding = (count - 1) * step - first_read
         length = ceil_div(size - begin, stride)
-        found.append(Phase(placing, length, count, count, step, padding))
-    return [phase for phase in found if phase.size > 0]
+        found.append(Residue(placing, length, count, count, step, padding))
+    return [residue for residue in found if residue.size > 0]
 
 
-def interleaved(phases: list[Phase]) -> Phase | None:
-    """All phases of columns of stride 2 as one, whose rows are whole; None if there is none."""
-    first, last = phases[0], phases[-1]
+def interleaved(residues: list[Residue]) -> Residue | None:
+    """All residues of columns of stride 2 as one, whose rows are whole; None if there is none."""
+    first, last = residues[0], residues[-1]
     begin, end = first.placing.begin, last.placing.end
     if first.placing.step != 2 or (begin, end) != (0, 2):
         return None
@@ -173,48 +178,59 @@ def interleaved(phases: list[Phase]) -> Phase | None:
     if first.dilation > 1:
         return None  # they do not read the same columns
     padding = max(first.padding, last.padding)
-    taps = padding + max(phase.taps - phase.padding for phase in phases)
+    taps = padding + max(residue.taps - residue.padding for residue in residues)
     last_tap = first.placing.last_tap + 2 * (padding - first.padding)
     placing = Placing(2, 0, 0, 2, last_tap, 2, 2, True)
-    return Phase(placing, first.size, taps, first.taps + last.taps, 1, padding)
+    return Residue(placing, first.size, taps, first.taps + last.taps, 1, padding)
 
 
-def folded(problem: Problem, axis: int) -> Phase | None:
-    """All phases of an axis as one, whose positions have as many sums; None if there is none.
+def depth_to_space(problem: Problem, axis: int) -> Residue | None:
+    """All residues of an axis as one, with several sums for each position; None if impossible.
 
-    Of position q, sum r is that of place stride * q + r - early. Its tap k reads the output's place
+    Sum r of position q is that of place stride * q + r - early. Its tap k reads the output's place
     q + (r + padding - early - k) / stride; other taps of the step have zero weights. If steps begin
-    as ``early`` as padding does, taps are the fewest; if they begin with the image, positions are.
+    ``early`` by as much as padding does, taps are the fewest; if they begin with the image,
+    positions are.
     """
     size, kernel = problem.input_size[axis], problem.kernel_size[axis]
     stride = problem.stride[axis]
     before = (problem.padding.top, problem.padding.left)[axis]
     if stride == 1:
-        return phases(problem, axis)[0]
+        return residues(problem, axis)[0]
     if problem.dilation[axis] > 1:
         return None
 
-    def beginning(early: int) -> Phase:
+    def beginning(early: int) -> Residue:
         at = before - early
         first, last = -((kernel - 1 - at) // stride), (at + stride - 1) // stride
         placing = Placing(
-            stride, -early, -early, stride - early, at - stride * first, stride, stride, folded=True
+            stride,
+            -early,
+            -early,
+            stride - early,
+            at - stride * first,
+            stride,
+            stride,
+            depth_to_space=True,
         )
-        return Phase(placing, ceil_div(size + early, stride), last - first + 1, kernel, 1, -first)
+        return Residue(placing, ceil_div(size + early, stride), last - first + 1, kernel, 1, -first)
 
-    return min(map(beginning, (0, before % stride)), key=lambda phase: phase.taps * phase.size)
+    return min(
+        map(beginning, (0, before % stride)), key=lambda residue: residue.taps * residue.size
+    )
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A forward convolution, maybe that which an input gradient is; ``padding`` is top and left.
+    """A forward convolution, perhaps that which an input gradient is; ``padding`` is top and left.
 
-    With ``folding``, channels, kernel and stride are those after folding (see ``correlate.cuh``),
-    sizes and padding those of the tensors; so are output channels with ``out_folding``.
-    ``weight_kernel`` are the weight's taps that it uses,
-    ``image_size`` is the size of the tensor that it writes, and ``placing`` where in both they lie.
+    With space-to-depth (``folding``), channels, kernel and stride are those after it, sizes and
+    padding those of the tensors. With depth-to-space (``out_folding``), output channels are those
+    before it. ``weight_kernel`` are the taps of the weight that the layer uses, ``image_size`` is
+    the size of the tensor that it writes, and ``placing`` tells where in both its taps and
+    positions lie.
 
-    What follows from these is kept: planning asks for it ten thousand times.
+    Derived properties are cached: planning reads them ten thousand times.
     """
 
     operands: Operands
@@ -233,7 +249,7 @@ class Layer:
     image_size: tuple[int, int]
     folding: tuple[int, int] = (1, 1)
     placing: tuple[Placing, Placing] = (Placing(), Placing())
-    halves: bool = False  # float32 multiplied as float16, see scale.cuh
+    halves: bool = False  # float32 multiplied as scaled fp16, see scale.cuh
 
     @classmethod
     def of(cls: type[AnyLayer], problem: Problem, operands: Operands) -> AnyLayer:
@@ -262,12 +278,12 @@ class Layer:
 
     @lazy
     def vector_channels(self) -> int:
-        """Channels in 16 bytes of what is multiplied."""
+        """Channels in 16 bytes of an MMA operand."""
         return 8 if self.halves else self.vector
 
     @lazy
     def multiplied(self) -> str:
-        """What the tensor cores multiply, as tables of rates have it."""
+        """The MMA's operand type, by the names of the tables of rates."""
         if self.halves:
             return "float16"
         scalar = self.operands.scalar.removeprefix("fastconv::")
@@ -275,7 +291,7 @@ class Layer:
 
     @lazy
     def vector_kind(self) -> tuple[int, int]:
-        """The same, and a channel's bytes in memory."""
+        """Channels in 16 bytes of an MMA operand, and bytes of a channel in memory."""
         return self.vector_channels, self.operands.scalar_bytes
 
     @lazy
@@ -288,7 +304,7 @@ class Layer:
 
     @lazy
     def vector_loads(self) -> bool:
-        """Whether 16 bytes of channels are neighbours in memory, and aligned."""
+        """Whether 16 bytes of channels are contiguous in memory, and aligned."""
         operands = self.operands
         return (
             operands.input_channels_last
@@ -299,12 +315,12 @@ class Layer:
 
     @lazy
     def copied(self) -> bool:
-        """Whether these are copied as they are, asynchronously."""
+        """Whether cp.async copies such vectors as they are."""
         return self.vector_loads and self.operands.scalar_bytes == 2
 
     @lazy
     def lines(self) -> bool:
-        """Whether a tile's rows are pieces of memory, which bulk copies can fetch."""
+        """Whether a tile's rows are contiguous in memory, so that bulk copies can load them."""
         operands = self.operands
         return (
             not operands.input_channels_last
@@ -315,8 +331,8 @@ class Layer:
 
     @lazy
     def out_folding(self) -> tuple[int, int]:
-        """Phases of what is written that are channels of the products, along both axes."""
-        rows, columns = (axis.sums if axis.folded else 1 for axis in self.placing)
+        """Residues that are output channels (depth-to-space), along both axes."""
+        rows, columns = (axis.sums if axis.depth_to_space else 1 for axis in self.placing)
         return rows, columns
 
     @lazy
@@ -325,12 +341,12 @@ class Layer:
 
     @lazy
     def out_channels(self) -> int:
-        """Of a group, in memory."""
+        """Output channels of a group in memory."""
         return self.group_out // (self.out_folding[0] * self.out_folding[1])
 
     @lazy
     def out_column(self) -> int:
-        """Elements from a pixel to the next, where all phases are stored together."""
+        """Elements from a pixel to the next, where all residues are stored together."""
         return self.out_channels if self.operands.output_channels_last else 1
 
     @lazy
@@ -352,26 +368,26 @@ class Layer:
 
     @lazy
     def written(self) -> float:
-        """Elements that are written for each sum: itself, and zeros around it."""
+        """Elements that are written for each accumulator: itself, and zeros around it."""
         rows, columns = self.placing
         return (rows.end - rows.begin) * (columns.end - columns.begin) / (rows.sums * columns.sums)
 
     @lazy
     def strided_stores(self) -> bool:
-        """Whether a stored row's elements are no neighbours in memory."""
+        """Whether the elements of a stored row are not contiguous in memory."""
         apart = self.placing[1].step > self.interleave
         return apart and not (self.unfolds or self.operands.output_channels_last)
 
     @lazy
     def whole_rows(self) -> bool:
-        """Whether bulk copies can store a row: its elements are neighbours in memory."""
+        """Whether bulk copies can store a row: its elements are contiguous in memory."""
         operands = self.operands
         neighbours = not (operands.output_channels_last or self.strided_stores)
         return operands.aligned and (self.unfolds or neighbours)
 
     @lazy
     def terms(self) -> float:
-        """Of a sum."""
+        """Products that an output adds up."""
         channels = self.group_in // (self.folding[0] * self.folding[1])
         rows, columns = self.placing
         taps = self.weight_kernel[0] * self.weight_kernel[1]
@@ -379,7 +395,7 @@ class Layer:
 
     @lazy
     def fewest_terms(self) -> float:
-        """Of the shortest sum, if phases that are channels have different numbers of taps."""
+        """Products of the shortest accumulation, as depth-to-space residues differ in taps."""
         if not self.unfolds:
             return self.terms
         rows, columns = map(floordiv, self.weight_kernel, self.out_folding)
@@ -397,17 +413,17 @@ class Layer:
 
     @lazy
     def low_products(self) -> bool:
-        """Whether the products of low parts count: in short sums, which round little themselves."""
+        """Whether 3xTF32 also multiplies low parts by each other, as short accumulations need."""
         return self.parts == 2 and self.fewest_terms <= SHORT_SUM and not self.halves
 
     @lazy
     def compensated(self) -> bool:
-        """Whether totals keep what rounding loses: of long sums."""
+        """Whether totals compensate for their rounding: in long accumulations."""
         return self.parts == 2 and self.steps * self.taps > LONG_SUM
 
     @lazy
     def watched(self) -> bool:
-        """Whether consumers have to know of infinite numbers in the input."""
+        """Whether consumers must be told of infinite numbers in the input."""
         return (self.low_products or self.compensated) and not self.halves
 
     @lazy
@@ -441,7 +457,7 @@ class Layer:
 
     @lazy
     def k_steps(self) -> int:
-        """Products of a tap, of one chunk of channels: for a family to say."""
+        """MMA steps along K of a tap and a chunk of channels, which each family defines."""
         raise NotImplementedError
 
     @lazy
@@ -450,13 +466,13 @@ class Layer:
 
     @lazy
     def stage_products(self) -> int:
-        """Products of a stage of weights, about."""
+        """Approximate MMAs of a stage of weights."""
         if self.low_products:
             return SHORT_SUM_PRODUCTS
         return LONG_SUM_PRODUCTS if self.compensated else STAGE_PRODUCTS
 
     def plane_padding(self, pixels: int) -> int:
-        """Pixels between planes of so many, so that lanes that write a pixel's hit other banks."""
+        """Padding between planes, so that lanes that write one pixel use different banks."""
         if not self.vector_loads:
             return 0
         wanted = {2: 4, 4: 2, 8: 1}.get(2 * self.k_steps, 2)
@@ -464,12 +480,12 @@ class Layer:
 
     @lazy
     def steps(self) -> int:
-        """Of 32 bytes of channels, that the products of a tap need."""
+        """MMA steps along K that the channels of a tap need, of 32 bytes each."""
         return ceil_div(self.group_in, 2 * self.vector_channels)
 
 
-def _folded(layer: AnyLayer) -> AnyLayer:
-    """The layer with its strides' phases as channels, if that is possible."""
+def _space_to_depth(layer: AnyLayer) -> AnyLayer:
+    """The layer after space-to-depth, which makes residues of its strides channels, if possible."""
     rows, columns = (
         stride if stride <= kernel and dilation == 1 else 1
         for stride, kernel, dilation in zip(layer.stride, layer.kernel, layer.dilation, strict=True)
@@ -484,11 +500,12 @@ def _folded(layer: AnyLayer) -> AnyLayer:
 
 
 def _fits_halves(layer: Layer) -> bool:
-    """Whether float32 can be multiplied as float16 (see ``scale.cuh``).
+    """Whether float32 can be multiplied as scaled fp16 (see ``scale.cuh``).
 
-    Not channels-last, which is not loaded so; not short sums in two parts, which need products of
-    their low parts; not fewer channels than a product has; not where the last vector has so few
-    that often all of them are small; and not more weights than 32 bits can add up the exponents of.
+    It cannot for channels-last tensors, which are loaded otherwise; for short accumulations in two
+    parts, which need products of low parts; for fewer channels than an MMA's K; if the last vector
+    has so few channels that often all of them are small; or for more weights than 32 bits can add
+    up the exponents of.
     """
     operands = layer.operands
     filled = (layer.group_in - 1) % 8 + 1
@@ -503,11 +520,12 @@ def _fits_halves(layer: Layer) -> bool:
 
 
 def views(layer: AnyLayer) -> list[AnyLayer]:
-    """The same layer, and other ways to see it: a pointwise one has no rows to respect."""
+    """The same layer in other shapes: the pixels of a pointwise layer need not be in rows."""
     views = [layer]
     if layer.kernel == layer.stride == (1, 1) and layer.padding == (0, 0):
         pixels = layer.in_size[0] * layer.in_size[1]
-        # A single row, or column, is a whole phase of a stride even so: the next would be far.
+        # With strided positions, even a single row or column is a residue: the next would be far
+        # away.
         dense = layer.placing[0].step == layer.placing[1].step == 1
         if dense and layer.in_size == layer.out_size == layer.image_size:
             sizes = [(rows, pixels // rows) for rows in (1, 2) if pixels % rows == 0]

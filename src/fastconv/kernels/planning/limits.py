@@ -1,4 +1,4 @@
-"""What the plans of kernels on tensor cores share: what they do not take, and small estimates."""
+"""Limits of the tensor-core kernels, and estimates that their planners share."""
 
 from __future__ import annotations
 
@@ -8,45 +8,49 @@ from fastconv.kernels.arithmetic import ceil_div, shares
 from fastconv.kernels.family import Declined, Operands
 from fastconv.problem import Problem
 
-LEAST_GROUP = 8  # channels
-# What kernels count in 32 bits, with room for tiles that reach beyond an image.
-MOST_IMAGE = 2**30  # elements
-MOST_REACH = 2**30  # rows or columns, padding and what tiles overhang included
-OVERHANG = 1024  # positions of an output beyond its last one that a tile may have
+LEAST_GROUP = 8  # fewest channels of a group
+# The kernels count these in 32 bits, with room for tiles that reach beyond an image.
+MOST_IMAGE = 2**30  # elements of an image
+MOST_REACH = 2**30  # rows or columns, with padding and what tiles overhang
+OVERHANG = 1024  # positions beyond an output's last that a tile may have
 MOST_BATCH = 2**30
-MOST_STRIDE = 2**31  # of weights in memory
-OVERLAP_LOSS = 0.25
-ROUNDING = 1e-9  # of estimates: far more than sums of a few numbers have
+MOST_STRIDE = 2**31  # elements between weights that are neighbours along one axis
+OVERLAP_LOSS = 0.25  # share of the shorter activities that overlap does not hide
+# Tolerance for comparing estimates: far above the rounding error of a few additions.
+ROUNDING = 1e-9
 
-# Weight gradients. The error of the tensor core's sums grows with the number of products added, in
-# float32's too; so does that of totals that are added to, each level of which rounds.
+# Weight gradients: the error of the tensor core's accumulation grows with the number of MMAs, even
+# with 3xTF32, and so does that of float32 totals with the number of additions. FLUSH_PRODUCTS
+# bounds the MMAs between two flushes to the workspace, FLUSH_ADDITIONS the additions to 3xTF32's
+# totals.
 FLUSH_PRODUCTS = 512
 FLUSH_ADDITIONS = 64
 WORKSPACE_BYTES = 64 << 20
 REDUCE_THREADS = 256
 MOST_REDUCE_BLOCKS = 4096
-# Input channels and taps, below both of which the portable kernels take far longer.
+# Weight gradients of few channels: the portable kernels take longer below the first of these
+# limits, and far longer below both.
 LEAST_PORTABLE_CHANNELS = 8
 LEAST_PORTABLE_TAPS = 64
-FEW_CHANNELS_LOSS = (1.6, 5.0)  # below the first, below both
+FEW_CHANNELS_LOSS = (1.6, 5.0)  # below the first limit, below both
 
 
 def parts(operands: Operands) -> int:
-    """How many TF32 numbers a float32 number is multiplied as."""
+    """How many TF32 parts a float32 number is multiplied as: two with 3xTF32."""
     return 2 if operands.scalar == "float" and operands.precision == "ieee" else 1
 
 
 def together(*cycles: float, loss: float = OVERLAP_LOSS) -> float:
-    """Of what goes on at the same time, but not quite without getting into each other's way."""
+    """The time of activities that overlap: the longest, and a share of the others, ``loss``."""
     most = max(cycles)
     return most + loss * (sum(cycles) - most)
 
 
 def band_rows(walks: int, rows: int, workers: int, start: float) -> int:
-    """Rows of a walk: so many that all workers have equally much to do.
+    """Rows of a walk, so many that all workers have about equally much to do.
 
-    Each of ``walks`` goes down so many ``rows``, and may be cut into bands; to ``start`` one takes
-    as long as so many rows.
+    There are ``walks`` walks of ``rows`` rows, which may be cut into bands. To start one takes as
+    long as ``start`` rows.
     """
 
     def cost(band: int) -> float:
@@ -64,20 +68,20 @@ def portable_loss(problem: Problem) -> float:
 
 
 def row_step(problem: Problem) -> int:
-    """How far apart output rows are that read the same input rows, one tap later or more."""
+    """The distance of output rows that read the same input rows at different taps."""
     return problem.dilation[0] // gcd(problem.stride[0], problem.dilation[0])
 
 
 def row_advance(problem: Problem) -> int:
-    """How many taps later that is."""
+    """The tap difference at which two output rows ``row_step`` apart read the same input row."""
     return problem.stride[0] // gcd(problem.stride[0], problem.dilation[0])
 
 
 def check_reach(problem: Problem, operands: Operands) -> None:
     """Raises Declined for places that cannot be counted in 32 bits.
 
-    Images of too many elements are found by :func:`check`. Kernels compute where each tap of each
-    position lies, also of those that padding or the end of a tile has outside of the image.
+    :func:`check` finds images of too many elements. Kernels compute where each tap of each position
+    lies, also of positions that padding or the end of a tile has outside of the image.
     """
     sides = zip(
         ("rows", "columns"),
@@ -104,9 +108,9 @@ def check(
     in_size: tuple[int, int],
     out_size: tuple[int, int],
 ) -> None:
-    """Raises Declined for what no kernel here takes.
+    """Raises Declined for what no tensor-core kernel takes.
 
-    ``group_channels`` are a group's, of the image that is read and of the other.
+    ``group_channels`` are those of one group, of the image that is read and of the other.
     """
     if operands.scalar == "double":
         raise Declined("float64")

@@ -1,23 +1,23 @@
-// Convolution on the tensor cores of a warp (mma.sync), from sm_80 on: forward passes, and input
-// gradients, which are forward convolutions with flipped and transposed weights: one, or one for
-// each phase of a stride.
+// Forward convolution and input gradient on tensor cores (mma.sync), from sm_80 on, as an implicit
+// GEMM over a halo tile. Input gradients are forward convolutions with flipped and transposed
+// weights: one, or one for each residue of a stride.
 //
-// A warp multiplies product_rows output channels by `pixels` output pixels, 32 bytes of input
-// channels at a time, and adds up over taps. Both operands lie in shared memory as on Hopper
-// (device/tensor/tile.cuh), in rows of 16 bytes. ldmatrix takes the address of each row from a lane, so
-// that a tap is nothing but another start address, and a tile's pixels may lie anywhere in it:
+// A warp multiplies product_rows output channels (M) by `pixels` output pixels (N), 32 bytes of
+// input channels at a time (K), and accumulates over taps. Both operands lie in shared memory in
+// rows of 16 bytes (device/tensor/tile.cuh). ldmatrix takes the address of each row from a lane, so
+// that a tap is just another start address, and a tile's pixels may lie anywhere in the halo tile:
 // several short rows are as good as a long one.
 //
-// One block per processor, whose warps work at the same time:
-//   one streams packed weights through a ring of stages, by asynchronous copies
-//   3, 7 or 11 load input pixels, round or split them, and write them to a ring of input stages,
-//   each of which has the halo tile of a chunk of channels (device/tensor/load.cuh)
-//   4 or 8 multiply, and store their sums through shared memory
+// There is one block per SM, with specialised warps that run at the same time:
+//   one producer warp streams packed weights through a ring of stages, by cp.async
+//   3, 7 or 11 producer warps load input pixels, round or split them, and write them to a ring of
+//   stages, each of which has the halo tile of a chunk of channels (device/tensor/load.cuh)
+//   4 or 8 consumer warps multiply, and store their accumulators through shared memory
 //
-// float32 with `parts` = 2: x = high + low, both with TF32's mantissa. A thread keeps the sums of
-// high parts' products, which it adds to totals after every flush_taps taps, for the tensor core
-// truncates as it accumulates; and those of products with a low part, which are so small that it
-// does no harm.
+// With `parts` = 2 (3xTF32, or scaled fp16 in two parts) a number is high + low. A thread has
+// accumulators for products of high parts, which are added to a second level after every flush_taps
+// taps, because the tensor core truncates as it accumulates; and accumulators for products with a
+// low part, which are so small that truncation does no harm.
 #pragma once
 #include "ampere/halo/multiply.cuh"
 #include "ampere/halo/store.cuh"
@@ -28,26 +28,26 @@
 namespace fastconv {
 namespace ampere {
 
-// What a thread keeps of a tile until it is stored.
+// A thread's accumulators of a tile, until it is stored.
 template <int kParts>
 struct Accumulators {
-  Sums sums;
+  RegisterTile acc;
 
-  __device__ __forceinline__ void start() { clear(sums); }
-  // Adds the products of a stage of weights, whose first tap is the chunk's `tap`-th.
+  __device__ __forceinline__ void start() { clear(acc); }
+  // Multiplies a stage of weights, whose first tap is the chunk's `tap`-th.
   __device__ __forceinline__ void multiply(const Multiplier& warp, const unsigned char* weights,
                                            const unsigned char* input, int tap) {
-    warp.multiply(sums, weights, Taps(input, tap));
+    warp.multiply(acc, weights, Taps(input, tap));
   }
-  __device__ __forceinline__ const Sums& result() { return sums; }
+  __device__ __forceinline__ const RegisterTile& result() { return acc; }
 };
 
 template <>
 struct Accumulators<2> {
-  Sums totals, low;
+  RegisterTile total_acc, low;
 
   __device__ __forceinline__ void start() {
-    clear(totals);
+    clear(total_acc);
     clear(low);
   }
   __device__ __forceinline__ void multiply(const Multiplier& warp, const unsigned char* weights,
@@ -55,30 +55,31 @@ struct Accumulators<2> {
 #pragma unroll 1
     for (int first = 0; first < C::stage_taps; first += C::period_taps) {
       const Taps taps(input, tap + first);
-      Sums sums;
-      clear(sums);
+      RegisterTile acc;
+      clear(acc);
 #pragma unroll
       for (int j = 0; j < C::period_taps; ++j) {
-        warp.multiply_split(sums, low, weights + (first + j) * kTapBytes, taps[j]);
+        warp.multiply_two_parts(acc, low, weights + (first + j) * kTapBytes, taps[j]);
         constexpr int kPeriod = C::period_taps;
-        if ((j + 1) % kPeriod % C::flush_taps == 0) flush(totals, sums, low);
+        if ((j + 1) % kPeriod % C::flush_taps == 0) flush(total_acc, acc, low);
       }
     }
   }
-  __device__ __forceinline__ const Sums& result() {
+  __device__ __forceinline__ const RegisterTile& result() {
 #pragma unroll
-    for (int i = 0; i < kRowProducts; ++i) {
+    for (int i = 0; i < kRowMmas; ++i) {
 #pragma unroll
-      for (int j = 0; j < kColumnProducts; ++j) {
+      for (int j = 0; j < kColumnMmas; ++j) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) totals[i][j][k] = completed(totals[i][j][k], low[i][j][k]);
+        for (int k = 0; k < 4; ++k)
+          total_acc[i][j][k] = completed(total_acc[i][j][k], low[i][j][k]);
       }
     }
-    return totals;
+    return total_acc;
   }
 };
 
-// Some warps: multiply what the others load, and store the sums.
+// The consumer warps' loop over tiles: multiplies what the producers load, and stores the outputs.
 __device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* output,
                                                const Items& items, const Epilogue<C>& epilogue) {
   const Multiplier warp;
@@ -93,8 +94,9 @@ __device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* outpu
   int next;
 #pragma unroll 1
   for (int index = items.first(); index < items.count(); index = next) {
-    next = items.after(index);  // early: it takes a look at memory
-    const Finishes finishes(bias, items, output, Item(index), warp);  // early, too
+    // Both read global memory: issued before the main loop, which hides their latency.
+    next = items.after(index);
+    const Finishes finishes(bias, items, output, Item(index), warp);
     Accumulators<C::parts> accumulators;
     accumulators.start();
 #pragma unroll 1
@@ -116,11 +118,12 @@ __device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* outpu
   }
 }
 
+// Runs a thread's role: consumer, producer of weights, or producer of input.
 __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* scratch,
                                           const Scalar* bias, Scalar* output, int batch,
                                           const Epilogue<C>& epilogue) {
   const Items items(scratch, batch);
-  if (items.none()) return;  // at a glance
+  if (items.none()) return;  // cheaper than to look for the first
   if (items.first() >= items.count()) return;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (warp >= kFirstMultiplier) {

@@ -1,6 +1,7 @@
-"""What these kernels add to a layer: in which order its sums are added up.
+"""How the halo kernel divides a layer's channels into chunks and its taps into stages.
 
-Decided from the layer alone, as all that decides the order of a sum.
+This fixes the order in which products are added up. It follows from the layer alone, so that bits
+do not depend on the GPU or the tile.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import layers
 from fastconv.kernels.planning.layers import SHORT_SUM_PRODUCTS
 
-CHUNK_PRODUCTS = 8  # of a chunk, at least: between them, warps wait for each other
+CHUNK_MMAS = 8  # fewest MMAs along K of a chunk: warps wait for each other between chunks
 MOST_K_STEPS = 4
-MOST_WRITTEN = {1: 10, 2: 7}  # products that are written out, by parts
-MOST_STAGE_PRODUCTS = 10  # of a stage of weights
+MOST_UNROLLED = {1: 10, 2: 7}  # MMAs along K that the code unrolls, by parts
+MOST_STAGE_MMAS = 10  # MMAs along K of a stage of weights
 
 
 class Layer(layers.Layer):
@@ -21,26 +22,26 @@ class Layer(layers.Layer):
 
     @lazy
     def k_steps(self) -> int:
-        """Products of a tap, of one chunk."""
+        """MMAs along K of a tap in one chunk of channels."""
         most = SHORT_SUM_PRODUCTS if self.low_products else MOST_K_STEPS
-        return min(self.steps, most, ceil_div(CHUNK_PRODUCTS, self.taps))
+        return min(self.steps, most, ceil_div(CHUNK_MMAS, self.taps))
 
     @lazy
     def stages_taps(self) -> list[int]:
-        """How many taps a stage of weights may have, the most first: some periods."""
-        most = max(MOST_STAGE_PRODUCTS, self.period_taps * self.k_steps)
+        """Numbers of taps that a stage of weights may have, most first: multiples of a period."""
+        most = max(MOST_STAGE_MMAS, self.period_taps * self.k_steps)
         choices = [n for n in divisors(self.taps) if n * self.k_steps <= most]
         return [n for n in sorted(choices, reverse=True) if n % self.period_taps == 0]
 
     def weight_stages(self, taps: int) -> int:
-        """All that there are, if each has so many taps."""
+        """Stages of weights that a tile takes if each has ``taps`` taps."""
         return self.chunks * self.taps // taps
 
     @lazy
     def period_taps(self) -> int:
-        """Taps after which it repeats when the sums of numbers in two parts are flushed.
+        """Taps after which the pattern of flushes repeats, for numbers in two parts.
 
-        So many that few flushes are early.
+        The period is chosen for the most taps between flushes, on average.
         """
         if self.parts == 1:
             return 1
@@ -48,12 +49,12 @@ class Layer(layers.Layer):
 
     @lazy
     def flush_taps(self) -> int:
-        """Taps after which they are, in a period."""
+        """Taps after which accumulators are flushed within a period."""
         return ceil_div(self.period_taps, self._flushes(self.period_taps))
 
     @lazy
     def _few_taps(self) -> list[int]:
-        most = MOST_WRITTEN[self.parts]
+        most = MOST_UNROLLED[self.parts]
         few = [n for n in divisors(self.taps) if n * self.k_steps <= most]
         return few or [1]
 

@@ -1,4 +1,7 @@
-"""Plans forward passes and input gradients with ``correlate.cuh``: the cheapest tile that fits."""
+"""Plans forward convolutions and input gradients with ``ampere/halo/kernel.cuh``.
+
+The plan takes the tile that fits with the fewest estimated cycles.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,15 @@ from fastconv.kernels.planning.launches import (
 from fastconv.kernels.planning.layers import forward_ways, input_grad_ways, views
 from fastconv.problem import Problem
 
-EXPLAINED = 5  # tiles
-# Of a pass: for each layer's launches, and for those that find out whether float16 will do.
+EXPLAINED = 5  # tiles that a plan's explanation lists
+# Shares of a pass's time that launches add to it: those of each layer (a residue of a stride is a
+# layer of its own), and the additional ones of scaled fp16.
 LAYER_COST = 0.05
 HALVES_COST = 0.05
-HALVES_CYCLES = 2.5e5  # of an image, at least: what those launches take is its share of a batch
+# Fewest cycles that an image takes with scaled fp16: its share of these launches.
+HALVES_CYCLES = 2.5e5
 
-# What only Hopper's tiles have, of what they share with these.
+# Constants that device code shared with Hopper's halo kernel reads, for options that only that has.
 ABSENT: dict[str, Constant] = {
     "stack": 1,
     "lead": 0,
@@ -50,7 +55,7 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
 
 
 def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    """Plans an input gradient: ``input`` is the output's gradient, ``output`` the input's.
+    """Plans an input gradient: tensor ``input`` is the output's gradient, ``output`` the result.
 
     Raises:
         Declined: another family does it better, or this one cannot.
@@ -66,14 +71,17 @@ def _check(layers: list[Layer], gpu: Gpu) -> None:
     limits.check(operands, layer.groups, channels, layer.in_size, layer.image_size)
     rates = gpus.rates(gpu)
     counted = _tensor_share(layers) / layer.products
-    if rates.products[layer.multiplied] * counted < block.PORTABLE_SHARE * rates.float32:
+    if rates.products[layer.multiplied] * counted < block.portable_rate(gpu):
         raise Declined(
             f"what plain cores are as fast at: {counted:.0%} of the tensor cores' products count"
         )
 
 
 def _tensor_share(layers: list[Layer]) -> float:
-    """The share of products that count, but for the ends of tiles; of layers of like sizes."""
+    """The share of the MMAs' products that count, for layers of like sizes.
+
+    Idle products at the ends of tiles are not taken into account.
+    """
     terms = sum(layer.terms for layer in layers)
     multiplied = sum(layer.steps * 2 * layer.vector_channels * layer.taps for layer in layers)
     rows = layers[0].group_out
@@ -91,7 +99,7 @@ def _checked_tiles(layers: list[Layer], gpu: Gpu) -> list[tuple[Tile, ...]]:
 
 @lru_cache(maxsize=64)
 def _tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
-    """All tiles that fit, the best first; kept, for a plan asks for them more than once."""
+    """All tiles that fit, the best first; cached, because a plan uses them more than once."""
     return tuple(tiles_of(views(layer), gpu))
 
 
@@ -126,16 +134,16 @@ def _why(tiles: list[Tile]) -> str:
         f"{team.block_channels} channels by {patch.rows} rows of {patch.columns} pixels a block"
         for team, patch in ((tile.team, tile.patch) for tile in tiles)
     )
-    phases = f" in {len(tiles)} phases" if len(tiles) > 1 else ""
+    residues = f" in {len(tiles)} residues" if len(tiles) > 1 else ""
     share = _tensor_share([tile.layer for tile in tiles])
     halves = " in float16, where the range allows it" if tiles[0].layer.halves else ""
-    return f"tensor cores{halves}{phases}: {', '.join(shapes)}; {share:.0%} of the products count"
+    return f"tensor cores{halves}{residues}: {', '.join(shapes)}; {share:.0%} of the products count"
 
 
 def _explanation(tiles: tuple[Tile, ...]) -> list[str]:
     rows, columns = tiles[0].layer.placing
-    phase = "" if rows.step == columns.step == 1 else f"phase {rows.at}, {columns.at}: "
-    lines = [f"{phase}{len(tiles)} tiles fit; the cheapest, in cycles:"]
+    residue = "" if rows.step == columns.step == 1 else f"residue {rows.at}, {columns.at}: "
+    lines = [f"{residue}{len(tiles)} tiles fit; the cheapest, in cycles:"]
     return lines + [_explain(tile) for tile in tiles[:EXPLAINED]]
 
 
@@ -152,7 +160,7 @@ def _explain(tile: Tile) -> str:
 
 def _correlation(tile: Tile) -> Correlation:
     layer = tile.layer
-    # A block counts on from its last tile by as many as there are blocks.
+    # A block's next tile is as many tiles on as there are blocks, also after its last one.
     if tile.tiles + tile.team.gpu.processors >= 2**31:
         raise Declined("more than 2^31 tiles")
     blocks = layer.groups * tile.team.output_groups

@@ -1,4 +1,4 @@
-// What a block of correlate.cuh is made of, and what it has in shared memory.
+// The warps of a block of the halo kernel, its shared memory, and the barriers between them.
 #pragma once
 #include "device/mma.cuh"
 #include "device/sm80.cuh"
@@ -12,29 +12,29 @@ using namespace tensor;
 static_assert(C::stack == 1 && C::column_sums == 1 && C::interleave == 1 && C::segment_tiles == 1 &&
                   C::lead == 0 && !C::wraps && !C::rolling && !C::watches && !C::smaller_part &&
                   !kUnfolds,
-              "what only Hopper's tiles have");
+              "options of Hopper's tiles alone");
 
-// Of a block's warps, one streams weights, some load input, and the rest multiply. These share a
-// tile: by channels, then by pixels, which are counted row by row.
+// One of a block's warps streams weights, some load input, and the rest are consumers. Consumers
+// divide a tile by channels, then by pixels, which are counted row by row.
 constexpr int kFirstMultiplier = 1 + C::loaders / 32;
 constexpr int kThreads = 32 * (kFirstMultiplier + C::warps);
 constexpr int kPixelGroups = C::warps / C::channel_groups;
 constexpr int kTilePixels = kTileRows * C::tile_columns;
 static_assert(C::warps == kPixelGroups * C::channel_groups, "whole groups");
-static_assert(kTilePixels <= kPixelGroups * C::pixels, "every pixel is some warp's");
+static_assert(kTilePixels <= kPixelGroups * C::pixels, "the warps cover all pixels");
 
-// A warp's products, each of 16 channels by 8 pixels.
-constexpr int kRowProducts = kOutputs / 16;
-constexpr int kColumnProducts = C::pixels / 8;
+// MMAs of a warp's register tile, each of 16 channels by 8 pixels.
+constexpr int kRowMmas = kOutputs / 16;
+constexpr int kColumnMmas = C::pixels / 8;
 static_assert(kOutputs % 16 == 0 && C::pixels % 16 == 0, "pixels are read in pairs of eights");
 
-// Rings: of input, whose stages have a chunk each, and of weights.
+// Sizes of a stage of the input ring, which holds a chunk of channels, and of the weight ring.
 constexpr int kInputBytes = C::parts * kPartPixels * 16;
-constexpr int kTileStages = kChunks * kWeightStages;  // of weights
+constexpr int kTileStages = kChunks * kWeightStages;  // stages of weights that a tile takes
 
-// Space for a warp's sums on their way out. Contiguous outputs: 8 channels' rows of pass_pixels,
-// once or twice. Channels-last ones: pass_pixels of all its channels. Pitches spread a warp's
-// accesses over all banks.
+// A warp's staging buffer for outputs. For contiguous ones it holds 8 channels' rows of pass_pixels
+// pixels, once or twice; for channels-last ones, all of the warp's channels of pass_pixels pixels.
+// Pitches spread a warp's accesses over all banks.
 constexpr int kRowPitch = round_up(C::pass_pixels, 32) + 8;
 constexpr int kPixelPitch = kOutputs + kVector;
 constexpr int kStagingBytes = kScalarBytes * (C::out_channels_last ? C::pass_pixels * kPixelPitch
@@ -45,17 +45,18 @@ static_assert(C::pixels % C::pass_pixels == 0 && C::pass_pixels % 8 == 0, "whole
 constexpr int kInputRing = 0;
 constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
 constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
-constexpr int kPowers = kStaging + C::warps * kStagingBytes;  // a copy of each loading warp's
+constexpr int kPowers = kStaging + C::warps * kStagingBytes;  // one copy for each loading warp
 constexpr int kPowersBytes = C::halves ? kChunkChannels * 4 : 0;
 static_assert(kPowers + C::loaders / 32 * kPowersBytes == C::shared_bytes, "as planned");
 static_assert(kStagingBytes % 16 == 0, "vectors are aligned");
 
-// The stages of a ring, which kFillers threads fill for those that multiply: two barriers each, of
-// which the first one's number is kFirst. Before the first lap, all stages count as emptied.
+// The stages of a ring that kFillers producer threads fill for the consumers. Each has two named
+// barriers, full and empty, numbered from kFirst on. Consumers mark all stages as empty before the
+// first lap.
 template <int kFirst, int kStages, int kFillers>
 struct Stages {
   static constexpr int kThreads = kFillers + 32 * C::warps;
-  static_assert(kFirst + 2 * kStages <= 16, "there are no more");
+  static_assert(kFirst + 2 * kStages <= 16, "hardware has 16 named barriers");
 
   __device__ __forceinline__ static void wait_full(int stage) { wait_at(kFirst + stage, kThreads); }
   __device__ __forceinline__ static void fill(int stage) {
@@ -68,7 +69,8 @@ struct Stages {
   __device__ __forceinline__ static void empty(int stage) {
     come_to(kFirst + kStages + stage, kThreads);
   }
-  // By those that multiply, at first; and by those that fill, in the end: no one comes in vain.
+  // Consumers call empty_all at first, producers wait_all_empty in the end, so that arrivals and
+  // waits match at every barrier.
   __device__ __forceinline__ static void empty_all() {
     for (int i = 0; i < kStages; ++i) empty(i);
   }
@@ -77,11 +79,11 @@ struct Stages {
   }
 };
 using InputStages = Stages<1, C::input_stages, C::loaders>;
-// Weights that stay are all there, or not yet.
+// Resident weights need one pair of barriers: they arrive all at once.
 constexpr int kWeightLaps = C::resident ? 1 : C::weight_stages;
 using WeightStages = Stages<1 + 2 * C::input_stages, kWeightLaps, 32>;
 
-// The ring of input stages, for those who load it (device/tensor/load.cuh).
+// The ring of input stages, as the producers in device/tensor/load.cuh use it.
 struct Input {
   static constexpr int kStages = C::input_stages;
   static constexpr bool kPowersCopied = C::halves;

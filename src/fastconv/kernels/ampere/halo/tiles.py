@@ -1,4 +1,4 @@
-"""What a block computes at once, what of it is in shared memory, and what that takes, estimated."""
+"""What a block of the halo kernel computes at once, its shared memory, and its estimated cost."""
 
 from __future__ import annotations
 
@@ -14,53 +14,52 @@ from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning.limits import together
 
 TEAMS = ((4, 3), (8, 3), (4, 7), (4, 11))
-"""Warps of a block that multiply, and that load input; another one streams weights."""
+"""A block's consumer warps, and its producer warps of input; one more streams weights."""
 
-# Sums that a thread of so many warps has registers for, in each set of them, by parts.
-MOST_SUMS = {8: {1: 128, 2: 48}, 12: {1: 96, 2: 32}, 16: {1: 48, 2: 16}}
-# The same where channels-last float32 is stored, and where TF32 is multiplied in two parts.
-MOST_WIDE_SUMS = {8: {1: 64, 2: 32}, 12: {1: 64, 2: 24}, 16: {1: 48, 2: 16}}
-MOST_ROWS = {1: 64, 2: 32}  # output channels of a warp's products, by parts
-MOST_PIXELS = {64: 64, 32: 96, 16: 128}  # of a warp, by rows: their places take registers
+# Accumulators of a thread in each set of them, by all warps of a block, then by parts: as many as
+# registers hold.
+MOST_ACCUMULATORS = {8: {1: 128, 2: 48}, 12: {1: 96, 2: 32}, 16: {1: 48, 2: 16}}
+# The same limits where channels-last float32 is stored, and for 3xTF32.
+MOST_WIDE_ACCUMULATORS = {8: {1: 64, 2: 32}, 12: {1: 64, 2: 24}, 16: {1: 48, 2: 16}}
+MOST_ROWS = {1: 64, 2: 32}  # output channels (M) of a warp's register tile, by parts
+MOST_PIXELS = {64: 64, 32: 96, 16: 128}  # pixels of a warp, by M: addresses take registers
 INPUT_STAGES = 2
 MOST_WEIGHT_STAGES = 4
 FEWEST_WEIGHT_STAGES = 2
 TILE_ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 
-# Of a loading thread, for what it has under way, by warps. One batch: who waits for one waits for
-# all that were begun, so that a second would gain nothing.
+# Registers of a producer thread for loads in flight, by all warps of a block. There is one batch of
+# loads: a thread that waits for one waits for all that it has issued, so a second gains nothing.
 BATCH_REGISTERS = {8: 96, 12: 48, 16: 32}
 
-# Estimated cycles of a warp that multiplies: from a stage of weights to the next; for a sum that is
-# flushed, compensated or not; to end a tile, for each sum, and for each vector of them.
-STAGE_CYCLES = 90.0
-FLUSH_CYCLES = {False: 1.2, True: 6.0}
-TILE_CYCLES = 900.0
-SUM_CYCLES = 2.0
-VECTOR_CYCLES = 14.0
-EXPOSED = {4: 1.0, 8: 0.6}  # what of that no other warp of the same scheduler hides
-# What products take of what they would take alone, by parts; and the operands they read.
-PRODUCT_SHARE = {1: 0.84, 2: 0.9}
+# Parameters of the cost model: cycles of a consumer warp.
+STAGE_CYCLES = 90.0  # from a stage of weights to the next
+FLUSH_CYCLES = {False: 1.2, True: 6.0}  # a flush of an accumulator, by whether it is compensated
+TILE_CYCLES = 900.0  # the end of a tile
+ACCUMULATOR_CYCLES = 2.0  # the epilogue of an accumulator
+VECTOR_CYCLES = 14.0  # the store of a vector of outputs
+EXPOSED = {4: 1.0, 8: 0.6}  # share of these that no warp of the same scheduler hides, by consumers
+# Shares of the times that MMAs, by parts, and reads of their operands take alone.
+MMA_SHARE = {1: 0.84, 2: 0.9}
 OPERAND_SHARE = 0.49
-SHARED_BYTES = 128.0  # that a processor reads in a cycle
-# Of a warp that loads: a vector that is copied as it is, one that is loaded, a pixel's two, each of
-# their numbers, more for numbers in two parts and to scale halves; and how long memory takes.
-COPY_CYCLES = 6.0
-VECTOR_LOAD_CYCLES = 50.0
-PIXEL_CYCLES = 60.0
-NUMBER_CYCLES = 10.0
-SPLIT_CYCLES = 14.0
-HALVES_CYCLES = 4.0
-LATENCY_CYCLES = 1200.0
-# Of memory that is written: a sector, and what one costs more that is written in two pieces.
+SHARED_BYTES = 128.0  # bytes of shared memory that an SM reads in a cycle
+# Cycles of a producer warp of input.
+COPY_CYCLES = 6.0  # a vector that is copied as it is
+VECTOR_LOAD_CYCLES = 50.0  # a vector that is loaded to registers
+PIXEL_CYCLES = 60.0  # two vectors of a pixel whose numbers are loaded one by one
+NUMBER_CYCLES = 10.0  # each number of a loaded vector or pixel
+SPLIT_CYCLES = 14.0  # extra for a number that is split in two parts
+HALVES_CYCLES = 4.0  # extra for a number of scaled fp16
+LATENCY_CYCLES = 1200.0  # latency of memory
+# Extra cost of stores that begin or end within a sector of memory, in bytes.
 SECTOR = 32
 PARTIAL_BYTES = 150.0
-CUT_BYTES = 50.0  # the same where two warps of a block write it
+CUT_BYTES = 50.0  # extra cost of a sector that two warps of a block write
 
 
 @dataclass(frozen=True)
 class Patch:
-    """Output pixels of a tile, and the input that they read: the same for tiles of any warps."""
+    """Output pixels of a tile, and the halo tile that they read, whatever the block's warps."""
 
     layer: Layer
     rows: int
@@ -72,7 +71,7 @@ class Patch:
 
     @lazy
     def pitch(self) -> int:
-        """Pixels from one row to the next, in shared memory."""
+        """Pixels from one row to the next in shared memory."""
         return self.columns + self.layer.column_halo
 
     @lazy
@@ -82,24 +81,24 @@ class Patch:
 
     @lazy
     def vectors(self) -> int:
-        """Of 16 bytes, that a chunk's input is made of, in one part."""
+        """Vectors of 16 bytes in one part of a chunk's halo tile."""
         layer = self.layer
         plane = layer.slots * self.halo_rows * self.pitch + self.plane_padding
         return 2 * layer.k_steps * plane
 
     @lazy
     def units(self) -> int:
-        """That loaders load: vectors, or a pixel's two."""
+        """What a producer thread loads at a time: vectors, or two vectors of a pixel."""
         return self.vectors if self.layer.vector_loads else self.vectors // 2
 
     @lazy
     def input_bytes(self) -> int:
-        """Of all stages."""
+        """Shared memory of all input stages."""
         return INPUT_STAGES * self.layer.parts * self.vectors * 16
 
     @lazy
     def loaded_bytes(self) -> float:
-        """Each line of each channel, or of all of them, has a sector that it needs a part of."""
+        """Bytes that a tile reads; each line of a plane adds a sector of which it uses a part."""
         layer = self.layer
         channels = 2 * layer.k_steps * layer.vector_channels
         lines = layer.slots * self.halo_rows * (4 if layer.vector_loads else channels)
@@ -112,7 +111,7 @@ class Patch:
 
     @lazy
     def count(self) -> int:
-        """Of an image, in all groups."""
+        """Patches of an image, in all groups."""
         layer = self.layer
         down = ceil_div(ceil_div(layer.out_size[0], layer.row_step), self.rows)
         return self.strips * down * layer.row_step * layer.groups
@@ -120,15 +119,15 @@ class Patch:
 
 @dataclass(frozen=True)
 class Team:
-    """A block's warps and what each has of channels and pixels: the same for tiles of any patch."""
+    """A block's warps and their register tiles, whatever the patch of the tile."""
 
     layer: Layer
     gpu: Gpu
-    warps: int  # that multiply
-    loaders: int
-    product_rows: int
-    channel_groups: int
-    pixels: int  # of a warp
+    warps: int  # consumer warps
+    loaders: int  # producer warps of input
+    product_rows: int  # output channels of a consumer warp
+    channel_groups: int  # consumer warps that divide output channels
+    pixels: int  # pixels of a consumer warp
 
     @lazy
     def all_warps(self) -> int:
@@ -136,7 +135,7 @@ class Team:
 
     @lazy
     def tile_pixels(self) -> int:
-        """Those that all warps have room for."""
+        """Pixels that all consumer warps have room for."""
         return self.warps // self.channel_groups * self.pixels
 
     @lazy
@@ -148,8 +147,8 @@ class Team:
         return self.layer.k_steps * self.layer.parts * self.block_channels * 32
 
     @lazy
-    def alone(self) -> bool:
-        """Whether all blocks have the same weights."""
+    def one_weight_block(self) -> bool:
+        """Whether all blocks use the same weights."""
         return self.output_groups * self.layer.groups == 1
 
     @lazy
@@ -158,7 +157,7 @@ class Team:
 
     @lazy
     def pass_pixels(self) -> int:
-        """Those that a warp stages at once on their way out."""
+        """Pixels that a warp stages at once before they are stored."""
         operands = self.layer.operands
         if operands.output_channels_last:
             return 32 // operands.scalar_bytes
@@ -166,7 +165,7 @@ class Team:
 
     @lazy
     def buffers(self) -> int:
-        """Of a warp, where outputs are contiguous: two where nothing else would hide the wait."""
+        """Staging buffers of a warp for contiguous outputs: two where no other warp hides waits."""
         return 2 if self.warps == 4 else 1
 
     @lazy
@@ -180,7 +179,7 @@ class Team:
 
     @lazy
     def powers_bytes(self) -> int:
-        """Of what loaders multiply a chunk's channels by."""
+        """Shared memory for the scales of a chunk's channels, with scaled fp16."""
         layer = self.layer
         return self.loaders * 4 * 2 * layer.k_steps * layer.vector_channels * layer.halves
 
@@ -189,13 +188,13 @@ class Team:
         return 4 if self.layer.vector_loads else 2 * self.layer.vector_channels
 
     @lazy
-    def sums(self) -> int:
-        """Of a thread."""
+    def accumulators(self) -> int:
+        """Accumulators of a thread."""
         return self.product_rows * self.pixels // 32
 
     @lazy
-    def product_cycles(self) -> float:
-        """What a tile's products would take alone."""
+    def mma_cycles(self) -> float:
+        """Cycles that a tile's MMAs take alone."""
         layer, rates = self.layer, gpus.rates(self.gpu)
         steps = layer.chunks * layer.k_steps * layer.taps
         multiplied = self.tile_pixels * self.block_channels * 2 * layer.vector_channels
@@ -203,7 +202,7 @@ class Team:
 
     @lazy
     def operand_cycles(self) -> float:
-        """What it would take to read the operands of these, alone."""
+        """Cycles that shared memory takes alone to deliver the MMAs' operands."""
         layer = self.layer
         steps = layer.chunks * layer.k_steps * layer.taps
         matrices = self.warps * (self.product_rows + self.pixels) // 16 * layer.parts
@@ -212,7 +211,7 @@ class Team:
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block computes at once, and what of it is in shared memory at the same time."""
+    """What a block computes at once, and its stages in shared memory."""
 
     team: Team
     patch: Patch
@@ -223,7 +222,7 @@ class Tile:
 
     @property
     def name(self) -> str:
-        """Tells it from all other tiles of its layer."""
+        """A name that no other tile of the layer has."""
         (height, width), team, patch = self.layer.out_size, self.team, self.patch
         return (
             f"{height}x{width} in {patch.rows}x{patch.columns} "
@@ -241,7 +240,7 @@ class Tile:
     @property
     def resident(self) -> bool:
         """Whether all weights stay in shared memory."""
-        return self.team.alone and self.weight_stages == self.all_weight_stages
+        return self.team.one_weight_block and self.weight_stages == self.all_weight_stages
 
     @property
     def store_vector(self) -> int:
@@ -256,7 +255,7 @@ class Tile:
 
     @lazy
     def _other_bytes(self) -> int:
-        """Of shared memory, whatever there is of weights."""
+        """Shared memory besides weights."""
         return self.patch.input_bytes + self.team.staging_bytes + self.team.powers_bytes
 
     @property
@@ -273,19 +272,19 @@ class Tile:
 
     @lazy
     def batch(self) -> int:
-        """Units that a thread loads at once: so many that few are left over for the last batch."""
-        units = ceil_div(self.patch.units, 32 * self.team.loaders)  # of a thread
+        """Units that a thread loads at once, in batches of about equal size."""
+        units = ceil_div(self.patch.units, 32 * self.team.loaders)  # units of a thread
         most = BATCH_REGISTERS[self.team.all_warps] // self.team.unit_registers
         return ceil_div(units, ceil_div(units, most))
 
     @lazy
     def _weights(self) -> tuple[int, int]:
-        """Taps of a stage of weights, and stages: the largest of which enough fit, or none."""
+        """Taps of a stage of weights, the most of which enough stages fit, and stages; or zeros."""
         room = self.team.gpu.shared_budget(1) - self._other_bytes
         for taps in self.layer.stages_taps:
             stages = room // (taps * self.team.tap_bytes)
             all_stages = self.layer.weight_stages(taps)
-            if self.team.alone and stages >= all_stages:
+            if self.team.one_weight_block and stages >= all_stages:
                 return taps, all_stages
             if stages >= FEWEST_WEIGHT_STAGES:
                 return taps, min(stages, MOST_WEIGHT_STAGES)
@@ -305,21 +304,21 @@ class Tile:
 
     @lazy
     def work(self) -> dict[str, float]:
-        """What a tile takes a processor, in cycles, if there were nothing else to do."""
+        """Cycles that each kind of work of a tile takes an SM, if it were alone."""
         layer, team, patch = self.layer, self.team, self.patch
         rates = gpus.rates(team.gpu)
         ends = self.all_weight_stages * STAGE_CYCLES + TILE_CYCLES
         if layer.parts == 2:
             flushes = layer.chunks * layer.taps / layer.flush_taps
-            ends += flushes * team.sums * FLUSH_CYCLES[layer.compensated]
-        ends += team.sums * (SUM_CYCLES + VECTOR_CYCLES / self.store_vector)
+            ends += flushes * team.accumulators * FLUSH_CYCLES[layer.compensated]
+        ends += team.accumulators * (ACCUMULATOR_CYCLES + VECTOR_CYCLES / self.store_vector)
         weights = 0 if self.resident else layer.chunks * layer.taps * team.tap_bytes
         outputs = patch.rows * min(patch.columns, layer.out_size[1] / patch.strips)
         channels = layer.group_out / team.output_groups
         stored = outputs * channels * layer.written * layer.operands.scalar_bytes
         return {
             "multiply": EXPOSED[team.warps] * ends
-            + PRODUCT_SHARE[layer.parts] * team.product_cycles
+            + MMA_SHARE[layer.parts] * team.mma_cycles
             + OPERAND_SHARE * team.operand_cycles,
             "load": self._load_cycles,
             "read": (patch.loaded_bytes + weights) / rates.l2_bytes,
@@ -328,7 +327,7 @@ class Tile:
 
     @property
     def _store_loss(self) -> float:
-        """What more is written, where pieces of rows share their first and last sectors."""
+        """Factor by which stores take longer because runs begin or end within sectors."""
         layer, operands = self.layer, self.layer.operands
         size, last = operands.scalar_bytes, operands.output_channels_last
         run = (self.team.product_rows if last else self.patch.columns) * size
@@ -340,13 +339,13 @@ class Tile:
 
     @property
     def _cuts(self) -> int:
-        """Of a tile's rows: where a warp's pixels begin that it stores at once."""
+        """Cuts of a tile's rows between pixels that are stored at different times."""
         begins = range(0, self.patch.rows * self.patch.columns, self.team.pass_pixels)
         return sum(pixel % self.patch.columns > 0 for pixel in begins)
 
     @property
     def _load_cycles(self) -> float:
-        """Of the warps that load."""
+        """Cycles of the producer warps of input."""
         layer, threads = self.layer, 32 * self.team.loaders
         if layer.copied:
             copies = self.patch.vectors / threads * COPY_CYCLES
@@ -365,7 +364,7 @@ class Tile:
         return together(*self.work.values())
 
     def cycles(self) -> float:
-        """What the whole layer takes, estimated."""
+        """Cycles that the whole layer takes, estimated."""
         return ceil_div(self.tiles, self.team.gpu.processors) * self.tile_cycles
 
 
@@ -373,7 +372,7 @@ def tiles_of(views: list[Layer], gpu: Gpu) -> list[Tile]:
     """All tiles that fit, the best first.
 
     Raises:
-        Declined: there are none.
+        Declined: no tile fits.
     """
     candidates = (tile for view in views for tile in _candidates(view, gpu))
     tiles = sorted((tile for tile in candidates if tile.fits), key=Tile.cycles)
@@ -386,25 +385,25 @@ def _candidates(layer: Layer, gpu: Gpu) -> Iterator[Tile]:
     patches_of = cache(partial(_patches, layer))
     for warps, loaders in TEAMS:
         if layer.copied and 32 * loaders % (2 * layer.k_steps):
-            continue  # a thread stays in its plane
-        most_sums = _most_sums(layer)[warps + loaders + 1][layer.parts]
+            continue  # a thread copies vectors of one plane only
+        most_accumulators = _most_accumulators(layer)[warps + loaders + 1][layer.parts]
         for rows, groups in _channels(layer, warps):
-            most = min(MOST_PIXELS[rows], most_sums * 32 // rows // 16 * 16)
+            most = min(MOST_PIXELS[rows], most_accumulators * 32 // rows // 16 * 16)
             for pixels in dict.fromkeys((most, round_up(most // 2, 16), 16) if most else ()):
                 team = Team(layer, gpu, warps, loaders, rows, groups, pixels)
                 for patch in patches_of(team.tile_pixels):
                     yield Tile(team, patch)
 
 
-def _most_sums(layer: Layer) -> dict[int, dict[int, int]]:
+def _most_accumulators(layer: Layer) -> dict[int, dict[int, int]]:
     operands = layer.operands
     wide = operands.output_channels_last and operands.scalar_bytes == 4
     split = layer.parts == 2 and not layer.halves
-    return MOST_WIDE_SUMS if wide or split else MOST_SUMS
+    return MOST_WIDE_ACCUMULATORS if wide or split else MOST_ACCUMULATORS
 
 
 def _channels(layer: Layer, warps: int) -> Iterator[tuple[int, int]]:
-    """Output channels of a warp, and how many warps have others: not twice as many as there are."""
+    """Output channels of a warp, and warps that divide them: in all less than twice the layer's."""
     for rows in (64, 32, 16):
         if rows > MOST_ROWS[layer.parts] or (rows > 16 and rows >= 2 * layer.group_out):
             continue
@@ -415,7 +414,7 @@ def _channels(layer: Layer, warps: int) -> Iterator[tuple[int, int]]:
 
 
 def _patches(layer: Layer, pixels: int) -> list[Patch]:
-    """Of at most so many pixels."""
+    """Patches of at most ``pixels`` pixels."""
     found = []
     height, width = ceil_div(layer.out_size[0], layer.row_step), layer.out_size[1]
     for rows in (*(rows for rows in TILE_ROWS if rows < height), min(height, TILE_ROWS[-1])):

@@ -1,4 +1,4 @@
-// Weights on their way to shared memory.
+// The producer warp of weights: cp.async from the packed weights to a ring of stages.
 #pragma once
 #include "ampere/halo/tile.cuh"
 #include "device/tensor/scale.cuh"
@@ -6,7 +6,7 @@
 namespace fastconv {
 namespace ampere {
 
-// A stage of weights, copied by a warp.
+// Starts to copy a stage of weights.
 __device__ __forceinline__ void copy_weights(int stage, const unsigned char* source, int lane) {
   constexpr int kVectors = kWeightBytes / 16;
   constexpr int kAtOnce = 8;
@@ -16,7 +16,7 @@ __device__ __forceinline__ void copy_weights(int stage, const unsigned char* sou
   copy_async_commit();
 }
 
-// One warp: sends every tile's weights through the ring, or all weights once if they fit.
+// Streams every tile's weights through the ring; or copies all weights once, if they fit.
 __device__ __forceinline__ void stream_weights(const unsigned char* packed, const Items& items) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if constexpr (C::resident) {
@@ -26,8 +26,8 @@ __device__ __forceinline__ void stream_weights(const unsigned char* packed, cons
     WeightStages::fill(0);
     return;
   }
-  // Copies under way beside the one that is shown next. One stage less than there could be: those
-  // that multiply have one while the next is shown.
+  // Copies in flight beside the one that is waited for. It is one stage less than there could be,
+  // because consumers read one while the next is announced.
   constexpr int kAhead = C::resident ? 0 : C::weight_stages - 2;
   Ring<C::weight_stages> at(0), landed(0);
   int under_way = 0;

@@ -1,31 +1,31 @@
-// Weight gradient on the tensor cores that all GPUs since Ampere have (mma.sync).
+// Weight gradient on tensor cores (mma.sync), from sm_80 on.
 //
 // grad[m, i, tap] = sum over images and output pixels of
 // grad_output[m, pixel] * input[i, pixel * stride + tap * dilation - padding].
 //
-// A warp multiplies output channels (rows) by input channels of some taps (columns), and sums over
-// pixels. Each lane says where it finds its part of a product in shared memory, so taps, strides
-// and dilations are nothing but addresses:
+// A warp multiplies output channels (M) by input channels of some taps (N), and accumulates over
+// pixels (K). Each lane computes where its part of an operand lies in shared memory, so taps,
+// strides and dilations are just addresses:
 //
 //   16-bit types   matrices of 8 pixels by 8 channels, 16 bytes of each pixel, are transposed as
-//                  they are loaded (ldmatrix); pixels may lie anywhere.
-//   float32        lanes load single elements. These have been rounded, or split, in shared memory,
-//                  by the threads that copied them there; of two parts, the input's are split here.
+//                  they are loaded (ldmatrix.trans); pixels may lie anywhere.
+//   float32        lanes load single elements. The threads that copied them to shared memory have
+//                  rounded or split them there; with 3xTF32, the input is split here instead.
 //
-// The output's gradient lies in shared memory as it does in memory, pixels or channels being
-// neighbours. The input does so, too, but for contiguous 16-bit tensors, which are transposed on
-// their way there.
+// The output's gradient has the same layout in shared memory as in global memory, with pixels or
+// channels as neighbours. So has the input, except contiguous 16-bit tensors, which are transposed
+// on their way.
 //
-// A block's weights are a box: some output channels, some octets of input channels, some taps. It
-// walks down the image in steps, of some output rows of a strip of columns. While a step is
-// multiplied, the next one is loaded. Steps share input rows (dilated rows: a walk takes every
+// A block computes a weight tile: some output channels, some octets of input channels, some taps.
+// It walks down the image in steps, each of some output rows of a strip of columns, and loads the
+// next step while it multiplies one. Steps share input rows (with a dilation, a walk takes every
 // dilation-th output row): with `rolling`, rows are in a ring, and each is loaded once for a walk.
 //
-// The tensor core truncates as it accumulates, so that errors grow with the length of its sums.
-// After every flush_steps steps sums are added to the block's own slots of a workspace. float32
-// with `parts` = 2 (x = high + low, both with TF32's mantissa, and three products): they are added
-// to totals in registers first, after every slice of a few products. A second kernel adds the slots
-// of all blocks in a fixed order: the same bits every time.
+// The tensor core truncates as it accumulates, so errors grow with the length of a chain of MMAs.
+// After every flush_steps steps, accumulators are added to the block's own slots of a workspace.
+// With 3xTF32 (`parts` = 2) they are first added to a second level in registers, after every slice
+// of a few MMAs. A second kernel reduces the slots of all blocks in a fixed order (split-K), so
+// that the bits are the same every time.
 //
 // With `bias`, the blocks of the first weights also add up the output's gradient, as it is in
 // shared memory before it is rounded.
@@ -35,19 +35,19 @@
 namespace fastconv {
 namespace ampere {
 
-// Sums since the last flush.
+// A thread's accumulators since the last flush.
 struct State {
-  Sums totals;
+  RegisterTile acc;
   float bias = 0.0f;
   float bias_total = 0.0f;
   int steps = 0;
   bool flushed = false;
 
-  __device__ State() { clear(totals); }
+  __device__ State() { clear(acc); }
 
   __device__ __forceinline__ void flush_to(float4* slots) {
-    flush<kThreads>(totals, slots, !flushed);
-    clear(totals);
+    flush<kThreads>(acc, slots, !flushed);
+    clear(acc);
     flushed = true;
     steps = 0;
     bias_total += bias;
@@ -55,24 +55,26 @@ struct State {
   }
 };
 
+// Multiplies a slice; with 3xTF32 in accumulators of its own, which are then added to the state's.
 __device__ __forceinline__ void multiply_slice(State& state, const Multiplier& multiplier,
                                                const StepPlace& step, int slice) {
   if constexpr (C::parts == 1) {
-    multiplier.multiply_slice(state.totals, step, slice);
+    multiplier.multiply_slice(state.acc, step, slice);
   } else {
-    Sums sums;
-    clear(sums);
-    multiplier.multiply_slice(sums, step, slice);
+    RegisterTile slice_acc;
+    clear(slice_acc);
+    multiplier.multiply_slice(slice_acc, step, slice);
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) state.totals[i][j] += sums[i][j];
+      for (int j = 0; j < 4; ++j) state.acc[i][j] += slice_acc[i][j];
     }
   }
 }
 
-// Makes a step ready that has been copied, of its lines from `first_line` on: the next barrier
-// shows it to all. The bias's gradient is of numbers as they were, which other threads have copied.
+// Converts a step that has been copied, its lines from `first_line` on; the next barrier makes it
+// visible to all threads. The bias's gradient is added up before, from numbers that other threads
+// have copied, hence the barriers.
 __device__ __forceinline__ void finish(State& state, const Loader& loader, const StepPlace& step,
                                        int first_line, bool has_bias) {
   if (kConvertsGrad && has_bias) {
@@ -85,19 +87,20 @@ __device__ __forceinline__ void finish(State& state, const Loader& loader, const
 }
 
 __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Scalar* input,
-                                            float4* workspace, const Work& work) {
+                                            float4* workspace, const LaunchRange& range) {
   const int thread = static_cast<int>(threadIdx.x);
-  const int worker = static_cast<int>(blockIdx.x) / work.tiles;
-  const Tile tile = work.tile();
+  const int worker = static_cast<int>(blockIdx.x) / range.tiles;
+  const WeightTile tile = range.tile();
   const bool has_bias = C::bias && tile.has_bias();
   fill_unit_table();
   Loader loader(grad_output, input, tile);
   const Multiplier multiplier(tile, thread / 32, thread % 32);
   float4* const slots =
       workspace + static_cast<long long>(blockIdx.x) * (kSlots * kThreads) + thread;
-  const long long first = work.first_step(worker);
-  const int steps = static_cast<int>(work.first_step(worker + 1) - first);
-  // After which slice a warp makes the next step ready: half of them do while others multiply.
+  const long long first = range.first_step(worker);
+  const int steps = static_cast<int>(range.first_step(worker + 1) - first);
+  // The slice after which a warp converts the next step: half of the warps convert while the others
+  // multiply.
   const int last =
       kWarpSlices == 1 || has_bias || thread >= kThreads / 2 ? kWarpSlices - 1 : kWarpSlices - 2;
   Cursor at(first);
@@ -110,11 +113,11 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
   }
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
-    // The step is there, and nobody reads what comes before it.
+    // The step has arrived, and no thread reads the one before any longer.
     __syncthreads();
     at.advance();
     const bool more = i + 1 < steps;
-    // A new walk's lines are not the next ones of this walk, for which there is room.
+    // The ring has room for this walk's next lines, not for those of a new walk.
     const bool ahead = more && (!C::rolling || at.step > 0);
     StepPlace next = step.next();
     if (ahead) {
@@ -142,7 +145,7 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
   if (state.steps > 0 || !state.flushed) state.flush_to(slots);
   if (has_bias) {
     reinterpret_cast<float*>(
-        workspace)[bias_slots(work.tiles * work.workers, blockIdx.x) + thread] = state.bias_total;
+        workspace)[bias_slots(range.tiles * range.workers, blockIdx.x) + thread] = state.bias_total;
   }
 }
 

@@ -1,15 +1,15 @@
-// Loads what a step needs of both tensors to shared memory. Most of it is copied asynchronously;
-// 16-bit elements that lie alone, or have to be transposed, go through registers: a slice's share
-// is loaded before the slice is multiplied, and written after that. What has been copied of float32
-// is converted in place, by the thread that copied it.
+// Loads a step of both tensors to shared memory. Most of it is copied by cp.async. 16-bit elements
+// that are copied one by one or transposed go through registers: each slice's share is loaded
+// before the slice is multiplied, and written after it. float32 is converted in place, by the
+// thread that copied it.
 #pragma once
 #include "ampere/wgrad_halo/tile.cuh"
 
 namespace fastconv {
 namespace ampere {
 
-// How threads share units, of which a row has kWidth: kLanes of them have neighbours of a row. A
-// thread has kTasks units; those of all threads are rows and columns of a grid.
+// How threads divide kRows rows of kWidth tasks each among themselves: kLanes threads take
+// neighbours of a row. A task is one copy; a thread has kTasks of them.
 template <int kWidth, int kRows, int kLanes>
 struct Sheet {
   static constexpr int kAcross = ceil_div(kWidth, kLanes);
@@ -32,9 +32,9 @@ __device__ __forceinline__ bool is_below(int value, int bound) {
   return static_cast<unsigned>(value) < static_cast<unsigned>(bound);
 }
 
-// --- float32 as the tensor core wants it ---------------------------------------------------------
+// --- float32 to TF32 -----------------------------------------------------------------------------
 
-// Whether rounding to even is one instruction.
+// Whether the GPU rounds to nearest even with one instruction.
 #if __CUDA_ARCH__ >= 900
 constexpr bool kRoundsToEven = true;
 #else
@@ -49,15 +49,15 @@ __device__ __forceinline__ void split_operand(float value, unsigned& high, unsig
   }
 }
 
-// Numbers are rounded, or split, where they lie in shared memory: once, not for every product that
-// they are in. The input's are not split: that would take twice the room, and most of a product's
-// numbers are the output's gradient.
-constexpr bool kConvertsGrad = !kHalves;
-constexpr bool kConvertsInput = !kHalves && C::parts == 1;
-constexpr int kConvertedAtOnce = 4;  // vectors, beside the sums in registers
+// Numbers are rounded, or split, in shared memory: once, not for every MMA that reads them. The
+// input is not split there: that would take twice the room, and most of an MMA's operands are the
+// output's gradient.
+constexpr bool kConvertsGrad = !k16Bit;
+constexpr bool kConvertsInput = !k16Bit && C::parts == 1;
+constexpr int kConvertedAtOnce = 4;  // vectors that registers hold beside the accumulators
 
-// Neighbours that were in shared memory, to there; if they are split, `low` bytes from where their
-// low parts go.
+// Converts neighbouring numbers and writes them back to shared memory. If they are split, low parts
+// go `low` bytes further.
 template <int kParts, int kCount>
 __device__ __forceinline__ void convert(Vector<float, kCount> numbers, unsigned char* first,
                                         int low) {
@@ -78,8 +78,8 @@ __device__ __forceinline__ void convert(Vector<float, kCount> numbers, unsigned 
   if constexpr (kParts == 2) *reinterpret_cast<Vector<float, kCount>*>(first + low) = rest;
 }
 
-// What the tasks of a sheet have copied, some of them at once: they do not wait for one another.
-// `place` tells where a task's is.
+// Converts what a thread's tasks have copied, several at once, so that loads do not wait for one
+// another. `place` returns where a task's numbers are.
 template <class Sheet, int kParts, int kCount, class Place>
 __device__ __forceinline__ void convert_tasks(const Place& place, int low) {
 #pragma unroll 1
@@ -112,22 +112,24 @@ using OutOffset = IndexTo<elements_of(kWalkRows + 1, kRowStep, kOutRow) +
                           elements_of(kStrips, C::strip_columns, kOutColumn) +
                           elements_of(kBlockOutputs, kOutChannel)>;
 
-// Neighbours in memory, of a row or of a pixel: what is copied at once, or what a thread writes.
-constexpr bool kGradInRegisters = kHalves && C::grad_vector == 1;
+// Elements of a task, neighbours of a row or of a pixel: copied at once, or loaded one by one and
+// written at once.
+constexpr bool kGradInRegisters = k16Bit && C::grad_vector == 1;
 constexpr int kGradUnit = kGradInRegisters ? kVector : C::grad_vector;
-// Of an output row: units along memory, and what lies across.
+// Tasks of an output row: along memory, and across.
 using GradSheet = Sheet<(C::grad_channels_last ? kBlockOutputs : C::strip_columns) / kGradUnit,
                         C::grad_channels_last ? C::strip_columns : kBlockOutputs, C::grad_lanes>;
 constexpr int kGradTasks = C::step_rows * GradSheet::kTasks;
 
+// Loads the output's gradient.
 struct GradLoader {
-  const Scalar* channels;  // the tile's first, of image 0
-  int channels_left;       // of those that exist
+  const Scalar* channels;  // the tile's first channel in image 0
+  int channels_left;       // channels of the group from there on
   const Scalar* image;
   int row;
   int column;
 
-  __device__ GradLoader(const Scalar* grad_output, const Tile& tile)
+  __device__ GradLoader(const Scalar* grad_output, const WeightTile& tile)
       : channels(grad_output +
                  static_cast<long long>(tile.group * C::group_out + tile.output) * kOutChannel),
         channels_left(C::group_out - tile.output) {}
@@ -138,7 +140,8 @@ struct GradLoader {
     column = at.output_column();
   }
 
-  // A task's first element: where it lies, where it goes, and how many exist from it on.
+  // A task's first element: its address, its offset in a stage, and how many elements exist from it
+  // on.
   struct Place {
     const Scalar* source;
     int target;
@@ -178,7 +181,7 @@ struct GradLoader {
     }
   }
 
-  // What this thread has copied.
+  // Converts what this thread has copied.
   __device__ __forceinline__ void convert_copied(unsigned char* stage) const {
 #pragma unroll 1
     for (int step_row = 0; step_row < C::step_rows; ++step_row) {
@@ -187,7 +190,7 @@ struct GradLoader {
     }
   }
 
-  // Some tasks' elements, on their way through registers.
+  // Some tasks' elements in registers.
   template <int kTasks>
   struct Batch {
     unsigned short elements[kTasks][kVector];
@@ -233,30 +236,30 @@ constexpr int kInColumn = C::in_channels_last ? C::groups * C::group_in : 1;
 constexpr int kInRow = C::in_width * kInColumn;
 constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
 static_assert(elements_of(C::groups, C::group_in, C::in_height, C::in_width) < kMostElements, "");
-// Rows and columns that taps read, before or behind the input's first; and where the farthest
-// element would be.
-constexpr long long kFarRow =
-    max_of<long long>(C::padding_top, elements_of(kWalkRows + 1, kRowStep, C::stride_height) +
-                                          elements_of(kRowBlocks, C::box_rows, C::dilation_height));
+// The largest distances of rows and columns that taps read from the input's first; InOffset holds
+// the offset of the farthest element.
+constexpr long long kFarRow = max_of<long long>(
+    C::padding_top, elements_of(kWalkRows + 1, kRowStep, C::stride_height) +
+                        elements_of(kRowBlocks, C::tile_rows, C::dilation_height));
 constexpr long long kFarColumn = max_of<long long>(
     C::padding_left + C::shift, elements_of(kStrips, C::strip_columns, C::stride_width) +
-                                    elements_of(kColumnBlocks, C::box_columns, C::dilation_width) +
+                                    elements_of(kColumnBlocks, C::tile_columns, C::dilation_width) +
                                     elements_of(kLineColumns + 1, kColumnUnit));
 using InOffset = IndexTo<elements_of(kFarRow, kInRow) + elements_of(kFarColumn, kInColumn) +
-                         elements_of(C::box_channels + kOctet, kInChannel)>;
+                         elements_of(C::tile_channels + kOctet, kInChannel)>;
 
-// Of contiguous 16-bit types, a task is in_vector columns of 8 channels, which are transposed. Of
-// others it is neighbours in memory: columns, or channels if they are neighbours.
-constexpr bool kInInRegisters = kHalves && (!C::in_channels_last || C::in_vector == 1);
+// With contiguous 16-bit types, a task is in_vector columns of 8 channels, which are transposed.
+// Otherwise it is neighbours in memory: columns, or channels if the input is channels-last.
+constexpr bool kInInRegisters = k16Bit && (!C::in_channels_last || C::in_vector == 1);
 constexpr int kTaskChannels = kInInRegisters ? kOctet : C::in_channels_last ? C::in_vector : 1;
 constexpr int kTaskColumns = C::in_channels_last ? 1 : C::in_vector;
-// Of a line.
+// Tasks of a line: along memory, and across.
 using InSheet =
-    Sheet<C::in_channels_last ? C::box_channels / kTaskChannels : kLineColumns / kTaskColumns,
-          C::in_channels_last ? kLineColumns : C::box_channels / kTaskChannels, C::in_lanes>;
+    Sheet<C::in_channels_last ? C::tile_channels / kTaskChannels : kLineColumns / kTaskColumns,
+          C::in_channels_last ? kLineColumns : C::tile_channels / kTaskChannels, C::in_lanes>;
 constexpr int kInTasks = kNewLines * InSheet::kTasks;
 
-// kCount neighbouring elements of 16 bits.
+// kCount neighbouring 16-bit elements in registers.
 template <int kCount>
 struct Neighbours {
   static_assert(kCount == 2 || kCount == 4, "");
@@ -285,16 +288,17 @@ struct Neighbours<1> {
   __device__ __forceinline__ unsigned element(int) const { return word; }
 };
 
+// Loads the input.
 struct InLoader {
-  const Scalar* channels;  // the tile's first, of image 0
-  int channels_left;
-  int first_row;     // that the first output row's first line is, of the tile
-  int first_column;  // the same of columns; where lines begin
+  const Scalar* channels;  // the tile's first channel in image 0
+  int channels_left;       // channels of the group from there on
+  int first_row;           // input row of output row 0's first line
+  int first_column;        // input column where the lines of output column 0 begin
   const Scalar* image;
   int row;
   int column;
 
-  __device__ InLoader(const Scalar* input, const Tile& tile)
+  __device__ InLoader(const Scalar* input, const WeightTile& tile)
       : channels(input +
                  static_cast<long long>(tile.group * C::group_in + tile.channel) * kInChannel),
         channels_left(C::group_in - tile.channel),
@@ -303,8 +307,8 @@ struct InLoader {
     first_column -= shift(tile);
   }
 
-  // By how many columns lines begin early. That is the same for all strips.
-  __device__ static int shift(const Tile& tile) {
+  // Returns the columns by which lines begin early, which is the same for all strips.
+  __device__ static int shift(const WeightTile& tile) {
     if constexpr (C::shift == 0) return 0;
     const int column = tile.kernel_column * C::dilation_width - C::padding_left;
     return column - floor_div(column, C::in_vector) * C::in_vector;
@@ -316,17 +320,17 @@ struct InLoader {
     column = first_column + at.output_column() * C::stride_width;
   }
 
-  // The input row of one of the step's lines.
+  // Returns the input row of one of the step's lines.
   __device__ __forceinline__ int row_of(int line) const {
-    constexpr bool kSkips = kRowAdvance > C::box_rows;
+    constexpr bool kSkips = kRowAdvance > C::tile_rows;
     return row + C::dilation_height *
-                     (kSkips ? line / C::box_rows * kRowAdvance + line % C::box_rows : line);
+                     (kSkips ? line / C::tile_rows * kRowAdvance + line % C::tile_rows : line);
   }
 
   struct Place {
     const Scalar* source;
     int target;
-    int channels;  // that exist, from the first on
+    int channels;  // channels that exist, from the task's first on
   };
   __device__ __forceinline__ Place find(int y, int task) const {
     const int along = InSheet::column(task);
@@ -344,7 +348,7 @@ struct InLoader {
     return place;
   }
 
-  // Copies lines of a step, whose first one is `position` of the ring.
+  // Copies lines `first` to `end` of a step whose first line is `position` in the ring.
   __device__ __forceinline__ void copy(int position, int first, int end) const {
 #pragma unroll 1
     for (int line = first; line < end; ++line) {
@@ -361,7 +365,7 @@ struct InLoader {
     }
   }
 
-  // What this thread has copied of them.
+  // Converts what this thread has copied of these lines.
   __device__ __forceinline__ void convert_copied(int position, int first, int end) const {
 #pragma unroll 1
     for (int line = first; line < end; ++line) {
@@ -376,7 +380,7 @@ struct InLoader {
   struct Batch {
     Neighbours<kTaskColumns> elements[kTasks][kOctet];
   };
-  // Tasks from `first` on, of lines from `first_line` to kWindow.
+  // Loads tasks from `first` on, of lines from `first_line` to kWindow.
   template <int kTasks>
   __device__ __forceinline__ void load(Batch<kTasks>& batch, int first_line, int first) const {
 #pragma unroll
@@ -419,16 +423,16 @@ struct InLoader {
 
 // --- Both ----------------------------------------------------------------------------------------
 
-// Tasks of a thread that go through registers while a slice is multiplied, and how many at once.
+// A thread's tasks that go through registers while a slice is multiplied, and how many at once.
 constexpr int kSliceGradTasks = kGradInRegisters ? ceil_div(kGradTasks, kWarpSlices) : 0;
 constexpr int kSliceInTasks = kInInRegisters ? ceil_div(kInTasks, kWarpSlices) : 0;
 constexpr int kGradBatch = kSliceGradTasks < C::grad_batch ? kSliceGradTasks : C::grad_batch;
 constexpr int kInBatch = kSliceInTasks < C::in_batch ? kSliceInTasks : C::in_batch;
 static_assert(C::grad_batch > 0 && C::in_batch > 0, "");
 
-// Where a step's numbers are in shared memory.
+// A step's place in shared memory.
 struct StepPlace {
-  int position = 0;  // of its first line in the ring
+  int position = 0;  // first line in the ring
   int stage = 0;
 
   __device__ unsigned char* grad() const { return shared_memory() + kGrad + stage * kStageBytes; }
@@ -440,13 +444,14 @@ struct StepPlace {
   }
 };
 
+// Loads both tensors.
 struct Loader {
   GradLoader grad;
   InLoader in;
   GradLoader::Batch<kGradBatch + (kGradBatch == 0)> grad_batch;
   InLoader::Batch<kInBatch + (kInBatch == 0)> in_batch;
 
-  __device__ Loader(const Scalar* grad_output, const Scalar* input, const Tile& tile)
+  __device__ Loader(const Scalar* grad_output, const Scalar* input, const WeightTile& tile)
       : grad(grad_output, tile), in(input, tile) {}
 
   __device__ void move_to(const Cursor& at) {
@@ -454,7 +459,7 @@ struct Loader {
     in.move_to(at);
   }
 
-  // Starts asynchronous copies of a step, of its lines from `first_line` on.
+  // Starts the asynchronous copies of a step, its lines from `first_line` on.
   __device__ __forceinline__ void copy(const StepPlace& to, int first_line) const {
     if constexpr (!kGradInRegisters) grad.copy(to.grad());
     if constexpr (!kInInRegisters) in.copy(to.position, first_line, kWindow);
@@ -468,8 +473,8 @@ struct Loader {
     if constexpr (kConvertsInput) in.convert_copied(to.position, first_line, kWindow);
   }
 
-  // Loads a slice's share of what goes through registers; all but the last of it is written at
-  // once.
+  // Loads a slice's share of what goes through registers. All batches but the last are also
+  // written; store_slice writes that one.
   __device__ __forceinline__ void load_slice(const StepPlace& to, int slice) {
     if constexpr (kGradBatch > 0) {
       int task = slice * kSliceGradTasks;
@@ -498,12 +503,12 @@ struct Loader {
       in.store(in_batch, to.position, kOldLines, last_batch(slice, kSliceInTasks, kInBatch));
     }
   }
-  // The first task of a slice's last batch.
+  // Returns the first task of a slice's last batch.
   __device__ static int last_batch(int slice, int tasks, int batch) {
     return batch == 0 ? 0 : slice * tasks + (tasks - 1) / batch * batch;
   }
 
-  // Loads all of a step, while nothing else is done.
+  // Loads all of a step, without overlap with MMAs.
   __device__ __forceinline__ void load_all(const StepPlace& to) {
     copy(to, 0);
     if constexpr (kGradBatch > 0) {

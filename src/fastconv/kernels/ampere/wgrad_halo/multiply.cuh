@@ -1,4 +1,4 @@
-// The products of a warp, and its sums.
+// A warp's main loop over a step in shared memory, and its accumulators.
 #pragma once
 #include "ampere/wgrad_halo/load.cuh"
 #include "device/tensor/workspace.cuh"
@@ -6,25 +6,25 @@
 namespace fastconv {
 namespace ampere {
 
-// Four sums of each product, unit by unit: also the slots of a thread in the workspace.
+// A thread's four accumulators of each MMA, unit by unit. In the workspace, these are its slots.
 constexpr int kSlots = C::units * C::row_tiles;
-using Sums = float[kSlots][4];
+using RegisterTile = float[kSlots][4];
 
-// What a thread has of one product's rows of all tiles, and of a unit's columns.
-using Left = unsigned[C::parts][C::row_tiles][4];
-using Right = unsigned[C::parts][2];
+// A thread's fragments of the output's gradient, for all row tiles, and of a unit's input.
+using GradFragment = unsigned[C::parts][C::row_tiles][4];
+using InputFragment = unsigned[C::parts][2];
 
-// --- The output's gradient: rows of products -----------------------------------------------------
+// --- The output's gradient: rows of MMAs (operand A) ---------------------------------------------
 
-constexpr bool kByMatrices = kHalves || !C::grad_channels_last;  // or element by element
+constexpr bool kByMatrices = k16Bit || !C::grad_channels_last;  // by ldmatrix, not by elements
 constexpr int kGradTile = 16 * (C::grad_channels_last ? kScalarBytes : C::grad_pitch);
 constexpr int kGradPixel = C::grad_channels_last ? C::grad_pitch : kScalarBytes;
-// From the first half of a product's pixels to the second one.
-constexpr int kGradHalf = (kRowPairs ? C::strip_columns : kProductColumns / 2) * kGradPixel;
+// Bytes from the first half of an MMA's pixels to the second half.
+constexpr int kGradHalf = (kRowPairs ? C::strip_columns : kMmaColumns / 2) * kGradPixel;
 
-// Where in a stage a lane's part of the first product begins, `output` being the warp's first
-// channel. Where it is loaded by matrices: one of their rows, 8 pixels of a channel (4 of float32)
-// or 8 channels of a pixel.
+// Returns the offset in a stage of a lane's part of the first MMA; `output` is the warp's first
+// channel. With ldmatrix it is one matrix row: 8 pixels of a channel (4 of float32), or 8 channels
+// of a pixel.
 __device__ __forceinline__ int first_left(int output, int lane) {
   if constexpr (!kByMatrices) {
     return lane % 4 * C::grad_pitch + (output + lane / 4) * kScalarBytes;
@@ -49,7 +49,7 @@ __device__ __forceinline__ void load_rows(unsigned (&rows)[4], const unsigned ch
     load_matrices(rows, first);
   }
 }
-__device__ __forceinline__ void load_left(Left& left, const unsigned char* first) {
+__device__ __forceinline__ void load_left(GradFragment& left, const unsigned char* first) {
 #pragma unroll
   for (int i = 0; i < C::parts * C::row_tiles; ++i) {
     const int part = i / C::row_tiles;
@@ -58,25 +58,26 @@ __device__ __forceinline__ void load_left(Left& left, const unsigned char* first
   }
 }
 
-// --- The input: columns of products --------------------------------------------------------------
+// --- The input: columns of MMAs (operand B) ------------------------------------------------------
 
-// Units whose columns a lane loads at once, and how often it does.
-constexpr int kUnitsAtOnce = kHalves ? 2 : 1;
+// Units whose columns a lane loads at once, and loads for all units.
+constexpr int kUnitsAtOnce = k16Bit ? 2 : 1;
 constexpr int kUnitLoads = ceil_div(C::units, kUnitsAtOnce);
-constexpr int kInPixel = kStride * kColumnBytes;  // from one of a row to the next
+constexpr int kInPixel =
+    kStride * kColumnBytes;  // bytes between neighbouring output pixels' inputs
 
-// Where in a line a lane's part of the first product begins.
+// Returns the offset in a line of a lane's part of the first MMA.
 __device__ __forceinline__ int first_right(int lane) {
-  if constexpr (kHalves) {
+  if constexpr (k16Bit) {
     return lane % 8 * kInPixel + (kRowPairs ? 0 : lane / 8 % 2 * (8 * kInPixel));
   } else {
     return lane % 4 * kInPixel;
   }
 }
 
-__device__ __forceinline__ void load_right(Right (&right)[kUnitsAtOnce],
+__device__ __forceinline__ void load_right(InputFragment (&right)[kUnitsAtOnce],
                                            const unsigned char* first) {
-  if constexpr (kHalves) {
+  if constexpr (k16Bit) {
     unsigned both[4];
     load_transposed(both, first);
 #pragma unroll
@@ -94,102 +95,105 @@ __device__ __forceinline__ void load_right(Right (&right)[kUnitsAtOnce],
   }
 }
 
-// --- Products ------------------------------------------------------------------------------------
+// --- MMAs ----------------------------------------------------------------------------------------
 
-// A unit's products with all rows. Large ones come last: what small ones add is not lost.
-__device__ __forceinline__ void multiply(float (*sums)[4], const Left& left, const Right& right) {
+// Multiplies a unit by all rows. The small products of low parts are added first, so that they are
+// not lost.
+__device__ __forceinline__ void multiply(float (*acc)[4], const GradFragment& left,
+                                         const InputFragment& right) {
   constexpr int kLow = C::parts - 1;
   if constexpr (C::parts == 2) {
 #pragma unroll
     for (int tile = 0; tile < C::row_tiles; ++tile) {
-      mma(Operand{}, sums[tile], left[kLow][tile], right[0]);
+      mma(Operand{}, acc[tile], left[kLow][tile], right[0]);
     }
 #pragma unroll
     for (int tile = 0; tile < C::row_tiles; ++tile) {
-      mma(Operand{}, sums[tile], left[0][tile], right[kLow]);
+      mma(Operand{}, acc[tile], left[0][tile], right[kLow]);
     }
   }
 #pragma unroll
   for (int tile = 0; tile < C::row_tiles; ++tile) {
-    mma(Operand{}, sums[tile], left[0][tile], right[0]);
+    mma(Operand{}, acc[tile], left[0][tile], right[0]);
   }
 }
 
-// Of a slice's products, as many as code is written out for, so that the next one's numbers are
-// loaded while one is computed: more of them would be loaded at once than there are registers for.
-constexpr int kMostUnrolled = kHalves         ? (kSlots > 24 ? 2 : 4)
+// MMAs along the pixels that the code unrolls, so that the next one's operands are loaded while one
+// is computed. If there were more, the compiler would load more ahead than registers can hold.
+constexpr int kMostUnrolled = k16Bit          ? (kSlots > 24 ? 2 : 4)
                               : C::parts == 2 ? (kByMatrices ? 4 : 2)
                                               : 8;
-constexpr int kUnrolled = C::slice_products < kMostUnrolled ? C::slice_products : kMostUnrolled;
+constexpr int kUnrolled = C::slice_mmas < kMostUnrolled ? C::slice_mmas : kMostUnrolled;
 
-// What a warp multiplies: where its lanes find it in a step.
+// A warp's addresses of its operands in a step.
 struct Multiplier {
   Warp warp;
-  int left;   // in a stage
-  int right;  // in a line
-  int line;   // from the first output row's line
+  int left;   // offset in a stage of the output's gradient
+  int right;  // offset in a line
+  int line;   // line, counted from the first output row's
 
-  __device__ Multiplier(const Tile& tile, int index, int lane) : warp(index) {
+  __device__ Multiplier(const WeightTile& tile, int index, int lane) : warp(index) {
     left = first_left(warp.out * kWarpOutputs, lane);
     right = kInput + first_right(lane) + InLoader::shift(tile) * kColumnBytes;
     line = kRowPairs ? lane / 8 % 2 * kLineAdvance : 0;
   }
 
-  // The products of one of the warp's slices.
-  __device__ __forceinline__ void multiply_slice(Sums& sums, const StepPlace& step,
+  // Multiplies one of the warp's slices.
+  __device__ __forceinline__ void multiply_slice(RegisterTile& acc, const StepPlace& step,
                                                  int slice) const {
     slice = slice * C::warps_pixels + warp.pixels;
-    const int row = slice / kRowSlices * kProductRows;
+    const int row = slice / kRowSlices * kMmaRows;
     const int column = slice % kRowSlices * kSliceColumns;
     const unsigned char* grad = step.grad() + left + (row * C::strip_columns + column) * kGradPixel;
     int units[kUnitLoads];
     find_units(units, step.position + row * kLineAdvance + line, right + column * kInPixel);
 #pragma unroll 1
-    for (int k = 0; k < C::slice_products / kUnrolled; ++k) {
-      multiply_products<kUnrolled>(sums, grad, units);
-      grad += kUnrolled * (kProductColumns * kGradPixel);
+    for (int k = 0; k < C::slice_mmas / kUnrolled; ++k) {
+      multiply_mmas<kUnrolled>(acc, grad, units);
+      grad += kUnrolled * (kMmaColumns * kGradPixel);
 #pragma unroll
-      for (int& unit : units) unit += kUnrolled * (kProductColumns * kInPixel);
+      for (int& unit : units) unit += kUnrolled * (kMmaColumns * kInPixel);
     }
-    multiply_products<C::slice_products % kUnrolled>(sums, grad, units);
+    multiply_mmas<C::slice_mmas % kUnrolled>(acc, grad, units);
   }
 
-  // So many products along the pixels.
+  // Multiplies kCount MMAs along the pixels.
   template <int kCount>
-  __device__ static __forceinline__ void multiply_products(Sums& sums, const unsigned char* grad,
-                                                           const int (&units)[kUnitLoads]) {
+  __device__ static __forceinline__ void multiply_mmas(RegisterTile& acc, const unsigned char* grad,
+                                                       const int (&units)[kUnitLoads]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      multiply_pixels(sums, grad + i * (kProductColumns * kGradPixel), units,
-                      i * (kProductColumns * kInPixel));
+      multiply_pixels(acc, grad + i * (kMmaColumns * kGradPixel), units,
+                      i * (kMmaColumns * kInPixel));
     }
   }
 
-  // One product along the pixels, which are `column` bytes beyond where units begin.
-  __device__ static __forceinline__ void multiply_pixels(Sums& sums, const unsigned char* grad,
+  // Multiplies one MMA's pixels, `column` bytes from where units begin, for all units.
+  __device__ static __forceinline__ void multiply_pixels(RegisterTile& acc,
+                                                         const unsigned char* grad,
                                                          const int (&units)[kUnitLoads],
                                                          int column) {
-    Left rows;
+    GradFragment rows;
     load_left(rows, grad);
 #pragma unroll
     for (int i = 0; i < kUnitLoads; ++i) {
-      Right columns[kUnitsAtOnce];
+      InputFragment columns[kUnitsAtOnce];
       load_right(columns, shared_memory() + units[i] + column);
 #pragma unroll
       for (int j = 0; j < kUnitsAtOnce; ++j) {
         const int unit = i * kUnitsAtOnce + j;
-        if (unit < C::units) multiply(sums + unit * C::row_tiles, rows, columns[j]);
+        if (unit < C::units) multiply(acc + unit * C::row_tiles, rows, columns[j]);
       }
     }
   }
 
-  // Where the units' columns begin, if the first output row's line is `first` in the ring.
+  // Finds where the units' columns begin if the first output row's line is `first` in the ring.
   __device__ __forceinline__ void find_units(int (&units)[kUnitLoads], int first,
                                              int in_line) const {
 #pragma unroll
     for (int i = 0; i < kUnitLoads; ++i) {
       int entry = warp.units * C::units + i * kUnitsAtOnce;
-      if constexpr (!kHalves) {
+      if constexpr (!k16Bit) {
         entry = entry * kOctet + static_cast<int>(threadIdx.x) % 32 / 4;
       } else if (i * kUnitsAtOnce + 1 < C::units) {
         entry += static_cast<int>(threadIdx.x) / 16 % 2;
@@ -202,10 +206,10 @@ struct Multiplier {
 
 // --- The bias ------------------------------------------------------------------------------------
 
-// Adds up what a step has of the output's gradient, as it is: a thread has some pixels of one
+// Adds up a step's gradient of the output before it is rounded: a thread takes some pixels of one
 // channel.
 __device__ __forceinline__ float bias_of_step(const StepPlace& step) {
-  constexpr int kSharers = kThreads / kBlockOutputs;  // of a channel
+  constexpr int kSharers = kThreads / kBlockOutputs;  // threads that share a channel
   const int channel = static_cast<int>(threadIdx.x) % kBlockOutputs;
   const int first = static_cast<int>(threadIdx.x) / kBlockOutputs;
   float sum = 0.0f;
@@ -228,7 +232,7 @@ __device__ __forceinline__ float bias_of_step(const StepPlace& step) {
   return sum;
 }
 
-// Where the sums for the bias are in the workspace, behind all slots: [block][thread].
+// Returns where a block's bias sums begin in the workspace, behind all slots: [block][thread].
 __device__ __forceinline__ long long bias_slots(int blocks, int block) {
   return static_cast<long long>(blocks) * (kSlots * kThreads * 4) + block * kThreads;
 }

@@ -1,38 +1,38 @@
-// The second kernel: adds up what the blocks have left in the workspace.
+// The split-K reduction, a second kernel: adds up the blocks' slots of the workspace.
 #pragma once
 #include "ampere/wgrad_halo/multiply.cuh"
 
 namespace fastconv {
 namespace ampere {
 
-// One of four neighbouring sums of a thread: which weight it is.
+// The weight that one of a slot's four accumulators belongs to.
 struct Weight {
-  int output;  // channels, in the group
+  int output;  // channels within the group
   int input;
   int row;
   int column;
   bool exists;
 
-  __device__ Weight(const Tile& tile, int slot, int thread, int element) {
+  __device__ Weight(const WeightTile& tile, int slot, int thread, int element) {
     const Warp warp(thread / 32);
     const int lane = thread % 32;
     const int index =
         (warp.units * C::units + slot / C::row_tiles) * kOctet + lane % 4 * 2 + element % 2;
-    const Column of_box(index);
+    const Column place(index);
     output = tile.output + warp.out * kWarpOutputs + slot % C::row_tiles * 16 + lane / 4 +
              element / 2 * 8;
-    input = tile.channel + of_box.channel;
-    row = tile.kernel_row + of_box.row;
-    column = tile.kernel_column + of_box.column;
-    exists = index < kBoxSize && output < C::group_out && input < C::group_in &&
+    input = tile.channel + place.channel;
+    row = tile.kernel_row + place.row;
+    column = tile.kernel_column + place.column;
+    exists = index < kTileWeights && output < C::group_out && input < C::group_in &&
              row < C::kernel_height && column < C::kernel_width;
   }
 };
 
-// Adds up the slots of every weight, in order, and writes it where its strides say.
+// Adds up the slots of every weight, in order, and writes the sum where the weight's strides say.
 __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, int first_tile,
                                        int tiles, int workers) {
-  constexpr int kTileThreads = kThreads / C::warps_pixels;  // of other weights
+  constexpr int kTileThreads = kThreads / C::warps_pixels;  // threads with different weights
   constexpr int kBlockSlots = kSlots * kThreads;
   const int step = static_cast<int>(gridDim.x * blockDim.x);
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kSlots * kTileThreads;
@@ -48,7 +48,7 @@ __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, in
       total = make_float4(total.x + more.x, total.y + more.y, total.z + more.z, total.w + more.w);
     }
     const float values[4] = {total.x, total.y, total.z, total.w};
-    const Tile tile(first_tile + block);
+    const WeightTile tile(first_tile + block);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const Weight weight(tile, slot, thread, j);
@@ -59,23 +59,23 @@ __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, in
   }
 }
 
-// Adds up the sums for the bias of every channel: of threads, then of workers, in order.
+// Adds up the bias of every channel: over threads, then over workers, in order.
 __device__ __forceinline__ void reduce_bias(const float4* workspace, Scalar* bias_grad,
                                             int first_tile, int tiles, int workers) {
   const int step = static_cast<int>(gridDim.x * blockDim.x);
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kBlockOutputs; i += step) {
     const int block = i / kBlockOutputs;
     const int channel = i % kBlockOutputs;
-    const Tile tile(first_tile + block);
+    const WeightTile tile(first_tile + block);
     if (!tile.has_bias() || tile.output + channel >= C::group_out) continue;
     float total = 0.0f;
     for (int worker = 0; worker < workers; ++worker) {
-      const float* const sums = reinterpret_cast<const float*>(workspace) +
-                                bias_slots(tiles * workers, worker * tiles + block) + channel;
-      float of_worker = 0.0f;
+      const float* const partial = reinterpret_cast<const float*>(workspace) +
+                                   bias_slots(tiles * workers, worker * tiles + block) + channel;
+      float worker_sum = 0.0f;
 #pragma unroll
-      for (int j = 0; j < kThreads; j += kBlockOutputs) of_worker += sums[j];
-      total += of_worker;
+      for (int j = 0; j < kThreads; j += kBlockOutputs) worker_sum += partial[j];
+      total += worker_sum;
     }
     bias_grad[tile.group * C::group_out + tile.output + channel] = narrow<Scalar>(total);
   }

@@ -1,4 +1,5 @@
-// What correlations of both layouts have in common: how a thread keeps its sums, and stores them.
+// Forward convolution and input gradient with fused multiply-adds: what the kernels of both layouts
+// share. A thread's accumulators, and how it stores outputs.
 #pragma once
 #include "depthwise/axis.cuh"
 #include "device/epilogue.cuh"
@@ -6,8 +7,8 @@
 namespace fastconv {
 namespace depthwise {
 
-// A row of the kernel of one output and one input channel of a group. Input gradients sum over
-// output channels: the weight's are the other way round.
+// Returns a kernel row of a group's output channel `output` and input channel `channel`. For an
+// input gradient these are the weight's input and output channels.
 __device__ __forceinline__ const Scalar* kernel_row(const Scalar* weight, int group, int output,
                                                     int channel, int row) {
   const long long out =
@@ -17,28 +18,29 @@ __device__ __forceinline__ const Scalar* kernel_row(const Scalar* weight, int gr
          1ll * row * C::weight_stride_height;
 }
 
-// The sums of a thread: of kChannels channels. After every flush_rows kernel rows, those of an
-// output are added to a total, where the whole sum is long.
+// A thread's accumulators, for kChannels channels. With `two_level`, for long sums, those of an
+// output are added to a second level every flush_rows kernel rows, which keeps rounding errors
+// small.
 template <int kChannels>
-struct Sums {
-  Sum sum[kChannels][C::rows][C::columns];
-  Sum total[kChannels][C::rows][C::two_level ? C::columns : 1];
+struct Accumulators {
+  Sum acc[kChannels][C::rows][C::columns];
+  Sum total_acc[kChannels][C::rows][C::two_level ? C::columns : 1];
 
-  __device__ Sums() {
+  __device__ Accumulators() {
 #pragma unroll
     for (int m = 0; m < kChannels; ++m) {
 #pragma unroll
       for (int r = 0; r < C::rows; ++r) {
 #pragma unroll
         for (int p = 0; p < C::columns; ++p) {
-          sum[m][r][p] = 0;
-          if constexpr (C::two_level) total[m][r][p] = 0;
+          acc[m][r][p] = 0;
+          if constexpr (C::two_level) total_acc[m][r][p] = 0;
         }
       }
     }
   }
 
-  // Adds a kernel row's products with a row of the window.
+  // Multiplies a row of the window by a kernel row, for output row r.
   template <class Window, class Weight>
   __device__ __forceinline__ void add(int m, int r, const Window& window, const Weight& weight) {
 #pragma unroll
@@ -47,34 +49,34 @@ struct Sums {
 #pragma unroll
       for (int p = 0; p < C::columns; ++p) {
         const int element = Columns::element(p, k);
-        if (element >= 0) sum[m][r][p] += tap * window[element];
+        if (element >= 0) acc[m][r][p] += tap * window[element];
       }
     }
   }
 
-  // Ends kernel row k of output row r.
+  // Flushes output row r if flush_rows kernel rows end with k.
   __device__ __forceinline__ void end_row(int r, int k) {
     if constexpr (C::two_level) {
-      // Of outputs between inputs, only every stride-th row is one of theirs.
+      // An output of a fractional stride uses only every stride-th kernel row.
       if ((k / Rows::kOver + 1) % C::flush_rows != 0) return;
 #pragma unroll
       for (int m = 0; m < kChannels; ++m) {
 #pragma unroll
         for (int p = 0; p < C::columns; ++p) {
-          total[m][r][p] += sum[m][r][p];
-          sum[m][r][p] = 0;
+          total_acc[m][r][p] += acc[m][r][p];
+          acc[m][r][p] = 0;
         }
       }
     }
   }
 
   __device__ __forceinline__ Sum result(int m, int r, int p) const {
-    if constexpr (C::two_level) return total[m][r][p] + sum[m][r][p];
-    return sum[m][r][p];
+    if constexpr (C::two_level) return total_acc[m][r][p] + acc[m][r][p];
+    return acc[m][r][p];
   }
 };
 
-// Writes neighbours at once, if they are `valid`. The compiler would split them.
+// Writes neighbouring elements with one instruction if `valid`; the compiler would split them.
 template <int kCount>
 __device__ __forceinline__ void store_vector(Scalar* target, const Vector<Scalar, kCount>& vector,
                                              bool valid) {
@@ -82,7 +84,7 @@ __device__ __forceinline__ void store_vector(Scalar* target, const Vector<Scalar
   store_if(reinterpret_cast<Stored*>(target), reinterpret_cast<const Stored&>(vector), valid);
 }
 
-// Whether a window's row has the tap k of an output.
+// Whether k is a tap of the kernel along an axis.
 template <class Axis>
 __device__ __forceinline__ bool is_tap(int k) {
   return static_cast<unsigned>(k) < static_cast<unsigned>(Axis::kTaps);

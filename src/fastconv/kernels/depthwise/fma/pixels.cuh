@@ -1,15 +1,15 @@
-// Convolutions of narrow groups, and their input gradients, of channels-last tensors: neighbouring
-// threads have neighbouring channels.
+// Forward convolution and input gradient of narrow groups with fused multiply-adds, on
+// channels-last (NHWC) tensors, where neighbouring threads compute neighbouring channels.
 //
-// A block has a tile of output pixels of `slots` images, and some channels of them: whole groups,
-// or a part of one. It loads the pixels that they read, with their halo, and the weights to shared
-// memory. A thread has `lane_channels` channels of `rows` x `columns` pixels, neighbours in a row;
-// all lanes of a warp read neighbouring words. It loads a row of its window at a time, which all of
-// its output rows use that have a tap there.
+// A block computes a tile of output pixels of `slots` images for some channels: whole groups, or a
+// part of one. It loads the halo tile of the input and the weights to shared memory. A thread
+// computes `lane_channels` channels of `rows` x `columns` pixels, neighbours in a row; the lanes of
+// a warp read neighbouring words. It loads one row of its window at a time, which serves every
+// output row that has a tap there.
 //
 //   input    [slot][halo row][halo column][channel]     weights   [channel][tap row][tap][output]
 //
-// `pack` lays the weights out like that before, of all outputs.
+// A separate kernel, `pack`, brings all weights into that layout first.
 #pragma once
 #include "depthwise/fma/kernel.cuh"
 #include "depthwise/pixel_tiles.cuh"
@@ -24,8 +24,9 @@ static_assert(kInputBytes + C::group_in * kTaps * kOutputs * static_cast<int>(si
                   C::shared_bytes,
               "as planned");
 
+// The tile of a block.
 struct Tile {
-  int y, x;  // the first output
+  int y, x;  // first output
   int first_image;
   ChannelTile channels;
 
@@ -38,7 +39,7 @@ struct Tile {
   }
 };
 
-// All taps' weights of the tile's channels, as `pack` has laid them out.
+// Loads all weights of the tile's channels from the layout of `pack`.
 __device__ __forceinline__ void load_weights(Scalar* target, const Scalar* packed,
                                              const Tile& tile) {
   constexpr int kVectors = kOutputs / C::weight_vector;
@@ -56,9 +57,9 @@ __device__ __forceinline__ void load_weights(Scalar* target, const Scalar* packe
 
 // A thread's place in the block.
 struct Position {
-  int slot, y, x;  // the first output, in the tile
-  int output;      // the first channel
-  int input;       // that it reads first
+  int slot, y, x;  // y, x: first output within the tile
+  int output;      // first output channel within the tile
+  int input;       // first input channel that it reads
 
   __device__ Position() {
     int thread = static_cast<int>(threadIdx.x);
@@ -74,7 +75,8 @@ struct Position {
   }
 };
 
-__device__ __forceinline__ void multiply(Sums<C::lane_channels>& sums, const Scalar* input,
+// Adds the products of all input channels.
+__device__ __forceinline__ void multiply(Accumulators<C::lane_channels>& acc, const Scalar* input,
                                          const Scalar* weights, const Position& at) {
   const int row = at.y * Rows::kTimes / Rows::kOver;
   const int column = at.x * Columns::kTimes / Columns::kOver;
@@ -94,13 +96,13 @@ __device__ __forceinline__ void multiply(Sums<C::lane_channels>& sums, const Sca
         const Scalar* const taps = weights + k * (C::kernel_width * kOutputs);
 #pragma unroll
         for (int m = 0; m < C::lane_channels; ++m) {
-          sums.add(m, r, elements[m], [&](int tap) {
+          acc.add(m, r, elements[m], [&](int tap) {
             Sum weight[C::lane_channels];
             load(weight, taps + tap * kOutputs);
             return weight[m];
           });
         }
-        sums.end_row(r, k);
+        acc.end_row(r, k);
       }
     }
     window += 1;
@@ -108,8 +110,8 @@ __device__ __forceinline__ void multiply(Sums<C::lane_channels>& sums, const Sca
   }
 }
 
-// Adds the bias, and writes what lies in the image.
-__device__ __forceinline__ void store(const Sums<C::lane_channels>& sums, const Scalar* bias,
+// Adds the bias, applies the epilogue and writes the outputs that lie in the image.
+__device__ __forceinline__ void store(const Accumulators<C::lane_channels>& acc, const Scalar* bias,
                                       Scalar* output, const Tile& tile, const Position& at,
                                       int images, const Epilogue<C>& epilogue) {
   const int image = tile.first_image + at.slot;
@@ -128,7 +130,7 @@ __device__ __forceinline__ void store(const Sums<C::lane_channels>& sums, const 
       Sum values[C::lane_channels];
 #pragma unroll
       for (int m = 0; m < C::lane_channels; ++m) {
-        values[m] = sums.result(m, r, p) + Sum(widen(shift.element[m]));
+        values[m] = acc.result(m, r, p) + Sum(widen(shift.element[m]));
       }
       Scalar* const target =
           output +
@@ -141,7 +143,7 @@ __device__ __forceinline__ void store(const Sums<C::lane_channels>& sums, const 
 }  // namespace depthwise
 }  // namespace fastconv
 
-// Lays the weights out as blocks read them: [channel][tap row][tap][output].
+// Packs the weights in the order in which blocks read them: [channel][tap row][tap][output].
 extern "C" __global__ void pack(const Config::Scalar* __restrict__ weight,
                                 Config::Scalar* __restrict__ packed) {
   using namespace fastconv::depthwise;
@@ -180,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   __syncthreads();
   const Position at;
   if (at.idle()) return;
-  Sums<C::lane_channels> sums;
-  multiply(sums, inputs, weights, at);
-  store(sums, bias, output, tile, at, images, epilogue);
+  Accumulators<C::lane_channels> acc;
+  multiply(acc, inputs, weights, at);
+  store(acc, bias, output, tile, at, images, epilogue);
 }

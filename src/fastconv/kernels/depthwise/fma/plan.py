@@ -1,4 +1,4 @@
-"""Forward convolutions and input gradients on plain cores: tiles of ``{planes,pixels}.cuh``."""
+"""Tiles of forward convolutions and input gradients with multiply-adds on plain CUDA cores."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning.limits import together
 
 MOST_THREADS = 256
-OTHER_REGISTERS = 32  # than sums and a window's row
+OTHER_REGISTERS = 32  # registers of a thread besides accumulators and a window's row
 
-# Estimated, as measured on an H200: instructions that a processor issues in a cycle, with so many
-# warps half of them; instructions of a thread to copy a vector, to load a weight, for each output
-# row that a row of the window may belong to, and to store a vector; how much longer copies take
-# than at the L2 cache's rate, cycles for a byte that is stored, and what of other work is not
-# hidden.
+# Parameters of the cost model, fitted to measurements on an H200.
+# Instructions that an SM issues in a cycle with many warps; with HALF_ISSUED warps it issues half.
 ISSUED, HALF_ISSUED = 4.4, 4.2
+# Instructions of a thread to copy a vector, to load a weight, for each output row that a row of the
+# window may belong to, and to store a vector.
 COPY, WEIGHT, OUTPUT_ROW, STORE = 40, 45, 3.7, 9
+# The factor by which copies are slower than the L2 cache's rate, cycles for a stored byte, and the
+# share of all other work that the longest does not hide.
 L2_LOAD, STORED_SECTOR, LOSS = 2.0, 0.67, 0.1
 SECTOR_BYTES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Correlation(Tile):
-    """What a block computes at once, and what that takes, estimated."""
+class FmaTile(Tile):
+    """What a block computes at once with multiply-adds, and its estimated cost."""
 
     @property
     @abstractmethod
     def outputs(self) -> int:
-        """That a block has room for."""
+        """Outputs that a block has room for."""
 
     @abstractmethod
     def blocks(self, images: int) -> int: ...
@@ -62,37 +63,44 @@ class Correlation(Tile):
     @property
     @abstractmethod
     def weights(self) -> int:
-        """That a block loads one by one."""
+        """Weights that a block loads one by one."""
 
     @property
     @abstractmethod
     def loads(self) -> tuple[float, float]:
-        """From shared memory, of a thread: instructions, and cycles that a warp's take."""
+        """A thread's instructions to load from shared memory, and a warp's cycles for them."""
 
     @property
     @abstractmethod
     def stores(self) -> int:
-        """Instructions of a thread."""
+        """Store instructions of a thread."""
 
     @property
     @abstractmethod
     def stored_bytes(self) -> int:
-        """From one thread's to the next one's, no more than a sector: as many cycles of a warp."""
+        """Bytes from one thread's store to the next thread's, at most a sector.
+
+        A warp's store takes that many times STORED_SECTOR cycles.
+        """
 
     @lazy
     def moved(self) -> int:
-        """Elements of memory: about as many as outputs are read, and residuals, if there are."""
+        """Elements moved from and to memory: outputs, about as many inputs, and residuals."""
         return (2 + self.layer.operands.epilogue.residual) * self.outputs
 
     @lazy
     def registers(self) -> int:
-        """Of a thread, about."""
+        """Registers of a thread, estimated."""
         words = max(1, self.layer.operands.scalar_bytes // 4)
-        sums = self.channels * self.area.rows * self.area.columns * (1 + self.layer.two_level)
-        return min(255, words * (sums + self.area.window_columns * self.channels) + OTHER_REGISTERS)
+        accumulators = (
+            self.channels * self.area.rows * self.area.columns * (1 + self.layer.two_level)
+        )
+        return min(
+            255, words * (accumulators + self.area.window_columns * self.channels) + OTHER_REGISTERS
+        )
 
     def least_cycles(self, gpu: Gpu) -> float:
-        """Without copies, and with as many blocks at once as a processor has in all."""
+        """The estimate without copies, as if all blocks of an SM ran at once."""
         layer, rates = self.layer, gpus.rates(gpu)
         blocks = ceil_div(self.blocks(layer.problem.batch), gpu.processors)
         products = self.channels * self.area.rows * self.area.columns * layer.products
@@ -113,11 +121,11 @@ class Correlation(Tile):
     def cycles(self, gpu: Gpu) -> float:
         layer, rates = self.layer, gpus.rates(gpu)
         blocks = self.blocks(layer.problem.batch)
-        rounds, resident = occupancy(blocks, self.blocks_per_processor(gpu), gpu)
-        sums = self.channels * self.area.rows * self.area.columns
+        rounds, resident = occupancy(blocks, self.blocks_per_sm(gpu), gpu)
+        accumulators = self.channels * self.area.rows * self.area.columns
         instructions, bank_cycles = self.loads
         issued = (
-            sums * layer.products
+            accumulators * layer.products
             + instructions
             + layer.group_in * self.area.window_rows * OUTPUT_ROW * self.area.rows
             + (COPY * self.copies + WEIGHT * self.weights) / self.threads
@@ -127,7 +135,7 @@ class Correlation(Tile):
         size = layer.operands.scalar_bytes
         one_round = together(
             issued * (warps + HALF_ISSUED) / ISSUED,
-            32 * warps * sums * layer.products / rates.float32,
+            32 * warps * accumulators * layer.products / rates.float32,
             warps * bank_cycles,
             warps * self.stores * self.stored_bytes * STORED_SECTOR,
             resident * self.copies * self.vector * size / rates.l2_bytes * L2_LOAD,
@@ -138,8 +146,8 @@ class Correlation(Tile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planes(PlanesTile, Correlation):
-    """Of contiguous tensors, see ``planes.cuh``."""
+class Planes(PlanesTile, FmaTile):
+    """A tile of contiguous tensors, see ``planes.cuh``."""
 
     source = "depthwise/fma/planes.cuh"
 
@@ -172,7 +180,7 @@ class Planes(PlanesTile, Correlation):
 
     @property
     def weight_padding(self) -> int:
-        """Neighbouring planes' weights lie in different banks."""
+        """Elements between planes' weights, so that neighbouring planes use different banks."""
         return 4 if self.slots > 1 and self._weight_plane // 4 % 2 == 0 else 0
 
     @lazy
@@ -198,7 +206,7 @@ class Planes(PlanesTile, Correlation):
         fours = self.channels * self.area.rows * kernel[0] / rows.over * ceil_div(kernel[1], 4)
         fours *= layer.group_in
         widened = windows * self.piece * (size == 2)
-        slots = min(self.slots, ceil_div(32, self.slot_threads))  # of a warp
+        slots = min(self.slots, ceil_div(32, self.slot_threads))  # planes of a warp
         cycles = windows * self.window_cycles + fours * ceil_div(slots, 8)
         return windows + widened + fours, cycles
 
@@ -229,8 +237,8 @@ class Planes(PlanesTile, Correlation):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pixels(PixelsTile, Correlation):
-    """Of channels-last tensors, see ``pixels.cuh``."""
+class Pixels(PixelsTile, FmaTile):
+    """A tile of channels-last tensors, see ``pixels.cuh``."""
 
     source = "depthwise/fma/pixels.cuh"
 
@@ -247,7 +255,7 @@ class Pixels(PixelsTile, Correlation):
 
     @property
     def weight_vector(self) -> int:
-        """Weights that are copied at once, packed."""
+        """Packed weights that are copied at once."""
         layer = self.layer
         outputs = (layer.problem.groups * layer.group_out, layer.group_out, self.block.count)
         if layer.group_out <= self.block.count:
@@ -277,7 +285,7 @@ class Pixels(PixelsTile, Correlation):
         taps = layer.terms * self.area.rows / layer.rows.over
         widened = self.channels * (windows + taps) * (size == 2)
         banks = max(1.0, self.channels * size * 32 / BANK_BYTES)
-        return windows + taps + widened, (windows * self.clashes + taps) * banks
+        return windows + taps + widened, (windows * self.bank_conflicts + taps) * banks
 
     @property
     def stores(self) -> int:
@@ -295,12 +303,12 @@ class Pixels(PixelsTile, Correlation):
 
 
 def planes(layer: Layer) -> Iterator[Planes]:
-    """All that may be worth it."""
+    """Candidate tiles for contiguous tensors."""
     areas_of = cache(partial(areas, layer))
     strided = max(layer.columns.times, layer.columns.over) > 1
     usual = (4,) if layer.operands.scalar_bytes > 2 else (8, 4) if strided else (8,)
     for columns in _columns(layer, usual):
-        most = max(1, layer.most_sums // columns)
+        most = max(1, layer.most_accumulators // columns)
         channels = min(layer.group_out, most // layer.rows.over or 1)
         for rows in _rows(layer, most // channels):
             for area in areas_of(rows, columns):
@@ -309,9 +317,9 @@ def planes(layer: Layer) -> Iterator[Planes]:
 
 
 def pixels(layer: Layer) -> Iterator[Pixels]:
-    """All that may be worth it."""
+    """Candidate tiles for channels-last tensors."""
     channels = lane_channels(layer)
-    room = layer.most_sums // channels
+    room = layer.most_accumulators // channels
     areas_of = cache(partial(areas, layer))
     all_columns = _columns(layer, (16, 8, 4))
     for lanes_c, columns in product(lanes_of_channels(layer, channels), all_columns):
@@ -325,7 +333,7 @@ def pixels(layer: Layer) -> Iterator[Pixels]:
 
 
 def _columns(layer: Layer, usual: tuple[int, ...]) -> list[int]:
-    """Of a thread, in whole strides: fewer than usual where an image has half as many or less."""
+    """Columns of a thread, in whole strides; also fewer than usual where images are narrow."""
     axis, found = layer.columns, list(usual)
     width = ceil_div(axis.out_size, axis.over * axis.out_step)
     while found[-1] >= 2 * width:
@@ -334,7 +342,7 @@ def _columns(layer: Layer, usual: tuple[int, ...]) -> list[int]:
 
 
 def _rows(layer: Layer, most: int) -> Iterable[int]:
-    """Of a thread: no more than there are; between inputs, one of each residue."""
+    """Rows of a thread: up to ``most``; with a fractional stride, one of each residue."""
     over = layer.rows.over
     if over > 1:
         return (over,)
@@ -342,7 +350,7 @@ def _rows(layer: Layer, most: int) -> Iterable[int]:
 
 
 def _slots(area: Area, most: int) -> Iterator[int]:
-    """For so many threads; several only where each is a whole image."""
+    """Planes or images of a block with at most ``most`` threads; several only of whole images."""
     if area.threads > most:
         return
     yield 1

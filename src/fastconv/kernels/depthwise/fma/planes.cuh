@@ -1,15 +1,15 @@
-// Convolutions of narrow groups, and their input gradients, of contiguous tensors: an image's
-// channel is a plane of its own.
+// Forward convolution and input gradient of narrow groups with fused multiply-adds, on contiguous
+// (NCHW) tensors, where each channel of an image is a plane.
 //
-// A block has `slots` output planes of a tile each (times `channels` of the same group), and loads
-// what they read of an input plane, with its halo, to shared memory; planes of small images are as
-// many as threads. Where groups have several input channels, the next one's planes are loaded while
-// one is multiplied.
+// A block computes a tile of `slots` output planes, times `channels` of the same group, from halo
+// tiles of the input planes in shared memory; small images have as many planes to a block as there
+// are threads for. Where groups have several input channels, the next channel's planes are loaded
+// while one is multiplied.
 //
-// A thread has `rows` x `columns` outputs, neighbours in a row, so that it loads few words for many
-// products: a row of its window at a time, which all of its output rows use that have a tap there.
-// Weights are read by all lanes of a plane at once. 16 bytes in shared memory are what a thread's
-// columns take of the next one's: no bank is hit twice.
+// A thread computes `rows` x `columns` outputs, neighbours in a row, so that it loads few words for
+// many products: one row of its window at a time, which serves every output row that has a tap
+// there. All lanes of a plane read the same weights at once. Neighbouring threads' columns are 16
+// bytes apart in shared memory, so that there are no bank conflicts.
 //
 //   input    [slot][halo row][column]     weights   [slot][channel][tap row][tap column]
 #pragma once
@@ -21,7 +21,7 @@ namespace depthwise {
 
 constexpr int kSlotThreads = C::lanes_y * C::lanes_x;
 constexpr int kThreads = round_up(C::slots * kSlotThreads, 32);
-constexpr int kParts = ceil_div(C::group_out, C::channels);  // of a group's output planes
+constexpr int kParts = ceil_div(C::group_out, C::channels);  // parts of a group's output planes
 constexpr int kStages = C::group_in > 1 ? 2 : 1;
 
 constexpr int kWeightRow = round_up(Columns::kTaps, 4);
@@ -31,9 +31,10 @@ constexpr int kStageBytes =
     kInputBytes + round_up(C::slots * kWeightPlane * static_cast<int>(sizeof(Sum)), 16);
 static_assert(kStages * kStageBytes == C::shared_bytes, "as planned");
 
+// The tile of a block.
 struct Tile {
-  int y, x;   // the first output
-  int first;  // plane: image, group, part of it
+  int y, x;   // first output
+  int first;  // first plane, counted over images, groups and parts of groups
 
   __device__ explicit Tile(unsigned block) {
     x = static_cast<int>(block % kTilesX) * kTileColumns;
@@ -41,23 +42,24 @@ struct Tile {
     y = static_cast<int>(block % kTilesY) * kTileRows;
     first = static_cast<int>(block / kTilesY) * C::slots;
   }
-  // Of a slot's plane, the group, counted over all images.
+  // The group of a slot's plane, counted over all images.
   __device__ int group(int slot) const { return (first + slot) / kParts; }
 };
 
-// From the first slot's input plane to those of the others, and to rows that padding or the last
-// tile has before or behind one.
+// Holds offsets from the first slot's input plane to the other slots', and to rows before or behind
+// a plane that padding or the last tile reaches.
 constexpr long long kFarRow = 1ll * (C::out_height + kTileRows) * Rows::kTimes + kHaloRows +
                               max_of(Rows::kOrigin, -Rows::kOrigin);
 using Offset = IndexTo<(C::slots + 1) * C::group_in * kInPlane + (kFarRow + 1) * C::in_width>;
 
-// A thread copies vectors of one column, of rows that are as far apart as others copy meanwhile.
-// Rows that are longer than there are threads are copied in parts, from vector kFirst on.
+// Copies the halo tiles of all slots. A thread copies vectors of one column, of every kRows-th row.
+// Rows of more vectors than there are threads are copied in parts; this copies those from vector
+// kFirst on.
 template <int kFirst = kFirstVector>
 __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, const Tile& tile,
                                            int channel, int planes) {
   constexpr int kVectors = min_of(kEndVector - kFirst, kThreads);
-  constexpr int kRows = kThreads / kVectors;  // at once
+  constexpr int kRows = kThreads / kVectors;  // rows that are copied at once
   if constexpr (kFirst + kVectors < kEndVector) {
     load_input<kFirst + kVectors>(target, input, tile, channel, planes);
   }
@@ -84,11 +86,11 @@ __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, 
   }
 }
 
-// Of the input channel `channel` of each plane's group, a kernel row by a thread. What there is not
-// are zeros, as is what rows are rounded up by.
+// Loads the weights of input channel `channel` of each plane's group; a thread loads whole kernel
+// rows. Planes and channels that do not exist get zeros, and so does the padding of rows.
 __device__ __forceinline__ void load_weights(Sum* target, const Scalar* weight, const Tile& tile,
                                              int channel, int planes) {
-  constexpr int kRows = C::channels * C::kernel_height;  // of a slot
+  constexpr int kRows = C::channels * C::kernel_height;  // kernel rows of a slot
   for (int i = static_cast<int>(threadIdx.x); i < C::slots * kRows; i += kThreads) {
     const int slot = i / kRows;
     const int tap_row = i % C::kernel_height;
@@ -115,7 +117,7 @@ __device__ __forceinline__ void load_weights(Sum* target, const Scalar* weight, 
 
 // A thread's place in the block.
 struct Position {
-  int slot, y, x;  // the first output, in the tile
+  int slot, y, x;  // y, x: first output within the tile
 
   __device__ Position() {
     const int thread = static_cast<int>(threadIdx.x);
@@ -126,7 +128,7 @@ struct Position {
   __device__ bool idle() const { return C::slots * kSlotThreads < kThreads && slot >= C::slots; }
 };
 
-// A row of weights, of which four are read at once.
+// A kernel row in shared memory, which is read four weights at a time.
 struct WeightRow {
   const Sum* row;
   mutable Sum four[4];
@@ -138,7 +140,8 @@ struct WeightRow {
   }
 };
 
-__device__ __forceinline__ void multiply(Sums<C::channels>& sums, const Scalar* input,
+// Adds the products of one input channel.
+__device__ __forceinline__ void multiply(Accumulators<C::channels>& acc, const Scalar* input,
                                          const Sum* weights, const Position& at) {
   const Scalar* const window = input + at.slot * kPlane +
                                at.y * Rows::kTimes / Rows::kOver * C::pitch + kFirstPiece +
@@ -153,15 +156,15 @@ __device__ __forceinline__ void multiply(Sums<C::channels>& sums, const Scalar* 
       if (!is_tap<Rows>(k)) continue;
 #pragma unroll
       for (int m = 0; m < C::channels; ++m) {
-        sums.add(m, r, row, WeightRow(weights + (m * C::kernel_height + k) * kWeightRow));
+        acc.add(m, r, row, WeightRow(weights + (m * C::kernel_height + k) * kWeightRow));
       }
-      sums.end_row(r, k);
+      acc.end_row(r, k);
     }
   }
 }
 
-// Adds the bias, and writes what lies in the image.
-__device__ __forceinline__ void store(const Sums<C::channels>& sums, const Scalar* bias,
+// Adds the bias, applies the epilogue and writes the outputs that lie in the image.
+__device__ __forceinline__ void store(const Accumulators<C::channels>& acc, const Scalar* bias,
                                       Scalar* output, const Tile& tile, const Position& at,
                                       int planes, const Epilogue<C>& epilogue) {
   const int plane = tile.first + at.slot;
@@ -185,7 +188,7 @@ __device__ __forceinline__ void store(const Sums<C::channels>& sums, const Scala
         const int column = x + p * Columns::kOutStep;
         Sum values[C::store_vector];
 #pragma unroll
-        for (int i = 0; i < C::store_vector; ++i) values[i] = sums.result(m, r, p + i) + shift;
+        for (int i = 0; i < C::store_vector; ++i) values[i] = acc.result(m, r, p + i) + shift;
         Scalar* const place = target + 1ll * row * C::out_width + column;
         const bool valid = column < C::out_width;
         store_vector(place, epilogue(values, place, valid), valid);
@@ -225,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
     __syncthreads();
   }
   const Position at;
-  Sums<C::channels> sums;
+  Accumulators<C::channels> acc;
   load(0);
 #pragma unroll 1
   for (int channel = 0; channel < C::group_in; ++channel) {
@@ -236,8 +239,8 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
       fastconv::copy_async_wait<0>();
     }
     __syncthreads();
-    if (!at.idle()) multiply(sums, inputs(channel), weights(channel), at);
-    if (channel + 1 < C::group_in) __syncthreads();  // before the next but one overwrites this one
+    if (!at.idle()) multiply(acc, inputs(channel), weights(channel), at);
+    if (channel + 1 < C::group_in) __syncthreads();  // before the load after next reuses the stage
   }
-  if (!at.idle()) store(sums, bias, output, tile, at, planes, epilogue);
+  if (!at.idle()) store(acc, bias, output, tile, at, planes, epilogue);
 }

@@ -1,7 +1,8 @@
-// The kernel of channels-last tensors: a block has a tile of `channels` planes of `slots` images,
-// and turns pixels to planes, and back, on their way through shared memory.
+// Depthwise convolution by Toeplitz matrices on channels-last (NHWC) tensors: a block computes a
+// tile of `channels` planes of `slots` images. It transposes pixels to planes as it loads them, and
+// planes to pixels as it stages the results in shared memory:
 //
-//   results   [slot][row][column, and some room][channel]
+//   results   [slot][row][column, padded to an odd number][channel]
 #pragma once
 #include "depthwise/toeplitz/kernel.cuh"
 
@@ -20,13 +21,15 @@ static_assert((kParts * kPart + kResults) * static_cast<int>(sizeof(Scalar)) + k
                   C::shared_bytes,
               "as planned");
 
+// The tile of a block.
 struct Tile {
-  int y, x;     // the first output
-  int channel;  // the first
+  int y, x;     // first output
+  int channel;  // first channel
   int first_image;
 
   __device__ explicit Tile(unsigned block) {
-    channel = static_cast<int>(block % kChannelTiles) * C::channels;  // neighbours share sectors
+    // Channel tiles change fastest: blocks that share memory sectors run together.
+    channel = static_cast<int>(block % kChannelTiles) * C::channels;
     block /= kChannelTiles;
     x = static_cast<int>(block % kTilesX) * kTileColumns;
     block /= kTilesX;
@@ -35,7 +38,7 @@ struct Tile {
   }
 };
 
-// Where the tile's channels of a pixel lie.
+// Returns the offset of the tile's first channel of a pixel.
 template <int kHeight, int kWidth>
 __device__ __forceinline__ long long pixel_at(const Tile& tile, int slot, int y, int x) {
   return ((1ll * (tile.first_image + slot) * kHeight + y) * kWidth + x) * kAllChannels +
@@ -44,7 +47,7 @@ __device__ __forceinline__ long long pixel_at(const Tile& tile, int slot, int y,
 
 __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, const Tile& tile,
                                            int images) {
-  constexpr int kColumns = (C::inside ? kEndColumn : kBandColumns) - kFirstColumn;
+  constexpr int kColumns = (C::inside ? kEndColumn : kOperandColumns) - kFirstColumn;
   constexpr int kTasks = C::slots * kCopiedRows * kColumns;
 #pragma unroll 4
   for (int task = static_cast<int>(threadIdx.x); task < kTasks; task += kThreads) {
@@ -69,23 +72,23 @@ __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, 
   }
 }
 
-// Adds the bias to the first or the second strip of two, and writes them among the results; where
-// these are, residuals are before.
-__device__ __forceinline__ void keep(const BandSums& sums, int half, float scale, Sum bias,
-                                     Scalar* strip) {
+// Adds the bias to the first or second strip of a pair (`half` 0 or 1), applies the epilogue and
+// writes the strip to the staged results. Residuals have been loaded to the same places.
+__device__ __forceinline__ void stage_results(const MmaAccumulators& accumulators, int half,
+                                              float scale, Sum bias, Scalar* strip) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
   for (int j = 0; j < C::lanes_x; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       Scalar& place = strip[lane / 4 * kResultRow + (8 * j + lane % 4 * 2 + i) * C::channels];
-      const Sum sum = sums.result(j, 2 * half + i) * scale + bias;
-      place = narrow<Scalar>(Epilogue<C>::activated(sum, Epilogue<C>::staged(place)));
+      const Sum acc = accumulators.result(j, 2 * half + i) * scale + bias;
+      place = narrow<Scalar>(Epilogue<C>::activated(acc, Epilogue<C>::staged(place)));
     }
   }
 }
 
-// Calls `visit` with each of the tile's pixels: where it lies in the output, and among the results.
+// Calls `visit` with the addresses of each of the tile's pixels in the output and in the results.
 template <class Visit>
 __device__ __forceinline__ void for_pixels(Scalar* output, Scalar* results, const Tile& tile,
                                            int images, const Visit& visit) {
@@ -93,7 +96,7 @@ __device__ __forceinline__ void for_pixels(Scalar* output, Scalar* results, cons
   for (int task = static_cast<int>(threadIdx.x); task < C::slots * kTileRows * kTileColumns;
        task += kThreads) {
     const int column = task % kTileColumns;
-    const int row = task / kTileColumns;  // of all slots
+    const int row = task / kTileColumns;  // counted over all slots
     const int slot = row / kTileRows;
     const int y = tile.y + row % kTileRows;
     const int x = tile.x + column;
@@ -123,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   unsigned* const marks = tables + C::channels * kTableWords;
   for (int i = static_cast<int>(threadIdx.x); i < kMarks; i += kThreads) marks[i] = 0;
   if constexpr (C::inside) clear<kPart* static_cast<int>(sizeof(Scalar)), kThreads>(inputs);
-  if constexpr (kSplit || C::inside) __syncthreads();
+  if constexpr (k3xTf32 || C::inside) __syncthreads();
   if constexpr (kAddsResidual) {
     for_pixels(output, results, tile, images, [&](const Scalar* pixel, Scalar* result) {
       *reinterpret_cast<Pixel*>(result) = epilogue.residual_of<C::channels>(pixel, true);
@@ -132,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   load_input(inputs, input, tile, images);
   load_tables(tables, weight, tile.channel, marks);
   __syncthreads();
-  prepare(inputs, tables, marks);
+  prepare_operands(inputs, tables, marks);
   __syncthreads();
 
 #pragma unroll 1
@@ -142,18 +145,18 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
     const int pair = item % kStripPairs;
     const int output_channel = tile.channel + channel;
     const Sum shift = bias != nullptr ? Sum(widen(bias[output_channel])) : Sum(0);
-    BandSums sums;
-    multiply(sums, lane_row(inputs, channel, pair), lane_diagonals(tables, channel));
+    MmaAccumulators accumulators;
+    multiply(accumulators, lane_row(inputs, channel, pair), lane_diagonals(tables, channel));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (2 * pair + half >= kStrips) continue;
       const Strip strip(2 * pair + half);
       Scalar* const first = results + (strip.slot * kTileRows + strip.row) * kResultRow + channel;
       const int plane = channel * C::slots + strip.slot;
-      keep(sums, half, inverse_scale(marks, plane), shift, first);
+      stage_results(accumulators, half, inverse_scale(marks, plane), shift, first);
       if (!strip.marked(marks, plane)) continue;
       __syncwarp();
-      write_infinite(
+      rewrite_nonfinite(
           [&](int y, int x) {
             return input[pixel_at<C::in_height, C::in_width>(tile, strip.slot, y, x) + channel];
           },

@@ -1,4 +1,4 @@
-"""Depthwise convolutions and input gradients on tensor cores: tiles of ``bands.cuh``."""
+"""Tiles of depthwise convolutions and input gradients as Toeplitz matrices on tensor cores."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from fastconv.kernels.family import Constant, Declined, Gpu
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning.limits import together
 
-STRIP, PRODUCT_COLUMNS = 8, 8  # rows, and outputs of a product in a row
+STRIP, MMA_COLUMNS = 8, 8  # rows of a strip, and outputs of an MMA in a row
 MOST_WARPS = 8
-MOST_PRODUCTS = 8  # of a strip: what a warp has registers for
-MAGNITUDES = 9  # of float32 weights, that are told apart
+MOST_MMAS = 8  # MMAs across a strip: a warp has registers for their accumulators
+MAGNITUDES = 9  # magnitudes of float32 weights that the kernel distinguishes
 FIRST_ARCHITECTURE = 80
-FEWEST_COLUMNS, FEWEST_PIXEL_COLUMNS = 5, 11  # of a kernel: shorter rows are no matter of products
+FEWEST_COLUMNS, FEWEST_PIXEL_COLUMNS = 5, 11  # shorter kernel rows are not worth tensor cores
 
-# Estimated, as measured on an H200: how much longer products take than at their rate; instructions
-# of a thread to copy a vector (or less than 4 bytes), for a diagonal of the table, for a block of
-# columns that is checked, or split, and for a stored vector; how many are issued in a cycle, with
-# so many warps half of it; cycles of a round; and what of other work a block's own, and that of
-# others, does not hide.
-PRODUCT_LOSS = 1.2
+# Parameters of the cost model, fitted to measurements on an H200.
+MMA_LOSS = 1.2  # factor by which MMAs are slower than the tensor cores' rate
+# Instructions of a thread to copy a vector, or one of less than 4 bytes; for a diagonal of the
+# table; for a block of columns that is checked, or split; and for a stored vector.
 COPY, AWAITED_COPY, DIAGONAL, CHECKED, SPLIT, STORE = 11, 60, 52, 31, 38, 9.4
+# Instructions that an SM issues in a cycle with many warps (with HALF_ISSUED warps it issues half),
+# and cycles that each wave of blocks takes to start.
 ISSUED, HALF_ISSUED, START = 2.35, 3.9, 1500
+# The share of all other work that the longest does not hide, and what a block that is alone on its
+# SM adds to it.
 LOSS, LOSS_ALONE = 0.23, 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bands(PlanesTile):
-    """Strips (``lanes_y``) and products (``lanes_x``) of a tile; ``slots`` are images."""
+class ToeplitzTile(PlanesTile):
+    """A tile of ``lanes_y`` strips, ``lanes_x`` MMAs across; ``slots`` are images."""
 
     warps: int
     source = ""
@@ -45,12 +47,12 @@ class Bands(PlanesTile):
 
     @property
     def parts(self) -> int:
-        """That numbers are split in."""
+        """TF32 parts of a float32 number (3xTF32); 1 for 16-bit types."""
         return 2 if self.layer.operands.scalar_bytes == 4 else 1
 
     @property
     def multiplied(self) -> str:
-        """As what, on tensor cores."""
+        """The type that tensor cores multiply."""
         return "tf32" if self.parts == 2 else self.layer.operands.scalar.removeprefix("fastconv::")
 
     @lazy
@@ -59,40 +61,40 @@ class Bands(PlanesTile):
         return 16 // self.layer.operands.scalar_bytes
 
     @lazy
-    def band_blocks(self) -> int:
-        """Of columns that 8 outputs may read."""
-        return self._band_blocks(self.vector)
+    def toeplitz_blocks(self) -> int:
+        """Blocks of columns of a Toeplitz matrix: those that 8 outputs may read."""
+        return self._toeplitz_blocks(self.vector)
 
-    def _band_blocks(self, vector: int) -> int:
+    def _toeplitz_blocks(self, vector: int) -> int:
         columns = self.layer.columns
-        read = columns.origin % vector + PRODUCT_COLUMNS + columns.kernel - 1
+        read = columns.origin % vector + MMA_COLUMNS + columns.kernel - 1
         return round_up(read, 2 * self.block) // self.block
 
     @lazy
     def row_pairs(self) -> int:
-        """Twos of blocks that a strip's row has."""
-        between = (self.area.lanes_x - 1) * PRODUCT_COLUMNS // self.block
-        return ceil_div(between + self.band_blocks, 2)
+        """Pairs of blocks in a strip's row."""
+        between = (self.area.lanes_x - 1) * MMA_COLUMNS // self.block
+        return ceil_div(between + self.toeplitz_blocks, 2)
 
     @lazy
     def piece(self) -> int:
-        return 1  # no window is read: blocks are
+        return 1  # unused: threads read blocks of columns, not windows
 
     @lazy
     def pitch(self) -> int:
-        """Rows of 16 bytes, 8 of which hit all banks."""
+        """Elements of a row: an odd number of 16 bytes, so that 8 rows hit all banks."""
         blocks = max(2 * self.row_pairs, ceil_div(self.shift + self.area.halo_columns, self.block))
         return (blocks | 1) * self.block
 
     @property
     def _rows(self) -> int:
-        """Of all planes."""
+        """Halo rows of all planes."""
         return self.channels * self.slots * self.area.halo_rows
 
     @property
     def diagonals(self) -> int:
-        """Of a block's tables."""
-        return self.channels * self.layer.rows.kernel * (8 + self.band_blocks * self.block)
+        """Diagonals in a block's tables."""
+        return self.channels * self.layer.rows.kernel * (8 + self.toeplitz_blocks * self.block)
 
     @lazy
     def shared_bytes(self) -> int:
@@ -105,13 +107,13 @@ class Bands(PlanesTile):
 
     @property
     def registers(self) -> int:
-        sums = 4 * self.area.lanes_x * self.parts
-        return min(255, 40 + sums + self.parts * (self.band_blocks + 12))
+        accumulators = 4 * self.area.lanes_x * self.parts
+        return min(255, 40 + accumulators + self.parts * (self.toeplitz_blocks + 12))
 
     @property
     @abstractmethod
     def results(self) -> int:
-        """Elements that are kept in shared memory before they are stored."""
+        """Output elements that are staged in shared memory before they are stored."""
 
     @property
     @abstractmethod
@@ -131,7 +133,7 @@ class Bands(PlanesTile):
     @property
     @abstractmethod
     def read_bytes(self) -> int:
-        """Of the input, as they come from the L2 cache."""
+        """Bytes of the input that come from the L2 cache."""
 
     @abstractmethod
     def blocks(self, images: int) -> int: ...
@@ -139,20 +141,25 @@ class Bands(PlanesTile):
     def cycles(self, gpu: Gpu) -> float:
         layer, rates = self.layer, gpus.rates(gpu)
         blocks = self.blocks(layer.problem.batch)
-        rounds, resident = occupancy(blocks, self.blocks_per_processor(gpu), gpu)
+        rounds, resident = occupancy(blocks, self.blocks_per_sm(gpu), gpu)
         size, kernel_rows = layer.operands.scalar_bytes, layer.rows.kernel
         pairs = self.channels * ceil_div(self.slots * self.area.lanes_y, 2)
-        pairs = round_up(pairs, self.warps)  # idle ones, too
+        pairs = round_up(pairs, self.warps)  # counts idle warps too
         steps = (
-            pairs * kernel_rows * self.area.lanes_x * self.band_blocks / 2 * (2 * self.parts - 1)
+            pairs
+            * kernel_rows
+            * self.area.lanes_x
+            * self.toeplitz_blocks
+            / 2
+            * (2 * self.parts - 1)
         )
-        products = steps * 2 * STRIP * PRODUCT_COLUMNS * 2 * self.block
-        reads = pairs * kernel_rows * self.parts * (4 * self.row_pairs + self.band_blocks)
+        products = steps * 2 * STRIP * MMA_COLUMNS * 2 * self.block
+        reads = pairs * kernel_rows * self.parts * (4 * self.row_pairs + self.toeplitz_blocks)
         issued = self.loading + DIAGONAL * self.diagonals + self.storing
         outputs = self.channels * self.slots * self.area.outputs
         warps = resident * self.warps
         one_round = together(
-            resident * products / rates.products[self.multiplied] * PRODUCT_LOSS,
+            resident * products / rates.products[self.multiplied] * MMA_LOSS,
             resident * (reads + self.other_reads),
             resident * issued / 32 * (1 + HALF_ISSUED / warps) / ISSUED,
             resident * self.read_bytes / rates.l2_bytes,
@@ -166,8 +173,8 @@ class Bands(PlanesTile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlaneBands(Bands):
-    """Of contiguous tensors."""
+class ToeplitzPlanes(ToeplitzTile):
+    """A tile of contiguous tensors."""
 
     source = "depthwise/toeplitz/planes.cuh"
 
@@ -181,13 +188,13 @@ class PlaneBands(Bands):
 
     @lazy
     def vector(self) -> int:
-        """Copies are so wide that a band, which begins where they do, has no more blocks for it."""
+        """The copy width for which Toeplitz matrices, which begin where copies do, are smallest."""
         size, vector = self.layer.operands.scalar_bytes, self.widest_copy
         found = [vector]
         while vector * size > 4:
             vector //= 2
             found.append(vector)
-        return min(found, key=self._band_blocks)
+        return min(found, key=self._toeplitz_blocks)
 
     def blocks(self, images: int) -> int:
         layer = self.layer
@@ -200,7 +207,7 @@ class PlaneBands(Bands):
 
     @property
     def _checked(self) -> int:
-        """Blocks of columns."""
+        """Blocks of columns that are checked for infinity and NaN."""
         return self._rows * 2 * self.row_pairs
 
     @property
@@ -227,14 +234,15 @@ class PlaneBands(Bands):
         return super().constants() | {"store_vector": self.store_vector}
 
 
-# Instructions, as measured: for a pixel that is loaded, and for each of its numbers, also if it is
-# split; and to keep a result, and to store a pixel, for which a block waits.
+# Instructions of the channels-last kernel, fitted to measurements on an H200: for a loaded pixel,
+# for each of its numbers, for each that is split into TF32 parts, to stage a result, and to store a
+# pixel, for which a block waits.
 PIXEL, NUMBER, SPLIT_NUMBER, RESULT, STORED_PIXEL = 5, 0.5, 4.5, 8.5, 190
 
 
 @dataclass(frozen=True, kw_only=True)
-class PixelBands(Bands):
-    """Of channels-last tensors."""
+class ToeplitzPixels(ToeplitzTile):
+    """A tile of channels-last tensors."""
 
     block_channels: int
     source = "depthwise/toeplitz/pixels.cuh"
@@ -245,7 +253,7 @@ class PixelBands(Bands):
 
     @lazy
     def vector(self) -> int:
-        return 1  # pixels are copied one by one
+        return 1  # the kernel copies pixel by pixel
 
     @property
     def results(self) -> int:
@@ -258,7 +266,7 @@ class PixelBands(Bands):
 
     @property
     def _pixels(self) -> int:
-        """That are copied."""
+        """Pixels that are copied."""
         if self.area.inside:
             return self.slots * self.area.pixels_in_image
         return self.slots * self.area.halo_rows * 2 * self.row_pairs * self.block
@@ -275,46 +283,48 @@ class PixelBands(Bands):
 
     @property
     def other_reads(self) -> float:
-        """What is written: planes, and with banks hit four times, results."""
+        """Cycles to write planes, and results with four-way bank conflicts."""
         outputs = self.channels * self.slots * self.area.outputs
         return self.parts * self.channels * self._pixels / 32 + 4 * outputs / 32
 
     @property
     def read_bytes(self) -> int:
-        """Half of each sector, or a quarter, is others'."""
+        """Whole sectors: a block uses only part of each, the rest is other blocks' channels."""
         return self._pixels * 32
 
 
-def tiles(layer: Layer, gpu: Gpu) -> Iterator[Bands]:
-    """All that may be worth it.
+def tiles(layer: Layer, gpu: Gpu) -> Iterator[ToeplitzTile]:
+    """Candidate tiles for a layer.
 
     Raises:
         Declined: these kernels do not take the layer.
     """
     _check(layer, gpu)
     strips = ceil_div(layer.out_size[0], STRIP)
-    products = ceil_div(layer.out_size[1], PRODUCT_COLUMNS)
-    tiles_x = ceil_div(products, MOST_PRODUCTS)
-    lanes_x = ceil_div(products, tiles_x)
+    mmas = ceil_div(layer.out_size[1], MMA_COLUMNS)
+    tiles_x = ceil_div(mmas, MOST_MMAS)
+    lanes_x = ceil_div(mmas, tiles_x)
     for lanes_y in shares(strips, 1):
-        area = Area(layer, STRIP, PRODUCT_COLUMNS, lanes_y, lanes_x)
+        area = Area(layer, STRIP, MMA_COLUMNS, lanes_y, lanes_x)
         whole = lanes_y == strips and tiles_x == 1
         for slots in (1, 2, 4, 8, 16) if whole else (1, 2):
             if slots == 1 or slots < 2 * layer.problem.batch:
                 yield from _of_size(area, slots)
 
 
-def _of_size(area: Area, slots: int) -> Iterator[Bands]:
+def _of_size(area: Area, slots: int) -> Iterator[ToeplitzTile]:
     layer, pairs = area.layer, ceil_div(slots * area.lanes_y, 2)
     if layer.operands.input_channels_last:
         widest = 16 // layer.operands.scalar_bytes
         for channels in (widest, widest // 2):
             if layer.problem.groups % channels == 0:
-                yield PixelBands(area=area, slots=slots, warps=MOST_WARPS, block_channels=channels)
+                yield ToeplitzPixels(
+                    area=area, slots=slots, warps=MOST_WARPS, block_channels=channels
+                )
         return
     for turns in (1, 2):
-        tile = PlaneBands(area=area, slots=slots, warps=ceil_div(pairs, turns))
-        at_once = ceil_div(tile.pitch, 32 * tile.vector)  # a row is copied at once
+        tile = ToeplitzPlanes(area=area, slots=slots, warps=ceil_div(pairs, turns))
+        at_once = ceil_div(tile.pitch, 32 * tile.vector)  # warps that copy a row at once
         if at_once > tile.warps:
             tile = replace(tile, warps=at_once)
         if tile.warps <= MOST_WARPS:

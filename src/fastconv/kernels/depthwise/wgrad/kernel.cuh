@@ -1,15 +1,16 @@
-// What the weight gradients of both layouts have in common.
+// Weight gradient of narrow groups with fused multiply-adds: what the kernels of both layouts
+// share.
 //
 // grad[output, input, tap] = sum over images and output pixels of
 // grad_output[output, pixel] * input[input, pixel * stride + tap * dilation - padding].
 //
-// A thread has a patch of the output's gradient, `rows` x `columns` pixels, and adds up the
-// products of some kernel rows (`tap_rows`) in registers: a row of its window of the input at a
-// time, which all of its pixel rows use that have a tap there. A block walks over its share of
-// units (a tile of some images), of which the next one is loaded while one is multiplied; then its
-// threads' sums are added up in a fixed order, and written to its own slots of a workspace. A
-// second kernel adds those of all blocks. Shares are so small that no thread adds up more than some
-// hundred products.
+// A thread takes patches of the output's gradient, `rows` x `columns` pixels each, and accumulates
+// the products of some kernel rows (`tap_rows`) in registers: it loads one row of its window of the
+// input at a time, which serves every pixel row that has a tap there. A block goes through its
+// split's units (a tile of some images each) and loads the next unit while it multiplies one. Then
+// it reduces its threads' accumulators in a fixed order and writes them to its own entries of a
+// workspace. A second kernel reduces the splits (split-K). Splits are so small that no accumulator
+// adds more than a few hundred products.
 #pragma once
 #include "depthwise/axis.cuh"
 
@@ -18,47 +19,48 @@ namespace depthwise {
 
 constexpr int kTaps = C::kernel_height * C::kernel_width;
 constexpr int kTapGroups = ceil_div(C::kernel_height, C::tap_rows);
-constexpr int kBlockGroups = ceil_div(kTapGroups, C::tap_blocks);  // of a block
-constexpr int kSums = C::tap_rows * C::kernel_width + 1;  // of a group's channel, the bias's too
+constexpr int kBlockGroups = ceil_div(kTapGroups, C::tap_blocks);  // tap groups of a block
+// A tap group's values for one channel; the last is the bias's.
+constexpr int kAccumulators = C::tap_rows * C::kernel_width + 1;
 constexpr int kAllOutputs = C::groups * C::group_out;
 constexpr int kPatches = C::slots * C::lanes_y * C::lanes_x;
 constexpr int kTiles = kTilesX * kTilesY;
 
-// The workspace: of each split, all weights' sums, then those of the bias. Neighbours are what
-// neighbouring threads write: taps, or with channels-last tensors, outputs.
-constexpr int kWeightSums = kAllOutputs * C::group_in * kTaps;
-constexpr long long kSplitSums = kWeightSums + (C::bias ? kAllOutputs : 0);
+// The workspace holds for each split an entry for every weight, then one for every bias. Entries
+// that neighbouring threads write are neighbours: taps, or with channels-last tensors, outputs.
+constexpr int kWeightEntries = kAllOutputs * C::group_in * kTaps;
+constexpr long long kSplitEntries = kWeightEntries + (C::bias ? kAllOutputs : 0);
 
-__device__ __forceinline__ int slot_of(int output, int channel, int tap) {
+__device__ __forceinline__ int entry_of(int output, int channel, int tap) {
   return C::channels_last ? (channel * kTaps + tap) * kAllOutputs + output
                           : (output * C::group_in + channel) * kTaps + tap;
 }
 
-// Writes one of a group's kSums, the last of which is the bias's.
-__device__ __forceinline__ void write_sum(Sum* workspace, int split, int output, int channel,
-                                          int tap_group, int index, Sum sum) {
+// Writes value `index` of a tap group's kAccumulators to the workspace.
+__device__ __forceinline__ void write_entry(Sum* workspace, int split, int output, int channel,
+                                            int tap_group, int index, Sum value) {
   const int row = tap_group * C::tap_rows + index / C::kernel_width;
-  workspace += split * kSplitSums;
-  if (index == kSums - 1) {
+  workspace += split * kSplitEntries;
+  if (index == kAccumulators - 1) {
     if (!C::bias || channel > 0 || tap_group > 0) return;
-    workspace[kWeightSums + output] = sum;
+    workspace[kWeightEntries + output] = value;
   } else if (row < C::kernel_height) {
-    workspace[slot_of(output, channel, tap_group * C::tap_rows * C::kernel_width + index)] = sum;
+    workspace[entry_of(output, channel, tap_group * C::tap_rows * C::kernel_width + index)] = value;
   }
 }
 
-// A block's share: units from `first` to `end`, a tile of `slots` images each.
-struct Share {
+// The units of a split: from `first` to `end`, a tile of `slots` images each.
+struct SplitUnits {
   int first, end;
 
-  __device__ Share(int split, int batch) {
+  __device__ SplitUnits(int split, int batch) {
     const long long units = 1ll * ceil_div(batch, C::slots) * kTiles;
     first = static_cast<int>(units * split / C::splits);
     end = static_cast<int>(units * (split + 1) / C::splits);
   }
 };
 struct Unit {
-  int image, y, x;  // the first, and the first output pixel
+  int image, y, x;  // first image, and first output pixel
 
   __device__ explicit Unit(int index)
       : image(index / kTiles * C::slots),
@@ -66,7 +68,7 @@ struct Unit {
         x(index % kTilesX * kTileColumns) {}
 };
 
-// A thread's patch: where it lies in the tile.
+// A patch's place in the tile: its image, and its first pixel.
 struct Patch {
   int slot, y, x;
 
@@ -76,14 +78,15 @@ struct Patch {
         x(Columns::first_output<C::columns>(index % C::lanes_x)) {}
 };
 
-// Sums of the products of tap_rows kernel rows, of kChannels channels; and of the gradient itself.
+// A thread's accumulators for tap_rows kernel rows of kChannels channels, and for the bias.
 template <int kChannels>
-struct TapSums {
+struct TapAccumulators {
   Sum taps[kChannels][C::tap_rows][Columns::kTaps] = {};
   Sum bias[kChannels] = {};
 
-  // Adds the products of a patch, from kernel row `first_tap` on. Pixels that do not exist are not
-  // multiplied: zero times infinity is no zero. `rows_left` and `columns_left` do, of the image.
+  // Adds the products of a patch, from kernel row `first_tap` on. The image ends `rows_left` rows
+  // and `columns_left` columns after the patch's first pixel; pixels beyond are skipped although
+  // their gradient is zero, because zero times infinity is NaN.
   template <class Grad, class LoadRow>
   __device__ __forceinline__ void add(const Grad& grad, int first_tap, int rows_left,
                                       int columns_left, const LoadRow& load_row) {
@@ -92,7 +95,7 @@ struct TapSums {
     constexpr bool kWholeTaps = C::kernel_height == C::tap_blocks * kBlockGroups * C::tap_rows;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (!kWholeTaps && first_tap + i >= kWindowRows) continue;  // of no tap
+      if (!kWholeTaps && first_tap + i >= kWindowRows) continue;  // no tap reads this row
       Sum window[kChannels][kWindowColumns];
       load_row(window, i);
 #pragma unroll
@@ -128,13 +131,15 @@ struct TapSums {
   }
 };
 
-// Goes through a block's share: `load` starts to copy a unit to its stage, `add` adds it.
+// Goes through a split's units in a two-stage pipeline: `load` starts to copy a unit to its stage,
+// `add` accumulates it.
 template <class Load, class Add>
-__device__ __forceinline__ void walk(const Share& share, const Load& load, const Add& add) {
-  if (share.first < share.end) load(share.first);
+__device__ __forceinline__ void pipeline_units(const SplitUnits& range, const Load& load,
+                                               const Add& add) {
+  if (range.first < range.end) load(range.first);
 #pragma unroll 1
-  for (int unit = share.first; unit < share.end; ++unit) {
-    if (unit + 1 < share.end) {
+  for (int unit = range.first; unit < range.end; ++unit) {
+    if (unit + 1 < range.end) {
       load(unit + 1);
       copy_async_wait<1>();
     } else {
@@ -142,31 +147,33 @@ __device__ __forceinline__ void walk(const Share& share, const Load& load, const
     }
     __syncthreads();
     add(unit);
-    __syncthreads();  // before the next but one overwrites it
+    __syncthreads();  // before the load after next reuses the stage
   }
 }
 
-// How `reduce` adds up what all splits have: a block has kReduceSums neighbours, and reduce_rows
-// threads of each, that have a share of the splits, in order.
-constexpr int kReduceSums = C::reduce_threads / C::reduce_rows;
-constexpr int kReduceShare = ceil_div(C::splits, C::reduce_rows);
+// In `reduce`, a block adds up kReduceEntries neighbouring entries over all splits. reduce_rows
+// threads take kReduceSplits consecutive splits each of the same entry.
+constexpr int kReduceEntries = C::reduce_threads / C::reduce_rows;
+constexpr int kReduceSplits = ceil_div(C::splits, C::reduce_rows);
 
-__device__ __forceinline__ Sum share_of(const Sum* workspace, int slot, int row) {
-  const int first = row * kReduceShare;
-  const int end = min_of(first + kReduceShare, C::splits);
+// Adds up the splits of an entry that belong to a row of threads.
+__device__ __forceinline__ Sum sum_splits(const Sum* workspace, int entry, int row) {
+  const int first = row * kReduceSplits;
+  const int end = min_of(first + kReduceSplits, C::splits);
   Sum total = 0;
 #pragma unroll 8
-  for (int split = first; split < end; ++split) total += workspace[slot + split * kSplitSums];
+  for (int split = first; split < end; ++split) total += workspace[entry + split * kSplitEntries];
   return total;
 }
 
-__device__ __forceinline__ void write_total(Scalar* grad, Scalar* bias_grad, int slot, Sum total) {
-  if (slot >= kWeightSums) {
-    bias_grad[slot - kWeightSums] = narrow<Scalar>(total);
+// Writes the reduced value of an entry to the weight's or the bias's gradient.
+__device__ __forceinline__ void write_grad(Scalar* grad, Scalar* bias_grad, int entry, Sum total) {
+  if (entry >= kWeightEntries) {
+    bias_grad[entry - kWeightEntries] = narrow<Scalar>(total);
     return;
   }
-  const int output = C::channels_last ? slot % kAllOutputs : slot / (kTaps * C::group_in);
-  const int rest = C::channels_last ? slot / kAllOutputs : slot % (kTaps * C::group_in);
+  const int output = C::channels_last ? entry % kAllOutputs : entry / (kTaps * C::group_in);
+  const int rest = C::channels_last ? entry / kAllOutputs : entry % (kTaps * C::group_in);
   const int tap = rest % kTaps;
   grad[1ll * output * C::weight_stride_out + 1ll * (rest / kTaps) * C::weight_stride_in +
        1ll * (tap / C::kernel_width) * C::weight_stride_height +
@@ -176,23 +183,25 @@ __device__ __forceinline__ void write_total(Scalar* grad, Scalar* bias_grad, int
 }  // namespace depthwise
 }  // namespace fastconv
 
+// The split-K reduction: adds up all splits in a fixed order, without atomics, so that the bits are
+// the same every time.
 extern "C" __global__ void __launch_bounds__(Config::reduce_threads)
     reduce(const fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace,
            Config::Scalar* __restrict__ grad, Config::Scalar* __restrict__ bias_grad) {
   using namespace fastconv::depthwise;
-  const int row = static_cast<int>(threadIdx.x) / kReduceSums;
-  const int slot =
-      static_cast<int>(blockIdx.x) * kReduceSums + static_cast<int>(threadIdx.x) % kReduceSums;
-  Sum total = slot < kSplitSums ? share_of(workspace, slot, row) : Sum(0);
+  const int row = static_cast<int>(threadIdx.x) / kReduceEntries;
+  const int entry = static_cast<int>(blockIdx.x) * kReduceEntries +
+                    static_cast<int>(threadIdx.x) % kReduceEntries;
+  Sum total = entry < kSplitEntries ? sum_splits(workspace, entry, row) : Sum(0);
   if constexpr (C::reduce_rows > 1) {
-    Sum* const shares = reinterpret_cast<Sum*>(fastconv::shared_memory());
-    shares[threadIdx.x] = total;
+    Sum* const partial = reinterpret_cast<Sum*>(fastconv::shared_memory());
+    partial[threadIdx.x] = total;
     __syncthreads();
     if (row > 0) return;
 #pragma unroll
     for (int other = 1; other < C::reduce_rows; ++other) {
-      total += shares[other * kReduceSums + threadIdx.x];
+      total += partial[other * kReduceEntries + threadIdx.x];
     }
   }
-  if (slot < kSplitSums) write_total(grad, bias_grad, slot, total);
+  if (entry < kSplitEntries) write_grad(grad, bias_grad, entry, total);
 }

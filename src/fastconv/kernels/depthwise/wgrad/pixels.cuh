@@ -1,5 +1,5 @@
-// Weight gradients of narrow groups, of channels-last tensors. Neighbouring threads have
-// neighbouring channels; those of other patches, or other kernel rows, come after them.
+// Weight gradient of narrow groups on channels-last (NHWC) tensors. A block's threads divide first
+// channels among themselves (neighbouring threads take neighbours), then patches, then kernel rows.
 //
 //   input    [slot][halo row][halo column][channel]     the output's gradient   [slot][row][column]
 //                                                                               [channel]
@@ -10,7 +10,7 @@
 namespace fastconv {
 namespace depthwise {
 
-constexpr int kGroupPatches = C::group_patches;  // that a group of threads has at once
+constexpr int kGroupPatches = C::group_patches;  // patches that a tap group's threads take at once
 constexpr int kThreads = round_up(kBlockGroups * kGroupPatches * C::lanes_c, 32);
 constexpr int kPatchRounds = ceil_div(kPatches, kGroupPatches);
 
@@ -19,16 +19,16 @@ constexpr int kGradSlot = kTileRows * kTileColumns * kGradPixel;
 constexpr int kStageBytes =
     kInputBytes + round_up(C::slots * kGradSlot * static_cast<int>(sizeof(Scalar)), 16);
 static_assert(2 * kStageBytes <= C::shared_bytes &&
-                  kBlockGroups * kSums * kOutputs * static_cast<int>(sizeof(Sum)) <=
+                  kBlockGroups * kAccumulators * kOutputs * static_cast<int>(sizeof(Sum)) <=
                       C::shared_bytes,
               "as planned");
 
 // A thread's place in the block.
 struct Position {
-  int output;  // the first channel, of the tile
-  int input;   // that it reads
-  int patch;   // the first
-  int group;   // of kernel rows
+  int output;  // first output channel within the tile
+  int input;   // input channel that it reads
+  int patch;   // first patch
+  int group;   // tap group: which kernel rows
 
   __device__ explicit Position(int channel) {
     int thread = static_cast<int>(threadIdx.x);
@@ -43,10 +43,11 @@ struct Position {
   }
 };
 
-// Adds the sums of a unit's patches that are this thread's.
-__device__ __forceinline__ void add_unit(TapSums<C::lane_channels>& sums, const Scalar* input,
-                                         const Scalar* grad, const Position& at, const Unit& unit,
-                                         int images, int first_tap, bool has_bias) {
+// Accumulates this thread's patches of a unit.
+__device__ __forceinline__ void add_unit(TapAccumulators<C::lane_channels>& acc,
+                                         const Scalar* input, const Scalar* grad,
+                                         const Position& at, const Unit& unit, int images,
+                                         int first_tap, bool has_bias) {
 #pragma unroll 1
   for (int round = 0; round < kPatchRounds; ++round) {
     const int index = round * kGroupPatches + at.patch;
@@ -69,10 +70,10 @@ __device__ __forceinline__ void add_unit(TapSums<C::lane_channels>& sums, const 
     const int first = (patch.y * Rows::kTimes + first_tap * Rows::kUnit) * kHaloColumns +
                       patch.x * Columns::kTimes;
     const Scalar* const window = input + patch.slot * kSlot + first * kPixel + at.input;
-    sums.add(
+    acc.add(
         numbers, first_tap, C::out_height - unit.y - patch.y, C::out_width - unit.x - patch.x,
         [&](Sum(&row)[C::lane_channels][kWindowColumns], int i) { load_window(row, window, i); });
-    if (has_bias) sums.add_bias(numbers);
+    if (has_bias) acc.add_bias(numbers);
   }
 }
 
@@ -85,12 +86,13 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
                 fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace, int images) {
   using namespace fastconv::depthwise;
   unsigned block = blockIdx.x;
-  const ChannelTile tile(static_cast<int>(block % kChannelTiles));  // neighbours share sectors
+  // Channel tiles change fastest: blocks that share memory sectors run together.
+  const ChannelTile tile(static_cast<int>(block % kChannelTiles));
   block /= kChannelTiles;
   const int split = static_cast<int>(block % C::splits);
   block /= C::splits;
   const int first_group = static_cast<int>(block % C::tap_blocks) * kBlockGroups;
-  const int channel = static_cast<int>(block / C::tap_blocks);  // of the group
+  const int channel = static_cast<int>(block / C::tap_blocks);  // input channel within the group
   const Position at(channel);
   const int first_tap = (first_group + at.group) * C::tap_rows;
   const bool has_bias = C::bias && channel == 0 && first_tap == 0;
@@ -118,36 +120,39 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
     __syncthreads();
   }
 
-  TapSums<C::lane_channels> sums;
-  walk(Share(split, images), load_unit, [&](int unit) {
+  TapAccumulators<C::lane_channels> acc;
+  pipeline_units(SplitUnits(split, images), load_unit, [&](int unit) {
     if (at.idle()) return;
-    add_unit(sums, inputs(unit), grads(unit), at, Unit(unit), images, first_tap, has_bias);
+    add_unit(acc, inputs(unit), grads(unit), at, Unit(unit), images, first_tap, has_bias);
   });
 
-  // Patch after patch, a group's threads add what they have: [group][sum][channel].
+  // Threads of a tap group add their accumulators to shared memory in turn, in the order of their
+  // patches: [group][accumulator][channel].
   Sum* const gathered = reinterpret_cast<Sum*>(shared);
-  Sum* const mine = gathered + at.group * (kSums * kOutputs) + at.output;
+  Sum* const mine = gathered + at.group * (kAccumulators * kOutputs) + at.output;
 #pragma unroll 1
   for (int turn = 0; turn < kGroupPatches; ++turn) {
     if (!at.idle() && at.patch == turn) {
 #pragma unroll
       for (int m = 0; m < C::lane_channels; ++m) {
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) {
-          const Sum sum =
-              i + 1 < kSums ? sums.taps[m][i / C::kernel_width][i % C::kernel_width] : sums.bias[m];
+        for (int i = 0; i < kAccumulators; ++i) {
+          const Sum value = i + 1 < kAccumulators
+                                ? acc.taps[m][i / C::kernel_width][i % C::kernel_width]
+                                : acc.bias[m];
           Sum& target = mine[i * kOutputs + m];
-          target = turn == 0 ? sum : target + sum;
+          target = turn == 0 ? value : target + value;
         }
       }
     }
     __syncthreads();
   }
-  for (int i = static_cast<int>(threadIdx.x); i < kBlockGroups * kSums * kOutputs; i += kThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < kBlockGroups * kAccumulators * kOutputs;
+       i += kThreads) {
     const int place = i % kOutputs;
-    const int group = first_group + i / (kOutputs * kSums);
+    const int group = first_group + i / (kOutputs * kAccumulators);
     if (!tile.has(place)) continue;
-    write_sum(workspace, split, tile.first_output() + place, channel, group, i / kOutputs % kSums,
-              gathered[i]);
+    write_entry(workspace, split, tile.first_output() + place, channel, group,
+                i / kOutputs % kAccumulators, gathered[i]);
   }
 }

@@ -1,4 +1,4 @@
-"""Plans weight gradients of narrow groups."""
+"""Plans weight gradients of narrow groups on plain CUDA cores."""
 
 from __future__ import annotations
 
@@ -41,30 +41,35 @@ from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning.limits import together
 from fastconv.problem import Problem
 
-MOST_TAPS, MOST_PAIRED_TAPS = 56, 98  # sums of a thread, unless a kernel row has more
-MOST_PATCH = 28  # pixels
-MOST_WRITTEN = 1600  # products of a patch: they are written out
+# A thread's accumulators, with one channel and with two, unless a single kernel row has more.
+MOST_TAPS, MOST_PAIRED_TAPS = 56, 98
+MOST_PATCH = 28  # pixels of a patch
+MOST_WRITTEN = 1600  # products of a patch: the code unrolls all of them
 MOST_WARPS = 8
-MOST_LANES, FEWEST_ACROSS = 512, 8  # patches of a tile, and in a row of one
+MOST_LANES = 512  # patches of a tile
+FEWEST_ACROSS = 8  # patches across a tile of contiguous tensors, if an image has as many
 WORKSPACE_BYTES = 64 << 20
 REDUCE_THREADS = 256
 MOST_REDUCE_ROWS = 8
-OTHER_REGISTERS = 44  # of a thread, than sums, a patch and a window's row
+OTHER_REGISTERS = 44  # registers of a thread besides accumulators, a patch and a window's row
 
-# Estimated, as measured on an H200: instructions that a processor issues in a cycle, and a warp
-# alone; instructions of a thread to copy a vector, more for a unit and for a patch, and for a sum
-# in the end; cycles of a round until the first copies have come, for a turn in the end, and to
-# reduce 8 splits' sums.
-ISSUED, ISSUED_BY_WARP = 2.9, 0.36
+# Parameters of the cost model, fitted to measurements on an H200.
+ISSUED, ISSUED_BY_WARP = 2.9, 0.36  # most instructions issued in a cycle, by an SM and by a warp
+# Instructions of a thread to copy a vector; beyond copies and products, for a unit and for a patch;
+# and for an accumulator in the end.
 COPY, UNIT, PATCH, END = 20, 230, 25, 4
+# Cycles until a wave of blocks has its first copies, for a turn of the reduction within a block,
+# and to reduce 8 splits.
 START, TURN, REDUCE = 4000, 600, 1100
+
+ENTRIES = ("weight_grad", "reduce")  # the kernels that a plan launches
 
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     """Plans a weight gradient: tensors ``grad_output``, ``input`` and ``output``.
 
     Raises:
-        Declined: the portable kernels have to do it.
+        Declined: this family does not take the layer.
     """
     layer = Layer.of_weight_grad(problem, operands)
     if operands.input_channels_last:
@@ -84,14 +89,14 @@ def _plan(tile: Planes | Pixels, gpu: Gpu) -> Plan:
         "reduce_threads": REDUCE_THREADS,
         "reduce_rows": rows,
         "shared_bytes": tile.shared_bytes,
-        "blocks_per_sm": tile.blocks_per_processor(gpu),
+        "blocks_per_sm": tile.blocks_per_sm(gpu),
     }
-    kernels = [Kernel(tile.source, entry, tuple(constants.items())) for entry in tile.entries]
+    kernels = [Kernel(tile.source, entry, tuple(constants.items())) for entry in ENTRIES]
     blocks = tile.blocks * splits
     require("blocks of a weight gradient", blocks)
-    require("weights, and sums of the bias", tile.sums)
+    require("weights and biases", tile.entries)
     require("tiles of all images", tile.units)
-    reducing = ceil_div(tile.sums, REDUCE_THREADS // rows)
+    reducing = ceil_div(tile.entries, REDUCE_THREADS // rows)
     sum_bytes = layer.operands.sum_bytes
     batch = layer.problem.batch
     launches = (
@@ -110,19 +115,20 @@ def _plan(tile: Planes | Pixels, gpu: Gpu) -> Plan:
             ("scratch", "output", "bias_grad"),
         ),
     )
-    return Plan(launches, splits * tile.sums * sum_bytes, FAMILY, WHY, cycles=cycles)
+    return Plan(launches, splits * tile.entries * sum_bytes, FAMILY, WHY, cycles=cycles)
 
 
 def _reduce_rows(splits: int) -> int:
-    """Threads that add up a weight's sums."""
+    """Threads that divide a weight's splits among themselves in the reduction."""
     return MOST_REDUCE_ROWS if splits > MOST_REDUCE_ROWS else 1
 
 
 @dataclass(frozen=True)
 class Taps:
-    """Kernel rows of a thread, blocks that share a kernel's, and lanes of some channels each.
+    """How taps and channels are divided: a thread's kernel rows, blocks that divide a kernel's rows
+    among themselves, and a block's lanes, of some channels each.
 
-    What follows from these is the same for all patches.
+    Its properties are the same for all patches.
     """
 
     layer: Layer
@@ -137,26 +143,26 @@ class Taps:
 
     @lazy
     def block_groups(self) -> int:
-        """Of kernel rows, in a block."""
+        """Tap groups (kernel rows of a thread) in a block."""
         return ceil_div(ceil_div(self.layer.rows.kernel, self.rows), self.blocks)
 
     @lazy
     def threads(self) -> int:
-        """Of a block, that share a patch."""
+        """Threads of a block that read the same patch."""
         return self.block_groups * self.lanes
 
     @lazy
-    def sums(self) -> int:
-        """Of a thread: so many products has a pixel."""
+    def accumulators(self) -> int:
+        """Accumulators of a thread, and its products for each pixel of a patch."""
         return self.channels * self.count
 
 
-_Walk = TypeVar("_Walk", bound="Walk")
+_WgradTile = TypeVar("_WgradTile", bound="WgradTile")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Walk(Tile):
-    """A patch of a thread, patches of a unit, and how a block's threads share them.
+class WgradTile(Tile):
+    """A thread's patch, a unit's patches, and how a block's threads divide them.
 
     ``slots`` are images of a unit.
     """
@@ -164,11 +170,10 @@ class Walk(Tile):
     taps: Taps
 
     source = ""
-    entries = ("weight_grad", "reduce")
 
     @property
     def patches(self) -> int:
-        """Of a unit."""
+        """Patches of a unit."""
         return self.slots * self.area.threads
 
     @lazy
@@ -176,39 +181,39 @@ class Walk(Tile):
         return ceil_div(self.layer.problem.batch, self.slots) * self.area.image_tiles
 
     @lazy
-    def sums(self) -> int:
-        """All weights, and the bias."""
+    def entries(self) -> int:
+        """Entries of a split in the workspace: all weights and biases."""
         layer = self.layer
         outputs = layer.problem.groups * layer.group_out
         return outputs * (layer.terms + layer.operands.bias_grad)
 
     def _splits(self, fit: int, gpu: Gpu) -> set[int]:
-        """Shares of the units: so many that no chain of products is long; more fill processors."""
+        """Numbers of splits to try: few that keep accumulation short, more that fill all SMs."""
         chain = self.units * self.rounds * self.area.rows * self.area.columns
-        room = max(1, WORKSPACE_BYTES // (self.sums * self.layer.operands.sum_bytes))
+        room = max(1, WORKSPACE_BYTES // (self.entries * self.layer.operands.sum_bytes))
         most = min(self.units, room)
         least = min(most, ceil_div(chain, CHAIN))
         filling = (rounds * fit * gpu.processors // self.blocks for rounds in (1, 2, 4, 8))
         return {least, *(min(most, max(least, splits)) for splits in filling)}
 
     @abstractmethod
-    def teams(self: _Walk) -> Iterator[_Walk]:
-        """With all of these threads, and with half of them, rounded up."""
+    def teams(self: _WgradTile) -> Iterator[_WgradTile]:
+        """The tile with all of its threads, and with half of them, rounded up."""
 
     @property
     @abstractmethod
     def rounds(self) -> int:
-        """Patches of a thread, in a unit."""
+        """Patches of a thread in a unit."""
 
     @property
     @abstractmethod
     def turns(self) -> int:
-        """In which a block's threads add up what they have."""
+        """Turns in which a block's threads add up their accumulators."""
 
     @property
     @abstractmethod
     def blocks(self) -> int:
-        """Of a split."""
+        """Blocks of a split."""
 
     @property
     @abstractmethod
@@ -217,12 +222,12 @@ class Walk(Tile):
     @property
     @abstractmethod
     def end_bytes(self) -> int:
-        """Of shared memory, to add up what threads have."""
+        """Shared memory that the reduction of a block's accumulators takes."""
 
     @property
     @abstractmethod
     def copies(self) -> int:
-        """Vectors of a unit."""
+        """Vectors that are copied for a unit."""
 
     @property
     @abstractmethod
@@ -232,7 +237,7 @@ class Walk(Tile):
     @property
     @abstractmethod
     def loads(self) -> tuple[float, float]:
-        """From shared memory, for a patch: instructions, and cycles that a warp's take."""
+        """Instructions of a thread to load a patch from shared memory, and cycles of a warp."""
 
     @lazy
     def shared_bytes(self) -> int:
@@ -245,20 +250,20 @@ class Walk(Tile):
         return min(255, words * self.channels * numbers + OTHER_REGISTERS)
 
     def least_cycles(self, gpu: Gpu) -> float:
-        """No more than that of any team: with half of the threads, and none of them idle."""
+        """A lower bound for all teams: half of the threads, none of them idle."""
         return self._least(self.threads / 2, self.taps.threads * self.patches, self.turns / 2, gpu)
 
-    def variants(self: _Walk, gpu: Gpu, most: float) -> Iterator[_Walk]:
+    def variants(self: _WgradTile, gpu: Gpu, most: float) -> Iterator[_WgradTile]:
         for tile in self.teams():
             if tile._least(tile.threads, tile.threads * tile.rounds, tile.turns, gpu) <= most:
                 yield tile
 
     def _least(self, threads: float, in_rounds: int, turns: float, gpu: Gpu) -> float:
-        """No more than it takes with so many threads, those of a unit's rounds, and turns.
+        """A lower bound for ``threads`` threads, ``in_rounds`` patches of threads, and ``turns``.
 
-        It is what ``_cycles`` adds up, but units, and blocks, are shared out equally: rounding up,
-        more splits than one, and writing their sums only add to it. And as many warps issue as
-        there is room for what is copied: other limits only leave fewer.
+        It adds up what ``_cycles`` does, but divides units and blocks equally: rounding up, more
+        splits than one, and writing them only add to it. And it lets as many warps issue as shared
+        memory has room for: other limits only leave fewer.
         """
         fit = gpu.shared_bytes_per_processor // (2 * self.stage_bytes + RESERVED_BYTES)
         if fit == 0:
@@ -268,7 +273,7 @@ class Walk(Tile):
         blocks = self.blocks / gpu.processors
         units = blocks * self.units
         one_round = together(
-            (units * issued + blocks * threads * END * self.taps.sums)
+            (units * issued + blocks * threads * END * self.taps.accumulators)
             / (32 * min(ISSUED, ISSUED_BY_WARP * self.threads / 32 * fit)),
             units * in_rounds / 32 * bank_cycles,
             units * self.stage_bytes / gpus.rates(gpu).l2_bytes,
@@ -279,23 +284,25 @@ class Walk(Tile):
         return self.best_splits(gpu)[0]
 
     def best_splits(self, gpu: Gpu) -> tuple[float, int]:
-        """What that takes, and how many shares there are then."""
-        fit = self.blocks_per_processor(gpu)
+        """The fewest cycles, and the number of splits that takes them."""
+        fit = self.blocks_per_sm(gpu)
         return min((self._cycles(splits, fit, gpu), splits) for splits in self._splits(fit, gpu))
 
     def _cycles(self, splits: int, fit: int, gpu: Gpu) -> float:
-        """With so many shares, and blocks of a processor."""
+        """Cycles with ``splits`` splits, if ``fit`` blocks fit an SM."""
         rates, size = gpus.rates(gpu), self.layer.operands.sum_bytes
         issued, bank_cycles = self._unit
         rounds, resident = occupancy(self.blocks * splits, fit, gpu)
         units = ceil_div(self.units, splits)
         warps = self.threads / 32 * resident
         one_round = together(
-            warps * (units * issued + END * self.taps.sums) / min(ISSUED, ISSUED_BY_WARP * warps),
+            warps
+            * (units * issued + END * self.taps.accumulators)
+            / min(ISSUED, ISSUED_BY_WARP * warps),
             warps * units * bank_cycles,
             resident * units * self.stage_bytes / rates.l2_bytes,
         )
-        written = splits * self.sums * size / gpu.processors / rates.l2_bytes
+        written = splits * self.entries * size / gpu.processors / rates.l2_bytes
         added_up = ceil_div(splits, _reduce_rows(splits))
         start = START + TURN * self.turns
         return rounds * (start + one_round) + written + REDUCE * ceil_div(added_up, 8)
@@ -309,9 +316,9 @@ class Walk(Tile):
 
     @lazy
     def _patch(self) -> tuple[float, float]:
-        """The same for a patch, without copies."""
+        """Instructions of a thread for a patch, without copies, and cycles of shared memory."""
         loads, bank_cycles = self.loads
-        products = self.area.rows * self.area.columns * self.taps.sums
+        products = self.area.rows * self.area.columns * self.taps.accumulators
         return products + loads + PATCH, bank_cycles
 
     def constants(self) -> dict[str, Constant]:
@@ -323,8 +330,8 @@ class Walk(Tile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planes(PlanesTile, Walk):
-    """Of contiguous tensors, see ``weight_grad_planes.cuh``."""
+class Planes(PlanesTile, WgradTile):
+    """A tile of contiguous tensors, see ``wgrad/planes.cuh``."""
 
     group_warps: int
 
@@ -415,7 +422,7 @@ class Planes(PlanesTile, Walk):
 
 @dataclass(frozen=True)
 class GradChannels(Channels):
-    """And how a pixel's lie in the output's gradient."""
+    """Channels of a tile, and the layout of a pixel of the output's gradient."""
 
     @lazy
     def grad_vector(self) -> int:
@@ -427,20 +434,20 @@ class GradChannels(Channels):
 
     @lazy
     def grad_vectors(self) -> int:
-        """Of a pixel."""
+        """Vectors of a pixel."""
         return ceil_div(self.count, self.grad_vector)
 
     @lazy
     def load(self) -> tuple[int, int]:
-        """A lane's of a pixel, from shared memory: instructions, and cycles that a warp's take."""
+        """A lane's instructions to load a pixel from shared memory, and a warp's cycles for it."""
         size = self.layer.operands.scalar_bytes
         width = self.of_lane * size
         return 1 + self.of_lane * (size == 2), read_cycles(width, width)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pixels(PixelsTile, Walk):
-    """Of channels-last tensors, see ``weight_grad_pixels.cuh``."""
+class Pixels(PixelsTile, WgradTile):
+    """A tile of channels-last tensors, see ``wgrad/pixels.cuh``."""
 
     block: GradChannels
     group_patches: int
@@ -483,8 +490,8 @@ class Pixels(PixelsTile, Walk):
 
     @property
     def end_bytes(self) -> int:
-        sums = self.taps.block_groups * (self.taps.count + 1) * self.block.count
-        return sums * self.layer.operands.sum_bytes
+        values = self.taps.block_groups * (self.taps.count + 1) * self.block.count
+        return values * self.layer.operands.sum_bytes
 
     @property
     def copies(self) -> int:
@@ -495,7 +502,7 @@ class Pixels(PixelsTile, Walk):
         rows = (self.area.rows - 1) * self.layer.rows.step + self.taps.rows
         loads = rows * self.area.window_columns + self.area.rows * self.area.columns
         instructions, cycles = self.block.load
-        return loads * instructions, loads * cycles * self.clashes
+        return loads * instructions, loads * cycles * self.bank_conflicts
 
     def constants(self) -> dict[str, Constant]:
         return super().constants() | {
@@ -505,7 +512,7 @@ class Pixels(PixelsTile, Walk):
 
 
 def _planes(layer: Layer) -> Iterator[Planes]:
-    """All that may be worth it."""
+    """Candidate tiles for contiguous tensors."""
     tap_rows = _tap_rows(layer, 1, MOST_TAPS)
     tap_blocks, most_warps = _tap_blocks(layer, tap_rows, MOST_WARPS)
     taps = Taps(layer, tap_rows, tap_blocks)
@@ -516,7 +523,7 @@ def _planes(layer: Layer) -> Iterator[Planes]:
 
 
 def _pixels(layer: Layer) -> Iterator[Pixels]:
-    """All that may be worth it."""
+    """Candidate tiles for channels-last tensors."""
     units_of = cache(partial(_units, layer))
     for channels, tap_rows, lanes_c in _lane_shares(layer):
         block = GradChannels(layer, lanes_c, channels)
@@ -529,7 +536,7 @@ def _pixels(layer: Layer) -> Iterator[Pixels]:
 
 
 def _lane_shares(layer: Layer) -> set[tuple[int, int, int]]:
-    """Channels and kernel rows of a thread, and lanes of a block's channels."""
+    """Candidates for a thread's channels, its kernel rows, and the lanes of a block's channels."""
     found = set()
     pairs = lane_channels(layer)
     for channels, most_taps in {(pairs, MOST_TAPS), (pairs, MOST_PAIRED_TAPS), (1, MOST_TAPS)}:
@@ -540,21 +547,24 @@ def _lane_shares(layer: Layer) -> set[tuple[int, int, int]]:
 
 
 def _tap_rows(layer: Layer, channels: int, most_taps: int) -> int:
-    """Kernel rows of a thread: all, or an equal share that it has registers for."""
+    """Kernel rows of a thread: all, or equal parts that it has registers for."""
     most = most_taps // (1 + (layer.operands.scalar_bytes == 8))
     rows = max(1, most // (channels * layer.columns.kernel))
     return ceil_div(layer.rows.kernel, ceil_div(layer.rows.kernel, rows))
 
 
 def _tap_blocks(layer: Layer, tap_rows: int, most: int) -> tuple[int, int]:
-    """Blocks that share a kernel's rows, as few as have room, and how often a block's fit then."""
+    """The fewest blocks to divide a kernel's rows among, if ``most`` tap groups fit a block.
+
+    The second number is how often a block's tap groups fit then.
+    """
     groups = ceil_div(layer.rows.kernel, tap_rows)
     blocks = ceil_div(groups, most)
     return blocks, most // ceil_div(groups, blocks)
 
 
 def _patches(layer: Layer, tap_rows: int, channels: int) -> Iterator[tuple[int, int]]:
-    """Rows and columns of a thread's pixels."""
+    """Candidates for the rows and columns of a patch."""
     height, width = layer.out_size
     most = MOST_PATCH // (channels * (1 + (layer.operands.scalar_bytes == 8)))
     taps = channels * tap_rows * layer.columns.kernel
@@ -567,14 +577,14 @@ def _patches(layer: Layer, tap_rows: int, channels: int) -> Iterator[tuple[int, 
 
 
 def _units(layer: Layer, rows: int, columns: int) -> list[tuple[Area, int]]:
-    """Of no more patches of this size than a tile may have, and images."""
+    """Candidates for a unit: its area, in patches of this size, and its number of images."""
     found = []
     fewest = min(FEWEST_ACROSS, layer.columns.threads(columns))
     for area in areas(layer, rows, columns):
         if area.threads > MOST_LANES:
             continue
         if not layer.operands.input_channels_last and area.lanes_x < fewest:
-            continue  # rows would hit the same banks
+            continue  # rows of few patches hit the same banks
         found.append((area, 1))
         if area.is_whole:
             for slots in (2, 4, 8, 32):

@@ -1,5 +1,5 @@
-// Weight gradients of narrow groups, of contiguous tensors. A block has the sums of one output and
-// one input channel; its warps share kernel rows, then patches.
+// Weight gradient of narrow groups on contiguous (NCHW) tensors. A block accumulates the weights of
+// one output and one input channel; its warps divide kernel rows, then patches among themselves.
 //
 //   input    [slot][halo row][column]     the output's gradient   [slot][row][column]
 #pragma once
@@ -9,14 +9,14 @@
 namespace fastconv {
 namespace depthwise {
 
-constexpr int kGroupThreads = 32 * C::group_warps;  // that have the same kernel rows
+constexpr int kGroupThreads = 32 * C::group_warps;  // threads with the same kernel rows
 constexpr int kThreads = kBlockGroups * kGroupThreads;
 constexpr int kPatchRounds = ceil_div(kPatches, kGroupThreads);
 
 constexpr int kGradColumns = round_up(kTileColumns, C::grad_vector);
 constexpr int kGradPlane = kTileRows * C::grad_pitch;
 static_assert(kGradColumns <= C::grad_pitch, "rows have room");
-// A patch's rows are read in pieces, too.
+// A patch's row is read in vectors of `grad_piece` elements.
 using GradPiece = Vector<Scalar, C::grad_piece>;
 static_assert(C::grad_piece == 1 || (Columns::kOutStep == 1 && C::columns % C::grad_piece == 0 &&
                                      C::grad_pitch % C::grad_piece == 0),
@@ -26,13 +26,13 @@ constexpr int kInputBytes = round_up(C::slots * kPlane * static_cast<int>(sizeof
 constexpr int kStageBytes =
     kInputBytes + round_up(C::slots * kGradPlane * static_cast<int>(sizeof(Scalar)), 16);
 static_assert(2 * kStageBytes <= C::shared_bytes &&
-                  kThreads / 32 * kSums * static_cast<int>(sizeof(Sum)) <= C::shared_bytes,
+                  kThreads / 32 * kAccumulators * static_cast<int>(sizeof(Sum)) <= C::shared_bytes,
               "as planned");
 
-// Adds the sums of a unit's patches that are this thread's.
-__device__ __forceinline__ void add_unit(TapSums<1>& sums, const Scalar* input, const Scalar* grad,
-                                         const Unit& unit, int images, int first_tap,
-                                         bool has_bias) {
+// Accumulates this thread's patches of a unit.
+__device__ __forceinline__ void add_unit(TapAccumulators<1>& acc, const Scalar* input,
+                                         const Scalar* grad, const Unit& unit, int images,
+                                         int first_tap, bool has_bias) {
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
 #pragma unroll 1
   for (int round = 0; round < kPatchRounds; ++round) {
@@ -54,17 +54,17 @@ __device__ __forceinline__ void add_unit(TapSums<1>& sums, const Scalar* input, 
     const Scalar* const window = input + patch.slot * kPlane +
                                  (patch.y * Rows::kTimes + first_tap * Rows::kUnit) * C::pitch +
                                  kFirstPiece + patch.x * Columns::kTimes;
-    sums.add(numbers, first_tap, C::out_height - unit.y - patch.y, C::out_width - unit.x - patch.x,
-             [&](Sum(&row)[1][kWindowColumns], int i) {
-               const WindowRow elements(window + i * (Rows::kUnit * C::pitch));
+    acc.add(numbers, first_tap, C::out_height - unit.y - patch.y, C::out_width - unit.x - patch.x,
+            [&](Sum(&row)[1][kWindowColumns], int i) {
+              const WindowRow elements(window + i * (Rows::kUnit * C::pitch));
 #pragma unroll
-               for (int j = 0; j < kWindowColumns; ++j) row[0][j] = elements[j];
-             });
-    if (has_bias) sums.add_bias(numbers);
+              for (int j = 0; j < kWindowColumns; ++j) row[0][j] = elements[j];
+            });
+    if (has_bias) acc.add_bias(numbers);
   }
 }
 
-// The sum of a warp's lanes, in all of them.
+// Returns the sum of a number over a warp's lanes, in every lane.
 __device__ __forceinline__ Sum warp_sum(Sum number) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   block /= C::splits;
   const int first_group = static_cast<int>(block % C::tap_blocks) * kBlockGroups;
   block /= C::tap_blocks;
-  const int channel = static_cast<int>(block % C::group_in);  // of the group
+  const int channel = static_cast<int>(block % C::group_in);  // input channel within the group
   const int output = static_cast<int>(block / C::group_in);
   const int thread = static_cast<int>(threadIdx.x);
   const int first_tap = (first_group + thread / kGroupThreads) * C::tap_rows;
@@ -121,33 +121,33 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
     __syncthreads();
   }
 
-  TapSums<1> sums;
-  walk(Share(split, images), load, [&](int unit) {
-    add_unit(sums, inputs(unit), grads(unit), Unit(unit), images, first_tap, has_bias);
+  TapAccumulators<1> acc;
+  pipeline_units(SplitUnits(split, images), load, [&](int unit) {
+    add_unit(acc, inputs(unit), grads(unit), Unit(unit), images, first_tap, has_bias);
   });
 
-  // A warp's lanes, then the warps of a group.
+  // Reduce each warp's lanes by shuffles, then the warps of a tap group through shared memory.
   Sum* const gathered = reinterpret_cast<Sum*>(shared);
-  Sum* const mine = gathered + thread / 32 * kSums;
+  Sum* const mine = gathered + thread / 32 * kAccumulators;
 #pragma unroll
   for (int k = 0; k < C::tap_rows; ++k) {
 #pragma unroll
     for (int tap = 0; tap < C::kernel_width; ++tap) {
-      const Sum sum = warp_sum(sums.taps[0][k][tap]);
-      if (thread % 32 == 0) mine[k * C::kernel_width + tap] = sum;
+      const Sum value = warp_sum(acc.taps[0][k][tap]);
+      if (thread % 32 == 0) mine[k * C::kernel_width + tap] = value;
     }
   }
-  const Sum bias = C::bias ? warp_sum(sums.bias[0]) : Sum(0);
-  if (thread % 32 == 0) mine[kSums - 1] = bias;
+  const Sum bias = C::bias ? warp_sum(acc.bias[0]) : Sum(0);
+  if (thread % 32 == 0) mine[kAccumulators - 1] = bias;
   __syncthreads();
-  for (int i = thread; i < kBlockGroups * kSums; i += kThreads) {
-    const int group = i / kSums;
-    const int at = i % kSums;
-    Sum sum = 0;
+  for (int i = thread; i < kBlockGroups * kAccumulators; i += kThreads) {
+    const int group = i / kAccumulators;
+    const int at = i % kAccumulators;
+    Sum value = 0;
 #pragma unroll
     for (int warp = 0; warp < C::group_warps; ++warp) {
-      sum += gathered[(group * C::group_warps + warp) * kSums + at];
+      value += gathered[(group * C::group_warps + warp) * kAccumulators + at];
     }
-    write_sum(workspace, split, output, channel, first_group + group, at, sum);
+    write_entry(workspace, split, output, channel, first_group + group, at, value);
   }
 }

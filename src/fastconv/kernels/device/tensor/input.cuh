@@ -1,11 +1,13 @@
-// Input: where the pixels of a tile lie in memory, and how a thread loads some of their channels.
+// The input: where the pixels of a tile lie in memory, and how a thread loads some of their
+// channels.
 #pragma once
 #include "device/tensor/scale.cuh"
 
 namespace fastconv {
 namespace tensor {
 
-// Distances in the input, in elements.
+// Strides of the input, in elements. With space-to-depth, group_in counts a channel once for each
+// residue.
 constexpr bool kFolded = C::fold_height * C::fold_width > 1;
 constexpr int kInGroup = C::group_in / (C::fold_height * C::fold_width);
 constexpr int kInColumn = C::in_channels_last ? C::groups * kInGroup : 1;
@@ -13,8 +15,8 @@ constexpr int kInRow = C::in_width * kInColumn;
 constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
 constexpr int kInImage = C::groups * kInGroup * C::in_height * C::in_width;
 
-// Rows, columns and channels that tiles reach, before or behind the input's first; and what counts
-// the elements to there.
+// The farthest rows and columns that tiles reach, before or behind the input's first, and an index
+// type that reaches every element there.
 constexpr long long kFarInRow = max_of<long long>(
     C::padding_top, elements_of(C::fold_height, C::stride_height, kRowStep) +
                         elements_of(C::fold_height, C::dilation_height, kRowPhases,
@@ -26,15 +28,15 @@ using InOffset = IndexTo<elements_of(kFarInRow, kInRow) + elements_of(kFarInColu
                          elements_of(kChunks* kChunkChannels, kInChannel)>;
 static_assert(elements_of(C::groups, kInGroup, C::in_height, C::in_width) < kMostElements, "");
 
-// How far an element lies beyond a multiple of `unit` elements, counted from address 0.
+// Elements from the last multiple of `unit` elements to an address.
 __device__ __forceinline__ int misalignment(const Scalar* element, int unit) {
   return static_cast<int>(reinterpret_cast<unsigned long long>(element) / kScalarBytes % unit);
 }
 
-// A pixel of a group's first channel.
+// The place of a pixel, in the first channel of its group.
 struct Place {
   const Scalar* group;
-  int y, x;  // maybe outside of the image
+  int y, x;  // may lie outside of the image
   bool exists;
 
   __device__ __forceinline__ bool inside(int rows_on = 0, int columns_on = 0) const {
@@ -62,10 +64,11 @@ __device__ __forceinline__ Half load_element(const Half* source, bool valid) {
 
 constexpr bool kWholeChunks = C::group_in % kChunkChannels == 0;
 
-// What a thread loads at a time, one of two kinds. Each knows where its index-th unit of a stage
-// lies (the first of its planes and pixels), loads it or zeros, and gives its vectors of channels.
+// A unit is what a thread loads at a time: VectorUnit or PixelUnit. Each gives the plane and pixel
+// of the index-th unit of a stage, loads the unit or zeros, and returns it as vectors of channels.
 
-// Channels are neighbours in memory: one vector. Neighbouring lanes load neighbouring vectors.
+// One vector of channels that are neighbours in memory. Neighbouring lanes load neighbouring
+// vectors.
 struct VectorUnit {
   static constexpr int kVectors = 1;
   static constexpr int kCount = kPartPixels;
@@ -86,8 +89,8 @@ struct VectorUnit {
   __device__ static int offset(int) { return 0; }
 };
 
-// Anything else: one or two vectors of one pixel, channel by channel. Neighbouring lanes load
-// neighbouring pixels.
+// One or two vectors of one pixel, loaded channel by channel, for any other layout. Neighbouring
+// lanes load neighbouring pixels.
 struct PixelUnit {
   static constexpr int kVectors = C::unit_vectors;
   static constexpr int kCount = kPartPixels / kVectors;
@@ -99,7 +102,7 @@ struct PixelUnit {
   __device__ static int pixel(int index) { return index % kPlanePixels; }
   __device__ void load(const Place& place, int channel) {
     if constexpr (kFolded) {
-      load_folded(place, channel);
+      load_space_to_depth(place, channel);
       return;
     }
     const bool inside = place.inside();
@@ -118,16 +121,16 @@ struct PixelUnit {
       }
     }
   }
-  __device__ void load_folded(const Place& place, int channel) {
+  __device__ void load_space_to_depth(const Place& place, int channel) {
 #pragma unroll
     for (int j = 0; j < kElements; ++j) {
-      const FoldedChannel folded(channel + j);
-      const bool valid =
-          place.inside(folded.row, folded.column) && (kWholeChunks || channel + j < C::group_in);
-      loaded[j] =
-          load_element(place.address(folded.channel) +
-                           (InOffset{folded.row} * kInRow + InOffset{folded.column} * kInColumn),
-                       valid);
+      const SpaceToDepthChannel in_memory(channel + j);
+      const bool valid = place.inside(in_memory.row, in_memory.column) &&
+                         (kWholeChunks || channel + j < C::group_in);
+      loaded[j] = load_element(
+          place.address(in_memory.channel) +
+              (InOffset{in_memory.row} * kInRow + InOffset{in_memory.column} * kInColumn),
+          valid);
     }
   }
   __device__ Channels vector(int i) const { return channels_of(loaded + i * kVectorChannels); }
@@ -135,13 +138,13 @@ struct PixelUnit {
 };
 
 using Unit = Either<C::vector_loads, VectorUnit, PixelUnit>::type;
-constexpr int kBatches = ceil_div(Unit::kCount, C::loaders* C::batch);  // of a stage
+constexpr int kBatches = ceil_div(Unit::kCount, C::loaders* C::batch);  // batches of a stage
 
 __device__ __forceinline__ bool unit_exists(int index) {
   return Unit::kCount % (C::loaders * C::batch) == 0 || index < Unit::kCount;
 }
 
-// Goes through all input stages of a block: of each chunk, of each item.
+// Iterates over all input stages of a block: the stages of each chunk of each work item.
 struct StageCursor {
   const Items& items;
   int index;
@@ -162,12 +165,12 @@ struct StageCursor {
   }
 };
 
-// A chunk of a tile, or a row of it, as it lies in the input.
+// A chunk of a tile, or of one of its rows, as it lies in the input.
 struct Source {
   const Scalar* group;  // the first channel at row 0, column 0
-  int row;              // of the tile's first pixel; folded, and before padding
+  int row;  // the tile's first row, in space-to-depth rows, before padding is subtracted
   int column;
-  int channel;  // the first, in its group
+  int channel;  // the first channel, in its group
 
   __device__ Source(const Scalar* input, const StageCursor& at)
       : Source(input, at.item, at.chunk, at.stage) {}
@@ -175,12 +178,12 @@ struct Source {
     channel = chunk * kChunkChannels;
     group =
         input + static_cast<long long>(item.image) * kInImage + item.group * kInGroup * kInChannel;
-    row = item.row_phase * C::stride_height +
+    row = item.row_residue * C::stride_height +
           C::dilation_height * (item.tile * kTileRows * kRowPhases + stage);
     column = (item.column - C::lead) * C::stride_width;
   }
 
-  // Where the first pixel of a unit lies.
+  // The place of a unit's first pixel.
   __device__ __forceinline__ Place find(int index) const {
     const int pixel = Unit::pixel(index);
     Place place = find_in_line(pixel / C::pitch, pixel % C::pitch);
@@ -191,19 +194,19 @@ struct Source {
     place.exists = unit_exists(index);
     return place;
   }
-  // Where a pixel of one of a plane's lines lies, if it does not go on with the next row.
+  // The place of a pixel in a line of a plane, if the line does not continue with the next row.
   __device__ __forceinline__ Place find_in_line(int index, int position) const {
     const int slot = index / kStageRows;
     const int line = index % kStageRows;
     const int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowPhases);
-    const int column_phase = slot % kColumnSlots * kColumnStep % kColumnPhases;
-    const int x = column + kColumnUnit * (column_phase + position * kColumnPhases);
+    const int column_residue = slot % kColumnSlots * kColumnStep % kColumnPhases;
+    const int x = column + kColumnUnit * (column_residue + position * kColumnPhases);
     return {group, y * C::fold_height - C::padding_top, x * C::fold_width - C::padding_left, true};
   }
   __device__ __forceinline__ int channel_of(int index) const {
     return channel + Unit::plane(index) * kVectorChannels;
   }
-  // Where its first channel is in the tables.
+  // The column of the chunk's first channel in the tables of scale.cuh.
   __device__ __forceinline__ int column_of(int its_group) const {
     return its_group * kGroupColumns + channel;
   }

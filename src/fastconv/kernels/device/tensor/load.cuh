@@ -1,25 +1,26 @@
-// Warps that load input, chunk by chunk, for others to multiply: to registers and from there to
-// shared memory, transposed, rounded or split; or copied asynchronously as it is.
+// Producer warps that load the input, chunk by chunk: to registers and from there to shared memory,
+// transposed and rounded or split; or by cp.async, as it is.
 //
-// A family's `Input` tells where: its stages are a ring, each of which loaders wait for until it is
-// empty, and show when it is full. Warp 0 has other things to do; loaders are those after it.
+// A kernel's `Input` describes its ring of stages: producers wait until a stage is empty, and
+// signal when it is full. Warp 0 has another role; the loaders are the warps after it.
 #pragma once
 #include "device/tensor/input.cuh"
 
 namespace fastconv {
 namespace tensor {
 
-constexpr int kLoaders = C::loaders;  // threads
+constexpr int kLoaders = C::loaders;  // threads that load input
 
-// Whether input is copied as it is: neither transposed nor rounded.
+// Whether cp.async copies the input as it is, neither transposed nor rounded.
 constexpr bool kInputCopied = C::vector_loads && sizeof(Scalar) == 2;
 
-// What a chunk's channels are multiplied by. The warp may have a copy in shared memory.
+// The powers that a chunk's channels are multiplied by (scaled fp16). A warp may keep a copy of
+// them in shared memory.
 template <bool kCopied>
 struct ChunkPowers {
   const float* powers;
-  unsigned at = ~0u;    // where they begin in the tables, but for multiples of 2^32
-  bool strict = false;  // whether one is negative
+  unsigned at = ~0u;    // where they begin in the tables, modulo 2^32
+  bool strict = false;  // whether some power is negative: every number of that channel must fit
 
   __device__ explicit ChunkPowers(float* copy) : powers(copy) {}
 
@@ -30,7 +31,7 @@ struct ChunkPowers {
     const float* const source = items.tables.powers(image) + column;
     if constexpr (!kCopied) powers = source;
     strict = false;
-    __syncwarp();  // the last ones have been read
+    __syncwarp();  // the previous powers have been read
 #pragma unroll
     for (int first = 0; first < kChunkChannels; first += 32) {
       const int i = first + static_cast<int>(threadIdx.x) % 32;
@@ -39,14 +40,14 @@ struct ChunkPowers {
       strict = strict || power < 0.0f;
     }
     strict = __any_sync(~0u, strict);
-    __syncwarp();  // all have been written
+    __syncwarp();  // the powers have been written
   }
-  // Of the vector that begins with a channel of the chunk.
+  // The powers of the vector that begins with a channel of the chunk.
   __device__ __forceinline__ Scale of(int channel) const { return Scale(powers + channel); }
 };
 
-// Marks what a warp has seen since the last call: the image if float16 has not all of its numbers,
-// or the stage if they are not all finite.
+// Evaluates what a warp has seen since the last call: marks the image if its numbers do not all fit
+// float16, or the stage if they are not all finite.
 template <class Input>
 __device__ __forceinline__ void judge(const Items& items, HalfRange& range, int image, int) {
   items.judge(range, image);
@@ -61,7 +62,7 @@ __device__ __forceinline__ void judge(const Items&, LowRange& range, int, int st
 template <class Input>
 __device__ __forceinline__ void judge(const Items&, NoRange&, int, int) {}
 
-// The same, and through the batches of each stage.
+// Iterates over all input stages of a block, and over the batches of each stage.
 struct LoadCursor : StageCursor {
   int batch = 0;
 
@@ -73,13 +74,13 @@ struct LoadCursor : StageCursor {
   }
 };
 
-// A thread's units of a batch, the image they are of, and the first channel's column.
+// A thread's units of a batch, with their image and the table column of their first channel.
 struct Batch {
   Unit units[C::batch];
   int image;
   int column;
 
-  // Starts loading them.
+  // Starts loading the units.
   __device__ __forceinline__ void load(const Scalar* input, const LoadCursor& at, int thread) {
     const Source source(input, at);
     image = at.item.image;
@@ -91,7 +92,7 @@ struct Batch {
     }
   }
 
-  // Writes them to a stage.
+  // Writes the units to a stage.
   template <class Powers>
   __device__ __forceinline__ void store(unsigned char* stage, int batch, int thread,
                                         const Powers& powers, Range& range) const {
@@ -112,7 +113,7 @@ struct Batch {
   }
 };
 
-// Loads all input stages, a few batches ahead of what is written.
+// Loads all input stages, a few batches ahead of what is written to shared memory.
 template <class Input>
 __device__ __forceinline__ void load_input(const Scalar* input, const Items& items) {
   const int thread = static_cast<int>(threadIdx.x) - 32;
@@ -121,26 +122,26 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Items& ite
   ChunkPowers<Input::kPowersCopied> powers(Input::powers(thread / 32));
   LoadCursor next(items);
   Ring<Input::kStages> at(1);
-  int under_way = 0;
+  int in_flight = 0;
   int batch = 0;
 #pragma unroll
   for (int i = 0; i < C::batches_ahead - 1; ++i) {
     if (next.more()) {
       batches[i].load(input, next, thread);
       next.advance();
-      ++under_way;
+      ++in_flight;
     }
   }
-  while (under_way > 0 || next.more()) {
+  while (in_flight > 0 || next.more()) {
 #pragma unroll
     for (int i = 0; i < C::batches_ahead; ++i) {
       if (next.more()) {
         batches[(i + C::batches_ahead - 1) % C::batches_ahead].load(input, next, thread);
         next.advance();
-        ++under_way;
+        ++in_flight;
       }
-      if (under_way == 0) break;
-      --under_way;
+      if (in_flight == 0) break;
+      --in_flight;
       if (batch == 0) {
         powers.load(items, batches[i].image, batches[i].column);
         Input::wait(at);
@@ -156,8 +157,8 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Items& ite
   }
 }
 
-// A thread's share of the lines of a stage, where they are copied as they are: of one plane, every
-// kLineStep-th pixel. What a line's copies have in common is computed once for all of them.
+// A thread's share of the lines of a stage, for cp.async: every kLineStep-th pixel of one plane.
+// What the copies of a line have in common is computed once for all of them.
 struct LineCopy {
   static constexpr int kLineStep = kLoaders / kChunkPlanes;
   static constexpr int kCopies = ceil_div(C::pitch, kLineStep);
@@ -187,8 +188,8 @@ struct LineCopy {
   }
 };
 
-// The same where neither transposing nor rounding is to be done: asynchronous copies. A consumer
-// gives a stage back when it has the next: of two stages, none may be under way while this waits.
+// Copies all input stages with cp.async. A consumer releases a stage only when it has the next one,
+// so with two stages no copy may be in flight while this waits for a stage.
 template <class Input>
 __device__ __forceinline__ void copy_input(const Scalar* input, const Items& items) {
   static_assert(!C::wraps || !C::vector_loads || sizeof(Scalar) == 4, "lines do not go on");
@@ -200,9 +201,11 @@ __device__ __forceinline__ void copy_input(const Scalar* input, const Items& ite
     Input::show(landed.stage);
     landed.advance();
   };
-  constexpr int kAhead = Input::kStages > 2 ? 1 : 0;                           // stages
-  constexpr int kLinesAtOnce = kLines * LineCopy::kCopies <= 32 ? kLines : 1;  // few instructions
-  int under_way = 0;
+  // Stages that are in flight while the next one is copied.
+  constexpr int kAhead = Input::kStages > 2 ? 1 : 0;
+  // Unrolls all lines only if that takes few instructions.
+  constexpr int kLinesAtOnce = kLines * LineCopy::kCopies <= 32 ? kLines : 1;
+  int in_flight = 0;
   for (StageCursor next(items); next.more(); next.advance()) {
     const Source source(input, next);
     Input::wait(at);
@@ -211,14 +214,14 @@ __device__ __forceinline__ void copy_input(const Scalar* input, const Items& ite
     for (int line = 0; line < kLines; ++line) copy.start(source, line, stage);
     copy_async_commit();
     at.advance();
-    if (++under_way > kAhead) {
+    if (++in_flight > kAhead) {
       copy_async_wait<kAhead>();
       arrive();
-      --under_way;
+      --in_flight;
     }
   }
   copy_async_wait<0>();
-  if (under_way > 0) arrive();
+  if (in_flight > 0) arrive();
 }
 
 }  // namespace tensor

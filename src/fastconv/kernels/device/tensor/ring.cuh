@@ -1,10 +1,11 @@
-// Stages of shared memory that are filled and emptied in turn.
+// The pipeline: a ring of stages in shared memory that producers fill and consumers empty.
 #pragma once
 
 namespace fastconv {
 namespace tensor {
 
-// A position in a ring of stages. Producers start a lap ahead: the stages are empty.
+// A position in the ring, with the parity of the stage's mbarrier phase. Producers start with
+// parity 1 and consumers with 0: all stages are empty at first.
 template <int kStages>
 struct Ring {
   int stage = 0;

@@ -1,20 +1,23 @@
-// float32 multiplied as float16: half the time of TF32, the same mantissa, but a smaller range.
+// Scaled fp16: float32 multiplied as float16, in half the time of TF32, with the same mantissa but
+// a smaller range.
 //
-// Numbers are scaled by powers of two: those of an input channel by one that the size of its
-// weights decides, the weights by its inverse, so that it does not matter in which units a channel
-// is given; each image by one that a sample of its numbers decides, and each output channel's
-// weights by one that the largest of them decides. Sums are scaled back as they are stored.
+// Numbers are scaled by powers of two. Each input channel has one, which the size of its weights
+// decides; its weights are divided by it, so a channel's unit of measure does not matter. Each
+// image has one, which a sample of its numbers decides, and each output channel's weights have one,
+// which the largest of them decides. The epilogue scales accumulators back.
 //
-// Below 2^-14, float16 has fewer bits, and what it loses is absolute. So numbers fit if
-//   - of each vector of 8 channels, the largest number is not below that, and
-//   - what is lost is nothing beside the channel as a whole (of weights: the filter, an output and
-//     an input channel's taps): its mean square is large enough, or none of its numbers is below.
-// An image's channel is proven to be large enough by the sample, for what is in it is a part of
-// the sum of squares; in channels where it is not, loaders look at every number (`strict`).
+// Below 2^-14, float16 is subnormal: it has fewer bits, and its error is absolute. So numbers fit
+// if
+//   - the largest number of each vector of 8 channels is not below that, and
+//   - the error is negligible beside the channel as a whole (for weights: beside the filter, which
+//     is an output and an input channel's taps): its mean square is large enough, or none of its
+//     numbers is below 2^-14.
+// The sample proves that a channel of an image is large enough, since its numbers are a part of the
+// sum of squares. In channels where it does not, loaders check every number (`strict`).
 //
-// If an image does not fit, it is marked, and a second kernel (`repairs`) computes it once more, in
-// TF32; if weights do not, it computes all images, and the first none. Nothing but an image's own
-// numbers and the weights decides.
+// An image that does not fit is marked, and a second kernel (`repairs`) computes it again in TF32.
+// If the weights do not fit, that kernel computes all images and the first one none. An image's own
+// numbers and the weights alone decide, never the rest of the batch.
 #pragma once
 #include "device/tensor/powers.cuh"
 #include "device/tensor/vector.cuh"
@@ -22,49 +25,51 @@
 namespace fastconv {
 namespace tensor {
 
-constexpr bool kSelects = C::halves || C::repairs;  // images, out of the batch
+// Whether the kernel computes only some images of the batch.
+constexpr bool kSelects = C::halves || C::repairs;
 
-constexpr int kWeightExponent = 14;  // that the largest weight is scaled to
+constexpr int kWeightExponent = 14;  // the exponent that the largest weight is scaled to
 
-// What a vector's largest number has to reach, once scaled: from there on, float16 has all bits.
-// The low parts of weights, and weights 2^-11 times as large, have no scale of their own.
+// The least magnitude, once scaled, of a vector's largest number: from there on, float16 has all
+// bits. Weights in two parts need more, since their low part and their copy times 2^-11 have no
+// scale of their own.
 constexpr float kLeastInput = 1.0f / (1 << 14);
 constexpr float kLeastWeight = C::parts == 2 ? 0.25f : kLeastInput;
 
-// The root mean square, of a channel or of a filter, beside which it does not matter what smaller
-// numbers lose: each 2^-24 at most, in two parts 2^-36 of the input and 2^-25 of weights; so all of
-// them 1e-6 of the channel's or the filter's norm, 3e-8 in two parts.
+// The root mean square of a channel or filter beside which the error of smaller numbers is
+// negligible. Each of them loses at most 2^-24, or in two parts 2^-36 (input) and 2^-25 (weights);
+// all of them together 1e-6 of the norm of the channel or filter, or 3e-8 in two parts.
 constexpr float kInputSize = C::parts == 2 ? 1.0f / (1 << 11) : 1.0f / (1 << 4);
 constexpr float kWeightSize = C::parts == 2 ? 1.0f : 1.0f / (1 << 4);
 
-// Input channels as the tables have them: those of the products, of one group after the other.
+// Columns of the tables are input channels after space-to-depth, one group after the other.
 constexpr int kGroupColumns = C::halves ? C::table_columns / C::groups : 1;
 
-// Tables in the workspace.
+// Tables of scales in the workspace.
 struct Tables {
   unsigned char* scratch;
   int batch;
 
-  // What scales an output channel's sums back; 0 if its weights do not fit.
+  // What scales an output channel's accumulators back; 0 if its weights do not fit.
   __device__ __forceinline__ float* channels() const {
     return reinterpret_cast<float*>(scratch + C::tables_at);
   }
   // What an input channel's numbers are multiplied by, and its weights divided by.
   __device__ __forceinline__ float* columns() const { return channels() + C::table_channels; }
-  // The same times the image's scale: all that its numbers are multiplied by. Negative if each of
-  // them has to fit.
+  // The column's power times the image's scale: what a channel's numbers in this image are
+  // multiplied by. It is negative if each of these numbers must fit (`strict`).
   __device__ __forceinline__ float* powers(int image) const {
     return columns() + (1ll + image) * C::table_columns;
   }
-  // An image's scale; 0 if none will do.
+  // An image's scale; 0 if no power of two is suitable.
   __device__ __forceinline__ float* images() const { return powers(batch); }
-  // Not 0 for images some of whose numbers do not fit.
+  // Not 0 for images with numbers that do not fit.
   __device__ __forceinline__ int* marks() const { return reinterpret_cast<int*>(images() + batch); }
 };
 
-// What a block takes its items from: the images that this kernel computes.
+// The work items of a block: those of the images that this kernel computes.
 struct Items {
-  Tables tables;  // without a workspace if weights do not fit
+  Tables tables;  // its scratch is null if the weights do not fit
 
   __device__ Items(unsigned char* scratch, int batch) : tables{scratch, batch} {
     if constexpr (kSelects) {
@@ -83,7 +88,7 @@ struct Items {
     }
     return true;
   }
-  // Whether there is nothing to do.
+  // Whether this kernel computes no image at all.
   __device__ bool none() const {
     if constexpr (!kSelects) return false;
     bool found = false;
@@ -92,17 +97,17 @@ struct Items {
   }
   __device__ __forceinline__ int count() const { return tables.batch * kItemsPerImage; }
 
-  // A block's items: the first, and the one after another.
-  __device__ __forceinline__ int first() const { return settled(blockIdx.x); }
-  __device__ __forceinline__ int after(int index) const { return settled(index + gridDim.x); }
-  __device__ __forceinline__ int settled(int index) const {
+  // The indices of a block's first work item, and of the one after `index`.
+  __device__ __forceinline__ int first() const { return next_selected(blockIdx.x); }
+  __device__ __forceinline__ int after(int index) const { return next_selected(index + gridDim.x); }
+  __device__ __forceinline__ int next_selected(int index) const {
     if constexpr (kSelects) {
       while (index < count() && !has(index / kItemsPerImage)) index += gridDim.x;
     }
     return index;
   }
 
-  // Of the numbers that the warp has seen since the last call: marks the image if not all fit.
+  // Marks the image if not all numbers fit that the warp has seen since the last call.
   __device__ __forceinline__ void judge(HalfRange& range, int image) const {
     const bool fits = range.fits(kLeastInput);
     if (!__all_sync(~0u, fits) && threadIdx.x % 32 == 0) tables.marks()[image] = 1;

@@ -1,4 +1,4 @@
-// Outputs: where sums go, and what becomes of them before.
+// The output: where accumulators are stored, and what is done to them before.
 #pragma once
 #include "device/epilogue.cuh"
 #include "device/tensor/scale.cuh"
@@ -11,7 +11,7 @@ constexpr int kOutPlane = C::image_height * C::image_width;
 constexpr int kOutImage = kOutChannels * kOutPlane;
 constexpr int kOutColumn = C::out_channels_last ? kOutChannels : 1;
 
-// What is stored of a row: a column for each pixel, or `interleave` columns.
+// A stored row has one column for each pixel, or `interleave` columns.
 constexpr int kStoredWidth = C::interleave == 1 ? C::out_width : C::image_width;
 constexpr int kStoredColumns = C::interleave * C::tile_columns;
 constexpr int kStoredPitch = C::interleave * C::pitch;
@@ -20,9 +20,9 @@ static_assert(kUnfolds || C::interleave == 1 || (C::interleave == 2 && C::out_st
 static_assert(kUnfolds || C::interleave == 1 || (!C::out_channels_last && C::lead == 0),
               "contiguous rows");
 
-// Where stored rows and columns lie in the image: the output of a layer that is a phase of a
-// strided one's gradient has other phases' rows and columns between its own. What no phase reaches
-// is cleared by the one beside it.
+// Where stored rows and columns lie in the image. The output of a layer that computes one residue
+// of a strided input gradient has rows and columns of other residues between its own. Positions
+// that no residue's taps reach are cleared by the layer of the residue next to them.
 constexpr int kStoredStep = C::interleave == 1 ? C::out_step_width : 1;
 constexpr int kStoredBegin = C::interleave == 1 ? C::column_begin : 0;
 constexpr int kStoredEnd = C::interleave == 1 ? C::column_end : 1;
@@ -31,20 +31,21 @@ constexpr bool kRowsInside =
     (C::out_height - 1) * C::out_step_height + C::row_end <= C::image_height;
 constexpr bool kStoredInside = (kStoredWidth - 1) * kStoredStep + kStoredEnd <= C::image_width;
 
-// Products have rows, columns and channels that do not exist; what is stored of them would lie so
-// far.
+// MMA tiles have rows, columns and channels that do not exist. These are the farthest of them, and
+// an index type that reaches their elements.
 constexpr int kFarOutRow = C::out_step_height * kRowStep * kRowTiles * kTileRows + C::row_end;
 constexpr int kFarOutColumn = kStoredStep * (kStrips * kStoredColumns + kStoredPitch) + kStoredEnd;
 constexpr int kFarOutChannel =
     (C::groups - 1) * kOutGroup +
-    ceil_div(kOutputGroups * C::channel_groups * kStackChannels, kOutFold);
+    ceil_div(kOutputGroups * C::channel_groups * kStackChannels, kOutResidues);
 using OutOffset = IndexTo<elements_of(kFarOutRow, C::image_width, kOutColumn) +
                           elements_of(kFarOutColumn, kOutColumn) +
                           elements_of(kFarOutChannel, C::out_channels_last ? 1 : kOutPlane)>;
 static_assert(elements_of(kOutChannels, C::image_height, C::image_width) < kMostElements, "");
 
-// Stores of a pixel: itself, and zeros beside it. Many of them are a loop, which ends where the
-// image does: a step of rows or columns may be larger than it.
+// A pixel's stores: its value, and zeros for positions that no residue reaches. More than
+// kMostUnrolled stores are a loop, which ends where the image does, since a step of rows or columns
+// may be larger than the image.
 constexpr int kMostUnrolled = 64;
 constexpr int kPixelRows = C::row_end - C::row_begin;
 constexpr int kPixelColumns = kStoredEnd - kStoredBegin;
@@ -53,39 +54,39 @@ constexpr bool kFewStores = kFewRows && kPixelColumns <= kMostUnrolled / kPixelR
 constexpr int kStoredRowsAtOnce = kFewStores ? kPixelRows : 1;
 constexpr int kStoredAtOnce = kFewStores ? kPixelColumns : 1;
 
-// Where sums go.
+// Where the accumulators of an MMA tile are stored.
 struct Target {
   Scalar* image;
-  int outputs;  // first channel, in the group
+  int outputs;  // first output channel, in the group
   int group;
   int row;     // output row of the first pixel, for stacked row 0
   int column;  // stored column of pixel `lead`
 
-  // Those of a tile of an item: of one of its channel groups, and of rows from first_row on.
+  // The target of a tile of a work item, for one of its channel groups and rows from first_row on.
   __device__ Target(Scalar* output, const Item& item, int tile, int channel_group, int first_row) {
     image = output + static_cast<long long>(item.image) * kOutImage;
     outputs = item.outputs + channel_group * kStackChannels;
     group = item.group;
-    row = item.row_phase + kRowStep * ((item.tile + tile) * kTileRows + first_row);
+    row = item.row_residue + kRowStep * ((item.tile + tile) * kTileRows + first_row);
     column = C::interleave * item.column;
   }
 
-  // The channel of a row of the product, in its group.
+  // The channel of an MMA row, in its group.
   __device__ int channel(int product_row) const {
     return outputs + row_of_column(product_row) % kStackRows;
   }
-  // The output row of the same, for the tile's line-th row of pixels.
+  // The output row of an MMA row, for the tile's line-th row of pixels.
   __device__ int output_row(int product_row, int line) const {
     return row + kRowStep * (line + row_of_column(product_row) / kStackRows);
   }
   __device__ bool exists(int product_row, int line) const {
     return channel(product_row) < C::group_out && output_row(product_row, line) < C::out_height;
   }
-  // The image's row for an output row; i is row_at, or that of a row to clear.
+  // The image's row for an output row; i is row_at, or the offset of a row to clear.
   __device__ int image_row(int product_row, int line, int i) const {
     return C::out_step_height * output_row(product_row, line) + i;
   }
-  // The element in the image's column 0.
+  // The element in column 0 of the image.
   __device__ Scalar* row_start(int product_row, int y) const {
     return channel_row(channel(product_row), y);
   }
@@ -98,13 +99,13 @@ struct Target {
     }
   }
 
-  // Where a forward pass, which has no phases, stores an output.
+  // Where a forward pass, which has no residues, stores an output.
   __device__ __forceinline__ Scalar* place(int product_row, int line, int column) const {
     return row_start(product_row, output_row(product_row, line)) +
            static_cast<OutOffset>(column) * kOutColumn;
   }
 
-  // Stores an element, or a vector of channels, and clears what is beside it; if it is `valid`.
+  // Stores an element or a vector of channels if it is `valid`, and clears the positions beside it.
   template <class Stored>
   __device__ __forceinline__ void store(int product_row, int line, int stored_column,
                                         const Stored& value, bool valid) const {
@@ -126,7 +127,7 @@ struct Target {
   }
 };
 
-// Two sums to neighbours of the output's type, which the first argument stands for.
+// Rounds two accumulators to a pair of the output's type, which the first argument selects.
 __device__ __forceinline__ Vector<float, 2> narrow_pair(float, float first, float second) {
   return {{first, second}};
 }
@@ -137,20 +138,20 @@ __device__ __forceinline__ unsigned narrow_pair(bfloat16, float first, float sec
   return floats_to_bfloats(first, second);
 }
 
-// What becomes of a sum before it is stored.
+// The epilogue of one accumulator: bias, scale, residual and activation.
 struct Finish {
   float bias = 0.0f;
-  float factor = 1.0f;  // of halves
+  float factor = 1.0f;  // scales scaled fp16 back
 
   template <class Residual = Nothing>
-  __device__ __forceinline__ float operator()(float sum, Residual residual = {}) const {
-    return Epilogue<C>::activated(C::halves ? fmaf(sum, factor, bias) : sum + bias, residual);
+  __device__ __forceinline__ float operator()(float acc, Residual residual = {}) const {
+    return Epilogue<C>::activated(C::halves ? fmaf(acc, factor, bias) : acc + bias, residual);
   }
 };
 static_assert(!kAddsResidual || (C::out_step_height == 1 && C::out_step_width == 1 && !kUnfolds),
               "forward passes alone have a residual");
 
-// How sums of a product's row become outputs.
+// The epilogue of the accumulators in one MMA row.
 __device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& items,
                                             const Item& item, const Target& target, int row) {
   Finish finish;
@@ -161,7 +162,7 @@ __device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& ite
   if constexpr (C::halves) {
     constexpr int kOfGroup = C::table_channels / C::groups;
     finish.factor = items.tables.channels()[item.group * kOfGroup + channel] *
-                    inverse(items.tables.images()[item.image]);  // a power of two
+                    inverse(items.tables.images()[item.image]);  // the factor is a power of two
   }
   return finish;
 }

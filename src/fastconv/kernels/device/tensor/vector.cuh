@@ -1,5 +1,5 @@
-// Vectors of channels: 16 bytes of an operand, from registers to memory as the tensor core wants
-// them.
+// Vectors of channels: 16 bytes of an MMA operand, converted and written to shared or global
+// memory.
 #pragma once
 #include "device/tensor/powers.cuh"
 #include "device/tensor/tile.cuh"
@@ -14,7 +14,7 @@ struct alignas(16) Words {
   __device__ static Words of(uint4 bits) { return {{bits.x, bits.y, bits.z, bits.w}}; }
 };
 
-// Numbers that are to be 16 bytes of float16.
+// Eight numbers that become 16 bytes of float16.
 struct Numbers {
   float number[8];
 };
@@ -27,7 +27,7 @@ __device__ __forceinline__ unsigned bits_of(Half value) {
   return value.bits;
 }
 
-// A vector of elements.
+// Packs the elements of a vector.
 __device__ __forceinline__ void fill(Words& vector, const Scalar* elements) {
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
@@ -49,8 +49,8 @@ __device__ __forceinline__ Channels channels_of(const Scalar* elements) {
   return vector;
 }
 
-// How a vector's numbers become float16's: multiplied by powers of two, which are negative for
-// channels in which every number counts by itself (see scale.cuh).
+// The powers of two that scale the eight channels of a vector. A power is negative if every number
+// of its channel must fit (see scale.cuh).
 struct Powers {
   alignas(16) float power[8];
 
@@ -59,7 +59,7 @@ struct Powers {
     *reinterpret_cast<float4*>(power) = halves[0];
     *reinterpret_cast<float4*>(power + 4) = halves[1];
   }
-  // Whether there is such a channel.
+  // Whether every number of some channel must fit.
   __device__ __forceinline__ bool strict() const {
     unsigned signs = 0;
 #pragma unroll
@@ -74,12 +74,12 @@ struct Powers {
   }
 };
 
-// Which numbers float16 was asked for: keeps what is needed to tell whether it has them.
+// The range of the numbers that were converted to float16: what is needed to tell whether they fit.
 struct HalfRange {
   float largest = 0.0f;
-  unsigned smallest = ~0u;  // bits, less one: then zeros are no number's
+  unsigned smallest = ~0u;  // bit pattern minus one, so that zeros do not count
 
-  // Of a vector, scaled, the largest number counts.
+  // Records the largest number of a scaled vector.
   __device__ __forceinline__ void see(const Numbers& vector) {
     float of_vector = 0.0f;
 #pragma unroll
@@ -87,7 +87,7 @@ struct HalfRange {
     largest = larger(largest, of_vector);
     smallest = min(smallest, __float_as_uint(of_vector) - 1u);
   }
-  // Of a number that counts by itself, even if scaling makes it zero.
+  // Records a single number that must fit, even if scaling makes it zero.
   __device__ __forceinline__ void see(float number, float scaled) {
     const unsigned bits = max(__float_as_uint(fabsf(scaled)), 1u);
     if (number != 0.0f) smallest = min(smallest, bits - 1u);
@@ -99,13 +99,13 @@ struct HalfRange {
       see(number, number * powers.power[i]);
     }
   }
-  // Whether float16 has the largest, and the smallest as well as a number of this size.
+  // Whether the largest number is in float16's range, and the smallest is not below `least`.
   __device__ bool fits(float least) const {
     return largest <= 65504.0f && smallest >= __float_as_uint(least) - 1u;
   }
 };
 
-// What everything else needs of these.
+// Stands for powers and ranges where there is no scaled fp16.
 struct NoPowers {
   __device__ explicit NoPowers(const float*) {}
   __device__ bool strict() const { return false; }
@@ -117,8 +117,9 @@ struct NoRange {
   __device__ bool fits(float) const { return true; }
 };
 
-// Whether one of the low parts was infinite or NaN. Products of two: half of the instructions, and
-// those of finite ones overflow only where numbers are beyond 2^70, which does no harm.
+// Tells whether one of the low parts was infinite or NaN. It accumulates products of two of them,
+// which takes half the instructions. Products of finite parts overflow only for numbers beyond
+// 2^70; then the stage is merely treated as if it had an infinity.
 struct LowRange : NoRange {
   float products = 0.0f;
 
@@ -135,8 +136,8 @@ struct LowRange : NoRange {
 using Scale = Either<C::halves, Powers, NoPowers>::type;
 using Range = Either<C::halves, HalfRange, Either<kWatches, LowRange, NoRange>::type>::type;
 
-// Writes a vector, in `parts` that are part_bytes apart: floats rounded to TF32, or in two such
-// numbers; 16-bit types as they are.
+// Writes a vector of Words. float32 is rounded to TF32, or split into the two parts of 3xTF32,
+// which are part_bytes apart; 16-bit types are written as they are.
 template <bool kWeight, class Seen>
 __device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes, Words vector,
                                             Seen& seen) {
@@ -159,8 +160,8 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
   *reinterpret_cast<Words*>(target) = vector;
 }
 
-// Floats as float16. Of two parts, the low one of the input is enlarged. It is multiplied by
-// weights that are as much smaller: a third part.
+// Writes a vector as scaled fp16. In two parts, the low part of the input is enlarged by
+// kLowFactor, and multiplied by a third part of the weights, which is as much smaller.
 template <bool kWeight, class Seen>
 __device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes,
                                             const Numbers& scaled, Seen&) {
@@ -187,7 +188,7 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
   }
 }
 
-// A vector of the input, as it was loaded.
+// Writes a vector of the input, as it was loaded.
 template <class Seen>
 __device__ __forceinline__ void store_input(unsigned char* target, int part_bytes,
                                             const Words& vector, const NoPowers&, Seen& range) {

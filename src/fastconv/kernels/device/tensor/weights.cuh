@@ -1,6 +1,6 @@
-// Weights, packed as the tensor cores want them, with the kernels that do it. Before they are
-// packed as float16, a kernel finds the input channels' scales; the one that packs them finds those
-// of output channels and of images.
+// Packs the weights into the layout of the tensor cores. For scaled fp16, the `scale` kernel first
+// finds the powers of the input channels; the `pack` kernel finds the scales of output channels and
+// images.
 #pragma once
 #include "device/tensor/input.cuh"
 
@@ -10,14 +10,16 @@ namespace tensor {
 constexpr int kSteps = kChunks * kTaps * C::k_steps;
 constexpr int kPackedVectors =
     C::groups * kOutputGroups * kSteps * C::channel_groups * 2 * kOutputs;
-constexpr int kFold = C::fold_height * C::fold_width;
-// Samples are of 32 numbers: of an image at least so many, and one for so many pixels of a channel.
+constexpr int kResidues = C::fold_height * C::fold_width;
+// A sample of an image consists of pieces of 32 numbers: at least kImageSamples pieces of an
+// image, and one for every kProvenPixels pixels of a channel.
 constexpr int kImageSamples = 256;
 constexpr int kProvenPixels = 1 << 15;
 
-// The weight of one of the taps that are used, for an output and an input channel of the group;
-// zero where summing several places of a step has added to the kernel. `sum` says which of two
-// columns; an output channel may be a phase as well.
+// The weight of one of the layer's taps, for an output and an input channel of the group. It is
+// zero for taps that the layer has only because it computes several positions of a step. `sum`
+// selects one of the two columns that a layer computes at once (`column_sums`); with
+// depth-to-space, an output channel is also a residue.
 __device__ __forceinline__ Scalar tap_at(const Scalar* weight, int group, int out, int in, int row,
                                          int column, int sum) {
   long long k = group * C::group_out + out;
@@ -38,26 +40,26 @@ __device__ __forceinline__ Scalar tap_at(const Scalar* weight, int group, int ou
                 static_cast<long long>(column) * C::weight_stride_width];
 }
 
-// The same as the products have it: zero also for what folding has added to the kernel.
+// The weight of a tap of the layer after space-to-depth, which adds taps with zero weights.
 __device__ __forceinline__ Scalar weight_at(const Scalar* weight, int group, int out, int in,
                                             int row, int column, int sum) {
-  const FoldedChannel folded(in);
-  row = row * C::fold_height + folded.row;
-  column = column * C::fold_width + folded.column;
+  const SpaceToDepthChannel in_memory(in);
+  row = row * C::fold_height + in_memory.row;
+  column = column * C::fold_width + in_memory.column;
   if (row >= C::weight_height || column >= C::weight_width) return Scalar{};
-  return tap_at(weight, group, out, folded.channel, row, column, sum);
+  return tap_at(weight, group, out, in_memory.channel, row, column, sum);
 }
 
-// Weights as the consumers want them, a chunk's taps in one piece:
+// A vector of packed weights. A chunk's taps are contiguous:
 //   [group][output group][chunk][tap][k step][part][channel group][2][64][16 bytes]
 struct PackedVector {
   int part;  // group and output group
   int channel_group;
-  int m;     // row of the product
+  int m;     // MMA row
   int step;  // chunk, tap and k step
   int plane;
 
-  // Their numbers are what `number_of` makes of a weight and its input channel.
+  // Loads the vector; `number_of` maps a weight and its input channel to the number that is packed.
   template <class NumberOf>
   __device__ __forceinline__ Channels load(const Scalar* weight, NumberOf number_of) const {
     const int k_step = step % C::k_steps;
@@ -90,7 +92,7 @@ struct PackedVector {
     return packed + product * kProductBytes + (plane * kOutputs + m) * 16;
   }
 };
-constexpr int kPartBytes = C::channel_groups * kProductBytes;  // from a part to the next
+constexpr int kPartBytes = C::channel_groups * kProductBytes;  // bytes from a part to the next
 
 __device__ __forceinline__ void pack_all(const Scalar* weight, unsigned char* packed) {
   const int step = static_cast<int>(gridDim.x * blockDim.x);
@@ -111,7 +113,7 @@ __device__ __forceinline__ void pack_all(const Scalar* weight, unsigned char* pa
   }
 }
 
-// The weight of the `tap`-th tap that is used; channels are the group's.
+// The weight of the layer's `tap`-th tap; channels are the group's.
 static_assert(!C::halves || (C::column_sums == 1 && !kUnfolds), "one sum for each tap");
 constexpr int kUsedTaps = C::weight_height * C::weight_width;
 __device__ __forceinline__ float used_weight(const Scalar* weight, int group, int out, int channel,
@@ -120,9 +122,9 @@ __device__ __forceinline__ float used_weight(const Scalar* weight, int group, in
       tap_at(weight, group, out, channel, tap / C::weight_width, tap % C::weight_width, 0));
 }
 
-// A block: what an input channel's numbers are multiplied by, and its weights divided by: the mean
-// of their exponents. If the channel's weights are 2^n times as large, so is this; and if an output
-// channel's are, it is as much larger for all input channels.
+// Block-wide: the power that an input channel's numbers are multiplied by and its weights divided
+// by, at the mean exponent of these weights. If the channel's weights are 2^n times as large, so is
+// the power; if an output channel's weights are, the powers of all input channels grow alike.
 __device__ __forceinline__ float column_power(const Scalar* weight, int group, int channel) {
   int exponents = 0;
   int count = 0;
@@ -136,21 +138,21 @@ __device__ __forceinline__ float column_power(const Scalar* weight, int group, i
   return mean_power(exponents, block_combined(count, sum_of<int>));
 }
 
-// Blocks: all of these.
+// Grid-wide: the powers of all input channels.
 __device__ __forceinline__ void find_columns(const Scalar* weight, float* columns) {
 #pragma unroll 1
   for (int i = blockIdx.x; i < C::groups * kInGroup; i += gridDim.x) {
     const int group = i / kInGroup;
     const int channel = i % kInGroup;
     const float power = column_power(weight, group, channel);
-    const int fold = static_cast<int>(threadIdx.x);
-    if (fold < kFold) columns[group * kGroupColumns + channel * kFold + fold] = power;
+    const int residue = static_cast<int>(threadIdx.x);
+    if (residue < kResidues) columns[group * kGroupColumns + channel * kResidues + residue] = power;
   }
 }
 
-// How an output channel's weights are scaled, by input channels of the products.
+// Scales an output channel's weights; `in` counts input channels after space-to-depth.
 struct WeightScale {
-  const float* columns;  // of its group
+  const float* columns;  // the powers of the channels of its group
   float scale;
 
   __device__ __forceinline__ float operator()(float number, int in) const {
@@ -158,11 +160,11 @@ struct WeightScale {
   }
   template <class Half>
   __device__ __forceinline__ Half operator()(Half element, int) const {
-    return element;  // never: only floats are scaled
+    return element;  // never called: only float32 is scaled
   }
 };
 
-// A block: whether what float16 has not of an output channel's filters is nothing beside them.
+// Block-wide: whether what float16 loses of an output channel's filters is negligible beside them.
 __device__ __forceinline__ bool filters_fit(const Scalar* weight, int group, int out,
                                             const WeightScale& scale) {
   bool fit = true;
@@ -172,7 +174,7 @@ __device__ __forceinline__ bool filters_fit(const Scalar* weight, int group, int
 #pragma unroll 16
     for (int tap = 0; tap < kUsedTaps; ++tap) {
       const float number = used_weight(weight, group, out, channel, tap);
-      const float scaled = scale(number, channel * kFold);
+      const float scaled = scale(number, channel * kResidues);
       range.see(number, scaled);
       squares += scaled * scaled;
     }
@@ -181,7 +183,8 @@ __device__ __forceinline__ bool filters_fit(const Scalar* weight, int group, int
   return block_largest(fit ? 0.0f : 1.0f) == 0.0f;
 }
 
-// A block: scales and packs one output channel's weights. Gives what scales its sums back.
+// Block-wide: scales and packs one output channel's weights. Returns what scales its accumulators
+// back.
 __device__ __forceinline__ float pack_channel(const Scalar* weight, const float* columns,
                                               unsigned char* packed, int channel) {
   PackedVector vector;
@@ -197,7 +200,7 @@ __device__ __forceinline__ float pack_channel(const Scalar* weight, const float*
   for (int i = threadIdx.x; i < (exists ? kInGroup * kUsedTaps : 0); i += blockDim.x) {
     const int channel = i / kUsedTaps;
     const float number = used_weight(weight, group, out, channel, i % kUsedTaps);
-    largest = larger(largest, fabsf(scale(number, channel * kFold)));
+    largest = larger(largest, fabsf(scale(number, channel * kResidues)));
   }
   scale.scale = scale_to(block_largest(largest), kWeightExponent);
   if (scale.scale == 0.0f || (exists && !filters_fit(weight, group, out, scale))) return 0.0f;
@@ -214,7 +217,7 @@ __device__ __forceinline__ float pack_channel(const Scalar* weight, const float*
                                                                        : 0.0f;
 }
 
-// Samples of an image: pieces of 32 numbers, spread evenly over each channel.
+// The sample of an image: pieces of 32 numbers, spread evenly over each channel.
 struct Samples {
   static constexpr int kChannels = C::groups * kInGroup;
   static constexpr int kPixels = C::in_height * C::in_width;
@@ -223,16 +226,17 @@ struct Samples {
   static constexpr int kWanted = kOfImage > kOfPixels ? kOfImage : kOfPixels;
   static constexpr int kAll = ceil_div(kPixels, 32);
   static constexpr int kPieces = kWanted < kAll ? kWanted : kAll;
-  static constexpr long long kLast = kPixels > 32 ? kPixels - 32 : 0;  // where the last begins
+  // Where the last piece begins.
+  static constexpr long long kLast = kPixels > 32 ? kPixels - 32 : 0;
   const Scalar* image;
   const float* columns;
   int lane;
 
-  // Of a channel of all groups'.
+  // The table column of a channel; `channel` counts those of all groups.
   __device__ static __forceinline__ int column(int channel) {
-    return channel / kInGroup * kGroupColumns + channel % kInGroup * kFold;
+    return channel / kInGroup * kGroupColumns + channel % kInGroup * kResidues;
   }
-  // A lane's number of a piece, with its channel's power; 0 if there is none.
+  // A lane's number of a piece, times its channel's power; 0 if there is none.
   __device__ __forceinline__ float number(int channel, int piece) const {
     const long long first = kLast * piece / (kPieces > 1 ? kPieces - 1 : 1);
     const Scalar* const source = image + static_cast<long long>(channel) * kPixels + first + lane;
@@ -242,11 +246,12 @@ struct Samples {
   }
 };
 
-// A block: the scale of an image, and what its channels' numbers are multiplied by.
-__device__ __forceinline__ float sample(const Scalar* image, const float* columns, float* powers) {
+// Block-wide: finds the scale of an image, and what its channels' numbers are multiplied by.
+__device__ __forceinline__ float sample_image(const Scalar* image, const float* columns,
+                                              float* powers) {
   static_assert(!C::halves || !C::in_channels_last, "a channel's pixels are neighbours");
   constexpr int kPieces = Samples::kPieces;
-  constexpr int kTogether = kPieces < 8 ? 8 / kPieces : 1;  // channels
+  constexpr int kTogether = kPieces < 8 ? 8 / kPieces : 1;  // channels that a warp samples at once
   const Samples samples{image, columns, static_cast<int>(threadIdx.x) % 32};
   const int warps = static_cast<int>(blockDim.x) / 32;
   float largest = 0.0f;
@@ -271,13 +276,15 @@ __device__ __forceinline__ float sample(const Scalar* image, const float* column
     }
   }
   const float scale = scale_to(block_largest(largest), kSampleExponent);
-  // All warps' have been written. They overflow only where no scale will do.
+  // block_largest has synchronised: all warps' sums of squares are written. They overflow only
+  // where no scale is suitable.
   for (int channel = threadIdx.x; channel < Samples::kChannels; channel += blockDim.x) {
     const int column = Samples::column(channel);
     const float power = columns[column] * scale;
     const float least = Samples::kPixels * (kInputSize * kInputSize);
     const bool proven = powers[column] * scale * scale >= least;
-    for (int fold = 0; fold < kFold; ++fold) powers[column + fold] = proven ? power : -power;
+    for (int residue = 0; residue < kResidues; ++residue)
+      powers[column + residue] = proven ? power : -power;
   }
   for (int i = threadIdx.x; i < C::table_columns; i += blockDim.x) {
     if (i % kGroupColumns >= C::group_in) powers[i] = 0.0f;  // channels that do not exist
@@ -291,7 +298,7 @@ __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
   if constexpr (C::halves) {
     static_assert(!C::halves || C::table_channels ==
                                     C::groups * kOutputGroups * C::channel_groups * kStackChannels,
-                  "a factor for each row of the products");
+                  "a factor for each MMA row");
     const Tables tables{scratch, batch};
 #pragma unroll 1
     for (int i = blockIdx.x; i < C::table_channels + batch; i += gridDim.x) {
@@ -300,8 +307,8 @@ __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
         const float factor = pack_channel(weight, tables.columns(), packed, i);
         if (threadIdx.x == 0) tables.channels()[i] = factor;
       } else {
-        const float scale = sample(input + static_cast<long long>(image) * kInImage,
-                                   tables.columns(), tables.powers(image));
+        const float scale = sample_image(input + static_cast<long long>(image) * kInImage,
+                                         tables.columns(), tables.powers(image));
         if (threadIdx.x == 0) {
           tables.images()[image] = scale;
           tables.marks()[image] = 0;

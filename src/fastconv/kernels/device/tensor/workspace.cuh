@@ -1,27 +1,28 @@
-// Sums of weight gradients on their way out: each thread has slots of its own in a workspace, four
-// sums each and its neighbours' side by side, which a second kernel adds up in a fixed order.
+// Partial accumulators of weight gradients. Each thread has its own slots in the workspace, of four
+// accumulators each, side by side with its neighbours' slots; a second kernel reduces them in a
+// fixed order.
 #pragma once
 #include "device/tensor/operand.cuh"
 
 namespace fastconv {
 namespace tensor {
 
-template <int kRows, int kSums>
-__device__ __forceinline__ void clear(float (&sums)[kRows][kSums]) {
+template <int kRows, int kAccs>
+__device__ __forceinline__ void clear(float (&acc)[kRows][kAccs]) {
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-    for (int j = 0; j < kSums; ++j) sums[i][j] = 0.0f;
+    for (int j = 0; j < kAccs; ++j) acc[i][j] = 0.0f;
   }
 }
 
-// Adds a thread's sums to its slots of the workspace, or sets those; kThreads have theirs there,
-// side by side.
-template <int kThreads, bool kSet, int kRows, int kSums>
-__device__ __forceinline__ void flush(const float (&sums)[kRows][kSums], float4* slots) {
+// Adds a thread's accumulators to its slots of the workspace, or overwrites the slots (kSet). The
+// slots of kThreads threads are interleaved.
+template <int kThreads, bool kSet, int kRows, int kAccs>
+__device__ __forceinline__ void flush(const float (&acc)[kRows][kAccs], float4* slots) {
 #pragma unroll
-  for (int i = 0; i < kRows * kSums / 4; ++i) {
-    const float* const four = &sums[i * 4 / kSums][i * 4 % kSums];
+  for (int i = 0; i < kRows * kAccs / 4; ++i) {
+    const float* const four = &acc[i * 4 / kAccs][i * 4 % kAccs];
     const float4 values = make_float4(four[0], four[1], four[2], four[3]);
     if constexpr (kSet) {
       slots[i * kThreads] = values;
@@ -30,16 +31,16 @@ __device__ __forceinline__ void flush(const float (&sums)[kRows][kSums], float4*
     }
   }
 }
-template <int kThreads, int kRows, int kSums>
-__device__ __forceinline__ void flush(const float (&sums)[kRows][kSums], float4* slots, bool set) {
+template <int kThreads, int kRows, int kAccs>
+__device__ __forceinline__ void flush(const float (&acc)[kRows][kAccs], float4* slots, bool set) {
   if (set) {
-    flush<kThreads, true>(sums, slots);
+    flush<kThreads, true>(acc, slots);
   } else {
-    flush<kThreads, false>(sums, slots);
+    flush<kThreads, false>(acc, slots);
   }
 }
 
-// Of four neighbouring lanes, which have pixels of the same channels.
+// Sums over four neighbouring lanes, which hold pixels of the same channels.
 __device__ __forceinline__ float sum_of_four_lanes(float value) {
   value += __shfl_xor_sync(~0u, value, 1);
   value += __shfl_xor_sync(~0u, value, 2);
@@ -53,7 +54,7 @@ __device__ __forceinline__ void add(float4& total, const float4& value) {
   total.w += value.w;
 }
 
-// Adds up a slot of all workers, in order; `distance` slots lie between one's and the next's.
+// Reduces one slot over all workers, in order; `distance` slots lie between two workers' slots.
 __device__ __forceinline__ float4 total_of(const float4* first, long long distance, int workers) {
   float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 8
@@ -63,7 +64,7 @@ __device__ __forceinline__ float4 total_of(const float4* first, long long distan
   return total;
 }
 
-// Where a weight lies; `output` counts the channels of all groups.
+// The offset of a weight in its tensor; `output` counts the channels of all groups.
 __device__ __forceinline__ long long weight_offset(int output, int input, int row, int column) {
   return static_cast<long long>(output) * C::weight_stride_out +
          static_cast<long long>(input) * C::weight_stride_in +

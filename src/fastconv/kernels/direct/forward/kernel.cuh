@@ -1,28 +1,31 @@
 // Forward convolution and input gradient on plain CUDA cores.
 //
-// Both are a correlation: out[m, o] = bias[m] + sum over channels k and taps j of
-// packed[m, k, j] * in[k, o * in_stride + j * tap_step + origin], along each of the two axes.
+// Both passes are a cross-correlation along each of the two axes:
+// out[m, o] = bias[m] + sum over channels k and taps j of
+// packed[m, k, j] * in[k, o * in_stride + j * tap_step + origin].
 //   forward        in = input, in_stride = stride, tap_step = dilation, origin = -padding.
-//   input gradient in = grad_output. Input pixels that are equal modulo the stride (a phase) see
-//                  the same taps, so each phase is a correlation of in_stride 1 that writes every
-//                  stride-th pixel; taps that a phase has fewer of than others get zero weights.
-//                  Phases that no tap reaches are not computed: a kernel clears the image before.
+//   input gradient in = grad_output. Input pixels whose positions have the same residue modulo the
+//                  stride see the same taps, so each residue is a correlation of in_stride 1 that
+//                  writes every stride-th pixel. Residues may differ by one tap; the missing one
+//                  gets zero weights. Residues that no tap reaches are not computed: `clear` fills
+//                  the image with zeros before.
 //
-// A block computes a tile of M channels x (rows x columns) pixels of one phase, image and group.
+// A block computes a tile of M channels x (rows x columns) pixels of one residue, image and group.
 //
 //   shared memory, one of two stages          registers of a thread
-//   input   [channel][row][pitch]             sum    [channels_per_thread][4 pixels]
+//   input   [channel][row][pitch]             acc    [channels_per_thread][4 pixels]
 //   weights [channel][tap row][tap col][M]    window the pixels of one row that its 4 pixels see
 //
 // A stage covers stage_channels input channels, stage_taps kernel rows and part_taps kernel columns
-// (all of them, unless the kernel is very wide); its halo tile serves all of their taps. For each
+// (all of them, unless the kernel is very wide); one halo tile serves all of their taps. For each
 // channel and kernel row a thread loads its window once and slides it over the kernel's columns:
 // each tap costs channels_per_thread / 4 loads of weights and 4 * channels_per_thread
 // multiply-adds.
 //
-// With `two_level`, sums are added to a second set of registers every flush_channels channels;
-// where stages are small, every flush_stages stages, and where kernels are large, every flush_rows
-// kernel rows: rounding errors then grow with the length of the two levels, not of the whole sum.
+// With `two_level`, accumulators are added to a second set of registers and cleared every
+// flush_channels channels; where stages are small, every flush_stages stages, and where kernels are
+// large, every flush_rows kernel rows. Rounding errors then grow with the lengths of the two levels
+// and not with the length of the whole sum.
 #pragma once
 #include "device/epilogue.cuh"
 
@@ -35,37 +38,38 @@ using Sum = SumOf<Scalar>::type;
 
 // --- One axis -----------------------------------------------------------------------------------
 
-// Along one axis: which input position and which kernel index a tap stands for.
+// Maps taps along one axis to input positions and kernel indices.
 template <bool kTransposed, int kKernel, int kStride, int kDilation, int kPadding, int kOutSize>
 struct Axis {
   static constexpr int kCommon = gcd(kStride, kDilation);
-  static constexpr int kOutStep = kTransposed ? kStride : 1;  // between outputs of a phase
+  // Distance between neighbouring outputs of a residue.
+  static constexpr int kOutStep = kTransposed ? kStride : 1;
   static constexpr int kInStride = kTransposed ? 1 : kStride;
   static constexpr int kTapStep = kTransposed ? kDilation / kCommon : kDilation;
   static constexpr int kKernelStep = kTransposed ? kStride / kCommon : 1;
   static constexpr int kTaps = (kKernel - 1) / kKernelStep + 1;
-  // Kernel index k reaches the outputs that equal k * dilation - padding (modulo the stride): as
-  // many phases as there are indices until they repeat themselves.
-  static constexpr int kPhases = kKernel < kKernelStep ? kKernel : kKernelStep;
-  static constexpr bool kAllTaps = kPhases == kKernel || kKernel % kKernelStep == 0;
-  static constexpr int kPositions = (kOutSize - 1) / kOutStep + 1;  // of a phase, at most
-  // That of phase 0, where there is no other.
+  // Kernel index k reaches the outputs at k * dilation - padding modulo the stride, and these
+  // residues repeat after kKernelStep indices.
+  static constexpr int kResidues = kKernel < kKernelStep ? kKernel : kKernelStep;
+  static constexpr bool kAllTaps = kResidues == kKernel || kKernel % kKernelStep == 0;
+  static constexpr int kPositions = (kOutSize - 1) / kOutStep + 1;  // most outputs of a residue
+  // Member `origin` of residue 0, which is that of every residue if kOutStep is 1.
   static constexpr int kOrigin =
       kTransposed ? (kPadding == 0 ? 0 : (kPadding - 1) / kStride + 1) - (kTaps - 1) * kTapStep
                   : -kPadding;
 
-  int taps;          // those that exist in this phase, at most kTaps
+  int taps;          // taps of this residue, at most kTaps
   int first_kernel;  // kernel index of the last tap (transposed) or of the first (forward)
   int origin;        // input position of the first output's first tap
-  int first_out;     // the first output
-  int positions;     // outputs, kOutStep apart; there may be none
+  int first_out;     // position of the first output
+  int positions;     // number of outputs, kOutStep apart; may be 0
 
-  __device__ explicit Axis(int phase)
+  __device__ explicit Axis(int residue)
       : taps(kTaps), first_kernel(0), origin(kOrigin), first_out(0), positions(kOutSize) {
     if constexpr (kOutStep > 1) {
-      first_kernel = phase;
-      taps = (kKernel - 1 - phase) / kKernelStep + 1;
-      const int shifted = phase * kDilation - kPadding;
+      first_kernel = residue;
+      taps = (kKernel - 1 - residue) / kKernelStep + 1;
+      const int shifted = residue * kDilation - kPadding;
       int quotient = shifted / kStride;
       first_out = shifted % kStride;
       if (first_out < 0) {
@@ -77,7 +81,7 @@ struct Axis {
     }
   }
 
-  // Where input positions increase, the transposed kernel's indices decrease.
+  // Taps count up with input positions; a transposed kernel's indices then count down.
   __device__ int kernel_index(int tap) const {
     return kTransposed ? first_kernel + (taps - 1 - tap) * kKernelStep : tap;
   }
@@ -90,7 +94,7 @@ using Columns = Axis<C::transposed, C::kernel_width, C::stride_width, C::dilatio
 
 // --- The tile -----------------------------------------------------------------------------------
 
-constexpr int kPixels = 4;  // of a thread, neighbours in a row
+constexpr int kPixels = 4;  // neighbours in a row that a thread computes
 constexpr int kThreads = 32 * C::warps;
 constexpr int kLanesN = C::lanes_y * C::lanes_x;
 constexpr int kLanesM = 32 / kLanesN;
@@ -107,18 +111,19 @@ constexpr int kTapChunks = ceil_div(Rows::kTaps, C::stage_taps);
 constexpr int kChunks = ceil_div(C::group_in, C::stage_channels);
 constexpr int kStages = kChunks * kParts * kTapChunks;
 
-// A single kernel row, or column, needs just the rows, or columns, that it reads; several share a
-// contiguous range.
+// The tile of a single kernel row (or column) holds only the rows (or columns) that it reads; the
+// tile of several holds a contiguous range.
 constexpr int kRowStep = C::stage_taps == 1 ? Rows::kInStride : 1;
 constexpr int kRowStride = Rows::kInStride / kRowStep;
 constexpr int kColumnStep = C::part_taps == 1 ? Columns::kInStride : 1;
 constexpr int kColumnStride = Columns::kInStride / kColumnStep;
 
-// Tiles are copied in vectors from aligned addresses, so the tile may start a little before the
-// first pixel needed; by the same distance for every phase and part.
+// Vector copies need aligned addresses, so the tile may start kShift pixels before the first one
+// needed. The shift is the same for every residue and part.
 constexpr int kVector = C::vector;
 constexpr int kShift = kVector == 1 ? 0 : (Columns::kOrigin % kVector + kVector) % kVector;
-static_assert(kVector == 1 || (Columns::kPhases == 1 && kColumnStep == 1), "neighbours in memory");
+static_assert(kVector == 1 || (Columns::kResidues == 1 && kColumnStep == 1),
+              "neighbours in memory");
 static_assert(kParts == 1 || C::part_taps * Columns::kTapStep % kVector == 0, "aligned parts");
 constexpr int kWindow =
     kShift + (kPixels - 1) * kColumnStride + (C::part_taps - 1) * Columns::kTapStep + 1;
@@ -141,7 +146,7 @@ static_assert(2 * kStageBytes == C::shared_bytes, "the launch reserves what the 
 static_assert(kLanesM * kLanesN == 32 && C::channels_per_thread % kGroup == 0, "whole warps");
 
 constexpr int kTilesM = ceil_div(C::group_out, kTileM);
-constexpr int kPhases = Rows::kPhases * Columns::kPhases;
+constexpr int kResidues = Rows::kResidues * Columns::kResidues;
 // Packed weights of one channel tile: [channel][part][tap row][tap column of the part][kTileM], so
 // that each channel's weights of a stage are a contiguous run.
 constexpr int kTapsHeight = kTapChunks * C::stage_taps;
@@ -151,8 +156,8 @@ using PackedOffset = IndexTo<kPackedTile>;
 constexpr PackedOffset kPackedPart = PackedOffset{1} * kTapsHeight * C::part_taps * kTileM;
 constexpr PackedOffset kPackedChannel = kParts * kPackedPart;
 
-// Offsets and positions within an image. Tiles may reach far beyond its end, where strides are
-// large.
+// Holds offsets and positions within an image, and positions beyond its end: with large strides,
+// tiles reach far past it.
 constexpr long long kReach =
     max_of(1ll * (Rows::kPositions + kTileHeight) * Rows::kInStride +
                1ll * kTapsHeight * Rows::kTapStep + 1ll * kRows * kRowStep,
@@ -163,10 +168,10 @@ constexpr long long kImageElements =
                        1ll * C::group_out * C::out_height * C::out_width);
 using Offset = IndexTo<max_of(kImageElements, kReach)>;
 
-// Which tile a block computes; channel tiles are next to each other, so that they find their
-// common input in the L2 cache.
+// Decodes a block's tile from its index. Channel tiles change fastest, so that the blocks that read
+// the same input run together and find it in the L2 cache.
 struct Tile {
-  int m, x, y, group, image, phase;
+  int m, x, y, group, image, residue;
 
   __device__ explicit Tile(int index, int first_image, int images) {
     constexpr int kTilesX = ceil_div(Columns::kPositions, kTileWidth);
@@ -180,7 +185,7 @@ struct Tile {
     group = index % C::groups;
     index /= C::groups;
     image = first_image + index % images;
-    phase = index / images;
+    residue = index / images;
   }
 };
 
@@ -200,7 +205,7 @@ __device__ __forceinline__ Offset out_offset(int channel, Offset row, Offset col
 
 // --- Loading ------------------------------------------------------------------------------------
 
-// Copies one stage's halo tile; what lies outside of the image or the channels becomes zero.
+// Copies one stage's halo tile; elements outside of the image or past the last channel become zero.
 __device__ __forceinline__ void load_input(Scalar* tile, const Scalar* image, int group,
                                            int first_channel, Offset first_row,
                                            Offset first_column) {
@@ -222,14 +227,14 @@ __device__ __forceinline__ void load_input(Scalar* tile, const Scalar* image, in
   }
 }
 
-// The weight of an output channel m and an input channel k of a group at a tap; zero where a tile,
-// a stage or a phase reaches beyond what there is.
+// Returns the weight of a group's output channel m and input channel k at a tap; zero past the
+// last channel, and past the last tap of the residue.
 __device__ __forceinline__ Sum weight_at(const Scalar* weight, const Rows& rows,
                                          const Columns& columns, int group, int m, int k, int tap_y,
                                          int tap_x) {
   if (m >= C::group_out || k >= C::group_in || tap_y >= rows.taps || tap_x >= columns.taps)
     return 0;
-  // The weight's own dimensions: output channels of the forward pass first.
+  // The weight's first dimension is the forward pass's output channels.
   const long long first = C::transposed ? group * C::group_in + k : group * C::group_out + m;
   const long long second = C::transposed ? m : k;
   return widen(weight[first * C::weight_stride_out + second * C::weight_stride_in +
@@ -237,7 +242,7 @@ __device__ __forceinline__ Sum weight_at(const Scalar* weight, const Rows& rows,
                       1ll * columns.kernel_index(tap_x) * C::weight_stride_width]);
 }
 
-// Where a stage's weights begin among those of a channel tile.
+// Returns where a stage's weights begin in a channel tile's packed weights.
 __device__ __forceinline__ PackedOffset packed_offset(int channel, int part, int tap_row) {
   return channel * kPackedChannel + part * kPackedPart +
          PackedOffset{tap_row} * C::part_taps * kTileM;
@@ -256,7 +261,8 @@ __device__ __forceinline__ void load_packed(Sum* tile, const Sum* packed) {
   }
 }
 
-// The same from the weight itself: slower, but it saves small problems the launch that packs.
+// Reads one stage's weights from the weight tensor itself. This is slower than load_packed, but
+// saves small problems the launch of `pack`.
 __device__ __forceinline__ void load_unpacked(Sum* tile, const Scalar* weight, const Rows& rows,
                                               const Columns& columns, int group, int first_m,
                                               int first_channel, int first_tap_y, int first_tap_x) {
@@ -270,7 +276,8 @@ __device__ __forceinline__ void load_unpacked(Sum* tile, const Scalar* weight, c
 
 // --- Multiplying --------------------------------------------------------------------------------
 
-struct Position {  // of a thread within its block
+// A thread's place in its block's tile.
+struct Position {
   int m, y, x;
 
   __device__ Position() {
@@ -280,7 +287,7 @@ struct Position {  // of a thread within its block
     x = lane % C::lanes_x;
   }
 
-  // The thread's channel i, of channels_per_thread, within the tile.
+  // Maps the thread's i-th channel, below channels_per_thread, to a channel of the tile.
   __device__ __forceinline__ int channel(int i) const {
     return (i / kGroup * kLanesM + m) * kGroup + i % kGroup;
   }
@@ -288,22 +295,23 @@ struct Position {  // of a thread within its block
 
 using Accumulators = Sum[C::channels_per_thread][kPixels];
 
-__device__ __forceinline__ void flush(Accumulators& sum, Accumulators& total) {
+// Adds the accumulators to the second level and clears them.
+__device__ __forceinline__ void flush(Accumulators& acc, Accumulators& total_acc) {
 #pragma unroll
   for (int i = 0; i < C::channels_per_thread; ++i) {
 #pragma unroll
     for (int p = 0; p < kPixels; ++p) {
-      total[i][p] += sum[i][p];
-      sum[i][p] = 0;
+      total_acc[i][p] += acc[i][p];
+      acc[i][p] = 0;
     }
   }
 }
 
-// Of the stage's taps, tap_rows x tap_columns exist. The others have zero weights, but are not
-// multiplied either: zero times infinity is no zero.
+// Multiplies a stage's input by its weights. Only tap_rows x tap_columns of the stage's taps exist;
+// the others are skipped although their weights are zero, because zero times infinity is NaN.
 __device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights,
                                          const Position& at, int tap_rows, int tap_columns,
-                                         Accumulators& sum, Accumulators& total) {
+                                         Accumulators& acc, Accumulators& total_acc) {
   constexpr bool kAllColumns = kParts == 1 && Columns::kAllTaps;
   constexpr bool kAllRows = kTapChunks == 1 && Rows::kAllTaps;
   constexpr int kRowsUnrolled = kStageTaps <= C::unrolled_taps ? C::stage_taps : 1;
@@ -335,24 +343,24 @@ __device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights
 #pragma unroll
           for (int p = 0; p < kPixels; ++p) {
             const int w = kShift + p * kColumnStride + tap * Columns::kTapStep;
-            sum[i][p] += weight[i] * window[w / 4][w % 4];
+            acc[i][p] += weight[i] * window[w / 4][w % 4];
           }
         }
       }
       if (C::two_level && C::flush_rows < C::stage_taps && (tap_row + 1) % C::flush_rows == 0) {
-        flush(sum, total);
+        flush(acc, total_acc);
       }
     }
     if (C::two_level && C::flush_stages == 1 && (channel + 1) % C::flush_channels == 0) {
-      flush(sum, total);
+      flush(acc, total_acc);
     }
   }
 }
 
 // --- Storing ------------------------------------------------------------------------------------
 
-// Writes the first `left` of some elements, kStep apart, in vectors of kVectorOut, which
-// `left` is a multiple of.
+// Writes the first `left` elements, kStep apart in memory, in vectors of kVectorOut. `left` is a
+// multiple of kVectorOut.
 template <int kVectorOut, int kStep = 1, int kCount>
 __device__ __forceinline__ void store_first(Scalar* target, const Scalar (&elements)[kCount],
                                             int left, const Epilogue<C>&) {
@@ -366,13 +374,15 @@ __device__ __forceinline__ void store_first(Scalar* target, const Scalar (&eleme
   }
 }
 
-// Sums that wait for their residuals, all of which are loaded before the first is waited for.
+// An accumulator whose residual is still to be added. store_first loads all residuals before it
+// uses the first, so that their latencies overlap.
 struct Unfinished {
-  Sum sum;
+  Sum acc;
 };
 template <int kVectorOut, int kStep = 1, int kCount>
-__device__ __forceinline__ void store_first(Scalar* target, const Unfinished (&sums)[kCount],
-                                            int left, const Epilogue<C>& epilogue) {
+__device__ __forceinline__ void store_first(Scalar* target,
+                                            const Unfinished (&accumulators)[kCount], int left,
+                                            const Epilogue<C>& epilogue) {
   Vector<Scalar, kVectorOut> residuals[kCount / kVectorOut];
 #pragma unroll
   for (int i = 0; i < kCount; i += kVectorOut) {
@@ -382,27 +392,27 @@ __device__ __forceinline__ void store_first(Scalar* target, const Unfinished (&s
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const Scalar residual = residuals[i / kVectorOut].element[i % kVectorOut];
-    elements[i] = narrow<Scalar>(epilogue.activated(sums[i].sum, residual));
+    elements[i] = narrow<Scalar>(epilogue.activated(accumulators[i].acc, residual));
   }
   store_first<kVectorOut, kStep>(target, elements, left, epilogue);
 }
 
-// What is stored of a sum: an output, unless its residual is to come.
+// What store_first takes: finished outputs, or accumulators if there is a residual to add.
 #ifdef FASTCONV_RESIDUAL
 using Value = Unfinished;
-__device__ __forceinline__ Value value_of(Sum sum) { return {sum}; }
+__device__ __forceinline__ Value value_of(Sum acc) { return {acc}; }
 #else
 using Value = Scalar;
-__device__ __forceinline__ Value value_of(Sum sum) {
-  return narrow<Scalar>(Epilogue<C>::activated(sum));
+__device__ __forceinline__ Value value_of(Sum acc) {
+  return narrow<Scalar>(Epilogue<C>::activated(acc));
 }
 #endif
 
-// Adds the bias and writes the tile's part inside the image: in vectors along the dimension that is
-// contiguous in memory, where the image's size lets all of them be aligned.
+// Adds the bias and writes the part of the tile inside the image, in vectors along the dimension
+// that is contiguous in memory where the image's size keeps all of them aligned.
 __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const Tile& tile,
                                       const Rows& rows, const Columns& columns, const Position& at,
-                                      const Accumulators& sum, const Epilogue<C>& epilogue) {
+                                      const Accumulators& acc, const Epilogue<C>& epilogue) {
   const int y = tile.y * kTileHeight + at.y, x = tile.x * kTileWidth + at.x * kPixels;
   if (y >= rows.positions || x >= columns.positions) return;
   const int row = y * Rows::kOutStep + rows.first_out;
@@ -415,7 +425,7 @@ __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const T
                           ? Sum(widen(bias[tile.group * C::group_out + m]))
                           : Sum(0);
 #pragma unroll
-    for (int p = 0; p < kPixels; ++p) value[i][p] = value_of(sum[i][p] + shift);
+    for (int p = 0; p < kPixels; ++p) value[i][p] = value_of(acc[i][p] + shift);
   }
   const int first = tile.group * C::group_out + tile.m * kTileM;
   if constexpr (C::out_channels_last) {
@@ -450,7 +460,7 @@ __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const T
 }  // namespace correlate
 }  // namespace fastconv
 
-// Fills the output with zeros, where a correlation does not write all of it.
+// Fills the output with zeros. Launched before `correlate` where that does not write every pixel.
 extern "C" __global__ void clear(Config::Scalar* __restrict__ output, int batch) {
   using namespace fastconv::correlate;
   constexpr int kCount = C::aligned ? 16 / static_cast<int>(sizeof(Scalar)) : 1;
@@ -464,12 +474,12 @@ extern "C" __global__ void clear(Config::Scalar* __restrict__ output, int batch)
   for (long long i = total / kCount * kCount + thread; i < total; i += step) output[i] = Scalar{};
 }
 
-// Lays the weights out as the correlation reads them: [phase][group][channel tile][channel][part]
-// [tap row][tap column][kTileM], in the type they are summed in.
+// Packs the weights in the order in which `correlate` reads them: [residue][group][channel tile]
+// [channel][part][tap row][tap column][kTileM], converted to the accumulators' type.
 extern "C" __global__ void pack(const Config::Scalar* __restrict__ weight,
                                 fastconv::SumOf<Config::Scalar>::type* __restrict__ packed) {
   using namespace fastconv::correlate;
-  constexpr long long kTotal = 1ll * kPhases * C::groups * kTilesM * kPackedTile;
+  constexpr long long kTotal = 1ll * kResidues * C::groups * kTilesM * kPackedTile;
   const long long step = 1ll * gridDim.x * blockDim.x;
   for (long long i = 1ll * blockIdx.x * blockDim.x + threadIdx.x; i < kTotal; i += step) {
     long long rest = i;
@@ -486,9 +496,9 @@ extern "C" __global__ void pack(const Config::Scalar* __restrict__ weight,
     const int m = static_cast<int>(rest % kTilesM) * kTileM + in_tile;
     rest /= kTilesM;
     const int group = static_cast<int>(rest % C::groups);
-    const int phase = static_cast<int>(rest / C::groups);
-    const Rows rows(phase / Columns::kPhases);
-    const Columns columns(phase % Columns::kPhases);
+    const int residue = static_cast<int>(rest / C::groups);
+    const Rows rows(residue / Columns::kResidues);
+    const Columns columns(residue % Columns::kResidues);
     packed[i] = weight_at(weight, rows, columns, group, m, k, tap_y, tap_x);
   }
 }
@@ -501,9 +511,10 @@ extern "C" __global__ void __launch_bounds__(fastconv::correlate::kThreads, Conf
   using namespace fastconv::correlate;
   const Tile tile(blockIdx.x, first_image, images);
   const Position at;
-  const Rows rows(tile.phase / Columns::kPhases);
-  const Columns columns(tile.phase % Columns::kPhases);
-  if constexpr (Rows::kOutStep > 1 || Columns::kOutStep > 1) {  // phases may differ in size
+  const Rows rows(tile.residue / Columns::kResidues);
+  const Columns columns(tile.residue % Columns::kResidues);
+  // Residues may differ in size; the grid covers the largest.
+  if constexpr (Rows::kOutStep > 1 || Columns::kOutStep > 1) {
     if (tile.y * kTileHeight >= rows.positions || tile.x * kTileWidth >= columns.positions) return;
   }
   const Offset first_row =
@@ -512,7 +523,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::correlate::kThreads, Conf
       static_cast<Offset>(tile.x * kTileWidth) * Columns::kInStride + columns.origin - kShift;
   const Scalar* image =
       input + 1ll * tile.image * C::groups * C::group_in * C::in_height * C::in_width;
-  packed += ((tile.phase * C::groups + tile.group) * kTilesM + tile.m) * kPackedTile;
+  packed += ((tile.residue * C::groups + tile.group) * kTilesM + tile.m) * kPackedTile;
 
   unsigned char* shared = fastconv::shared_memory();
   const auto inputs = [&](int stage) {
@@ -521,7 +532,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::correlate::kThreads, Conf
   const auto weights = [&](int stage) {
     return reinterpret_cast<Sum*>(shared + stage % 2 * kStageBytes + kInputBytes);
   };
-  // Kernel rows change fastest, then parts of them, then channels.
+  // Stages go through the kernel's rows first, then through parts of rows, then through channels.
   const auto tap_row = [](int stage) { return stage % kTapChunks * C::stage_taps; };
   const auto part = [](int stage) { return stage / kTapChunks % kParts; };
   const auto load = [&](int stage) {
@@ -538,7 +549,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::correlate::kThreads, Conf
     fastconv::copy_async_commit();
   };
 
-  Accumulators sum = {}, total = {};
+  Accumulators acc = {}, total_acc = {};
   load(0);
 #pragma unroll 1
   for (int stage = 0; stage < kStages; ++stage) {
@@ -550,14 +561,14 @@ extern "C" __global__ void __launch_bounds__(fastconv::correlate::kThreads, Conf
     }
     __syncthreads();
     multiply(inputs(stage), weights(stage), at, rows.taps - tap_row(stage),
-             columns.taps - part(stage) * C::part_taps, sum, total);
+             columns.taps - part(stage) * C::part_taps, acc, total_acc);
     if (C::two_level && C::flush_stages > 1) {
-      if ((stage + 1) % C::flush_stages == 0 || stage + 1 == kStages) flush(sum, total);
+      if ((stage + 1) % C::flush_stages == 0 || stage + 1 == kStages) flush(acc, total_acc);
     }
     __syncthreads();  // before the stage after next overwrites this one
   }
   Scalar* target =
       output + 1ll * tile.image * C::groups * C::group_out * C::out_height * C::out_width;
-  store(target, bias, tile, rows, columns, at, C::two_level ? total : sum,
+  store(target, bias, tile, rows, columns, at, C::two_level ? total_acc : acc,
         FASTCONV_EPILOGUE(output));
 }

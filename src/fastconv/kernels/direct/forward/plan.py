@@ -1,4 +1,4 @@
-"""Plans forward convolutions and input gradients with ``correlate.cuh``."""
+"""Plans forward convolutions and input gradients with ``direct/forward/kernel.cuh``."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from fastconv.kernels.family import (
 )
 from fastconv.problem import Problem
 
-PIXELS = 4  # of a thread, neighbours in a row
-WARPS = 8  # of a block
-UNROLLED_TAPS = 48  # of a stage; beyond, kernel rows are a loop
-FLUSH_PRODUCTS = 60  # between two flushes at least, to be worth their time
-MOST_PRODUCTS = 512  # and at most
-HELPER_THREADS = 256  # of the small kernels that pack and clear
+PIXELS = 4  # neighbours in a row that a thread computes
+WARPS = 8  # warps of a block
+UNROLLED_TAPS = 48  # stages of more taps loop over kernel rows instead of unrolling them
+FLUSH_PRODUCTS = 60  # least products of an accumulator between two flushes, to be worth their time
+MOST_PRODUCTS = 512  # a channel of more products in a stage is flushed within it, by kernel rows
+HELPER_THREADS = 256  # threads of a block of the small kernels that pack and clear
 MOST_HELPER_BLOCKS = 4096
-# A stage should hold this many products of each sum, to be worth its two barriers.
+# A stage should hold this many products of each accumulator, to be worth its two barriers.
 STAGE_PRODUCTS = 160
 MOST_STAGE_CHANNELS = 16
 
@@ -51,13 +51,13 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
 
 
 def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    """Plans an input gradient: ``input`` is the output's gradient, ``output`` the input's."""
+    """Plans an input gradient: tensor ``input`` is the output's gradient, ``output`` the result."""
     return _plan(problem, operands, gpu, transposed=True)
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a correlation, as ``Axis`` in ``correlate.cuh``."""
+    """One axis of the cross-correlation; mirrors ``Axis`` in ``kernel.cuh``."""
 
     transposed: bool
     kernel: int
@@ -68,7 +68,7 @@ class Axis:
 
     @property
     def out_step(self) -> int:
-        """Between outputs of a phase."""
+        """Distance between neighbouring outputs of a residue."""
         return self.stride if self.transposed else 1
 
     @property
@@ -81,7 +81,7 @@ class Axis:
 
     @property
     def kernel_step(self) -> int:
-        """Between taps of a phase."""
+        """Distance, in kernel indices, between neighbouring taps of a residue."""
         return self.stride // math.gcd(self.stride, self.dilation) if self.transposed else 1
 
     @property
@@ -89,18 +89,18 @@ class Axis:
         return ceil_div(self.kernel, self.kernel_step)
 
     @property
-    def phases(self) -> int:
-        """Those that some tap reaches."""
+    def residues(self) -> int:
+        """Residues of the stride that some tap reaches."""
         return min(self.kernel, self.kernel_step)
 
     @property
     def positions(self) -> int:
-        """Outputs of a phase, at most."""
+        """The most outputs that a residue has."""
         return ceil_div(self.out_size, self.out_step)
 
     @property
     def origin(self) -> int:
-        """Input position of the first output's first tap, in the first phase."""
+        """Input position of the first output's first tap, in the first residue."""
         if not self.transposed:
             return -self.padding
         return ceil_div(self.padding, self.stride) - (self.taps - 1) * self.tap_step
@@ -109,23 +109,23 @@ class Axis:
     def reaches_all(self) -> bool:
         """Whether every output has a tap."""
         outputs = min(self.out_size, self.out_step)
-        if self.phases == self.out_step:
+        if self.residues == self.out_step:
             return True
-        firsts = (tap * self.dilation - self.padding for tap in range(self.phases))
+        firsts = (tap * self.dilation - self.padding for tap in range(self.residues))
         return sum(first % self.stride < outputs for first in firsts) == outputs
 
     def stride_in_tile(self, taps: int) -> int:
-        """Distance of neighbouring outputs' first taps in a tile that serves ``taps`` taps."""
+        """Distance between neighbouring outputs' first taps in a tile that serves ``taps`` taps."""
         return 1 if taps == 1 else self.in_stride
 
     def halo(self, outputs: int, taps: int) -> int:
-        """Input positions that a tile needs."""
+        """Input positions that a tile of ``outputs`` outputs and ``taps`` taps holds."""
         return (outputs - 1) * self.stride_in_tile(taps) + (taps - 1) * self.tap_step + 1
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What one block computes, and how its threads share it."""
+    """What one block computes, and how its threads divide it among themselves."""
 
     rows: Axis
     columns: Axis
@@ -182,10 +182,10 @@ class Tile:
         return STAGES * (input_bytes + round_up(weights * self.operands.sum_bytes, 16))
 
     def packed_elements(self, problem: Problem, in_channels: int, out_channels: int) -> int:
-        """Weights as the kernel reads them, padded to whole tiles and stages."""
+        """Elements of the packed weights, padded to whole tiles and stages."""
         return (
-            self.rows.phases
-            * self.columns.phases
+            self.rows.residues
+            * self.columns.residues
             * problem.groups
             * round_up(out_channels, self.channels)
             * round_up(in_channels, self.stage_channels)
@@ -194,14 +194,14 @@ class Tile:
         )
 
     def blocks(self, problem: Problem, out_channels: int) -> int:
-        """Of one image."""
+        """Blocks that one image takes."""
         return (
             ceil_div(out_channels, self.channels)
             * ceil_div(self.columns.positions, self.width)
             * ceil_div(self.rows.positions, self.height)
             * problem.groups
-            * self.rows.phases
-            * self.columns.phases
+            * self.rows.residues
+            * self.columns.residues
         )
 
 
@@ -258,7 +258,7 @@ def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> P
     }
     blocks = tile.blocks(problem, group_out)
     limits.require("blocks of one image", blocks)
-    # Worth a launch of its own where more blocks than run at once read the weights again.
+    # Packing is worth a launch of its own if there are more blocks than run at once.
     constants["packed"] = problem.batch * blocks > gpu.processors * blocks_per_sm
     launches: list[Launch] = []
     if not (tile.rows.reaches_all and tile.columns.reaches_all):
@@ -288,15 +288,18 @@ def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> P
 
 
 class Flushes(NamedTuple):
-    """After how much of a sum it is flushed to the second level."""
+    """How often accumulators are flushed to the second level: every so many of each."""
 
-    channels: int  # of a stage
+    channels: int  # input channels of a stage
     stages: int
-    rows: int  # of a channel's kernel
+    rows: int  # kernel rows of a channel
 
 
 def _flushes(tile: Tile, group_in: int) -> Flushes:
-    """Rounding errors are least when both levels are equally long: the root of the whole sum."""
+    """The flushes that make both levels about equally long, which keeps rounding errors least.
+
+    Each level then adds about as many terms as the square root of all products.
+    """
     channel = tile.stage_taps * tile.part_taps
     best = max(math.sqrt(group_in * tile.rows.taps * tile.columns.taps), FLUSH_PRODUCTS)
     if channel > MOST_PRODUCTS:
@@ -312,7 +315,7 @@ def _flushes(tile: Tile, group_in: int) -> Flushes:
 def _helper(
     entry: str, constants: dict[str, Constant], elements: int, arguments: tuple[str | int, ...]
 ) -> Launch:
-    """Of a small kernel: enough threads for so many elements, within reason; they loop."""
+    """Launches a small kernel with a thread for each element, up to a limit; threads loop."""
     blocks = min(ceil_div(elements, HELPER_THREADS), MOST_HELPER_BLOCKS)
     return Launch(_kernel(entry, constants), (blocks, 1, 1), HELPER_THREADS, 0, arguments)
 
@@ -334,8 +337,8 @@ def _choose_tile(
 ) -> Tile:
     """A tile that wastes little at the image's borders and fits shared memory.
 
-    Channels first: a thread's own (weights are read once for its four pixels), then lanes. The
-    rest of the warp, and all warps, go to pixels.
+    Output channels go to a thread first (which reads a weight once for its four pixels), then to
+    lanes. The rest of the warp, and all warps, go to pixels.
     """
     rows, columns = (
         Axis(
@@ -361,7 +364,7 @@ def _choose_tile(
         rows, columns, operands.vector, group_in
     ):
         vector = 1
-        if not operands.input_channels_last and columns.phases == 1:
+        if not operands.input_channels_last and columns.residues == 1:
             part_step = 0 if part_taps >= columns.taps else part_taps * columns.tap_step
             tile_step = PIXELS * lanes_x * columns.in_stride
             if columns.in_stride == 1 or part_taps > 1:
@@ -378,10 +381,10 @@ def _choose_tile(
 def _stages(
     rows: Axis, columns: Axis, vector: int, group_in: int
 ) -> Iterator[tuple[bool, tuple[int, int, int]]]:
-    """Stages from the best down to a single tap: whether rows are tight, and what they have.
+    """Stages from the best down to a single tap: whether rows are tight, and the stage's sizes.
 
-    That is channels, kernel rows and kernel columns. Banks that lanes share cost less than parts of
-    kernels, each of which loads a halo of its own.
+    The sizes are channels, kernel rows and kernel columns. Tight rows come before parts of kernels:
+    bank conflicts cost less than the halo that each part loads for itself.
     """
     first, *smaller = part_sizes(columns.taps, columns.tap_step, vector)
     wanted = ceil_div(STAGE_PRODUCTS, rows.taps * first)

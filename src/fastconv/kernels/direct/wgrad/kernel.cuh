@@ -3,26 +3,27 @@
 // grad[m, i, tap] = sum over images and output pixels of
 // grad_output[m, pixel] * input[i, pixel * stride + tap * dilation - padding].
 //
-// A block owns M output channels x I input channels of a group, for block_taps kernel rows and
-// part_taps of their columns (all of them, unless the kernel is large), and sums over its share
-// (split) of the pixels, a stage of stage_rows x stage_columns at a time.
+// A block computes a tile of the gradient: M output channels x I input channels of a group, for
+// block_taps kernel rows and part_taps of their columns (all of them, unless the kernel is large).
+// It accumulates over its split of the pixels (split-K), a stage of stage_rows x stage_columns at a
+// time.
 //
 //   shared memory, one of two stages        registers of a thread
-//   grad_output [M][row][pitch]             sum    [channels_per_thread][inputs_per_thread][taps]
+//   grad_output [M][row][pitch]             acc    [channels_per_thread][inputs_per_thread][taps]
 //   input       [I][row][tap row][pitch]    window the pixels that 4 output pixels see
 //
-// A thread takes 4 neighbouring pixels at a time: their window serves all taps, so that
-// 4 * sum's size multiply-adds cost channels_per_thread + (window / 4) * inputs_per_thread loads.
-// Where a group has few channels, the threads of a block share out the pixels as well (lanes_k,
-// warps_k).
+// A thread takes 4 neighbouring pixels at a time: their window serves all taps, so that 4
+// multiply-adds for each accumulator cost channels_per_thread + (window / 4) * inputs_per_thread
+// loads. Where a group has few channels, the threads of a block also divide the pixels among
+// themselves (lanes_k, warps_k).
 //
-// Sums over many pixels lose digits, so every flush_units stages a thread adds its sums to its own
-// slot of a workspace and starts again from zero. A second kernel adds the slots in a fixed order:
-// no atomics, the same bits every time. Launches cover a range of tiles each, as many as the
+// Accumulators lose digits over many pixels, so every flush_units stages a thread adds them to its
+// own slots of a workspace and clears them. A second kernel reduces the slots in a fixed order,
+// without atomics, so that the bits are the same every time. A launch covers as many tiles as the
 // workspace has room for.
 //
-// With `bias`, a thread also adds up the output's gradient that it loads, in sums of their own
-// behind the others: the gradient of the bias. The second kernel takes those of one of the threads
+// With `bias`, a thread also adds up the output's gradient that it loads, in further accumulators
+// behind the others: the gradient of the bias. The second kernel takes them from one of the threads
 // that saw the same channels and pixels.
 #pragma once
 #include "device/tile.cuh"
@@ -33,9 +34,9 @@ namespace weight_grad {
 using C = Config;
 using Scalar = C::Scalar;
 using Sum = SumOf<Scalar>::type;
-using Unit = IndexOf<C::wide_units>::type;  // a stage among those of all images
+using Unit = IndexOf<C::wide_units>::type;  // counts the stages of all images
 
-constexpr int kPixels = 4;  // taken at a time, neighbours in a row
+constexpr int kPixels = 4;  // neighbours in a row that a thread takes at a time
 constexpr int kLanesK = 32 / (C::lanes_m * C::lanes_n);
 constexpr int kThreads = 32 * C::warps_m * C::warps_n * C::warps_k;
 constexpr int kThreadsM = C::lanes_m * C::warps_m;
@@ -48,15 +49,17 @@ constexpr int kTaps = C::part_taps;
 constexpr int kParts = ceil_div(C::kernel_width, kTaps);
 constexpr int kTapChunks = ceil_div(C::kernel_height, C::block_taps);
 constexpr int kBlockTaps = C::block_taps * kTaps;
-constexpr int kSums = C::channels_per_thread * C::inputs_per_thread * kBlockTaps;
-constexpr int kSlots = kSums + (C::bias ? C::channels_per_thread : 0);  // of a thread
+constexpr int kAccumulators = C::channels_per_thread * C::inputs_per_thread * kBlockTaps;
+// Values that a thread keeps in the workspace.
+constexpr int kSlots = kAccumulators + (C::bias ? C::channels_per_thread : 0);
 
-// A single kernel column needs just the columns that it reads; several share a contiguous range.
+// The tile of a single kernel column holds only the columns that it reads; the tile of several
+// holds a contiguous range.
 constexpr int kColumnStep = kTaps == 1 ? C::stride_width : 1;
 constexpr int kColumnStride = C::stride_width / kColumnStep;
 
-// Tiles are copied in vectors from aligned addresses, so the input's tile may start a little before
-// the first pixel needed: by the same distance for every part.
+// Vector copies need aligned addresses, so the input's tile may start kShift pixels before the
+// first one needed. The shift is the same for every part.
 constexpr int kShift =
     C::vector_input == 1 ? 0
                          : (C::vector_input - C::padding_left % C::vector_input) % C::vector_input;
@@ -66,7 +69,7 @@ constexpr int kWindow =
     kShift + (kPixels - 1) * kColumnStride + (kTaps - 1) * C::dilation_width + 1;
 constexpr int kWindowPieces = ceil_div(kWindow, 4);
 
-constexpr int kQuads = C::stage_columns / kPixels;  // in a row of a stage
+constexpr int kQuads = C::stage_columns / kPixels;  // groups of kPixels in a row of a stage
 constexpr int kInputColumns = round_up((kQuads - 1) * kPixels * kColumnStride + kWindowPieces * 4,
                                        C::vector_input > 4 ? C::vector_input : 4);
 constexpr int kInputRows = C::stage_rows * C::block_taps;
@@ -85,8 +88,8 @@ constexpr int kUnitsX = ceil_div(C::out_width, C::stage_columns);
 constexpr int kUnitsY = ceil_div(C::out_height, C::stage_rows);
 constexpr Unit kImageUnits = Unit{kUnitsX} * kUnitsY;
 
-// Offsets and positions within an image. Stages may reach far beyond its end, where strides are
-// large.
+// Holds offsets and positions within an image, and positions beyond its end: with large strides,
+// stages reach far past it.
 constexpr long long kReach =
     max_of(1ll * (C::out_height + C::stage_rows) * C::stride_height +
                1ll * (C::kernel_height + C::block_taps) * C::dilation_height,
@@ -97,8 +100,9 @@ constexpr long long kImageElements =
                        1ll * C::group_out * C::out_height * C::out_width);
 using Offset = IndexTo<max_of(kImageElements, kReach)>;
 
+// Decodes a block's tile from its index.
 struct Tile {
-  int part, tap_row, i, m, group;  // tap_row: the first of block_taps
+  int part, tap_row, i, m, group;  // tap_row is the first of block_taps kernel rows
 
   __device__ explicit Tile(int index) {
     part = index % kParts;
@@ -111,11 +115,12 @@ struct Tile {
     group = index / kTilesM;
   }
 
-  // Whether no tile of the same output channels comes before this one.
+  // Whether this is the first tile of its output channels: the one that stores the bias gradient.
   __device__ bool has_bias() const { return part == 0 && tap_row == 0 && i == 0; }
 };
 
-struct Position {  // of a thread within its block
+// A thread's place in its block's tile; k is its share of the pixels.
+struct Position {
   int m, n, k;
 
   __device__ Position() {
@@ -126,20 +131,20 @@ struct Position {  // of a thread within its block
   }
 };
 
-// The thread at a position.
+// Returns the thread at a Position.
 __device__ __forceinline__ int thread_at(int m, int n, int k) {
   const int lane = (k % kLanesK * C::lanes_m + m % C::lanes_m) * C::lanes_n + n % C::lanes_n;
   const int warp = (k / kLanesK * C::warps_m + m / C::lanes_m) * C::warps_n + n / C::lanes_n;
   return warp * 32 + lane;
 }
 
-// Where a thread keeps its sum number `index` between stages.
+// Returns where in the workspace a thread of a block keeps its accumulator `index`.
 __device__ __forceinline__ long long slot(int block, int index, int thread) {
   return (1ll * block * kSlots + index) * kThreads + thread;
 }
 
-// The sum of a weight or a bias over a split's pixels, from the slots of the threads that share it.
-__device__ __forceinline__ Sum sum_of(const Sum* workspace, int block, int index, int m, int n) {
+// Adds the slots of the threads that share a weight or a bias: its sum over a split's pixels.
+__device__ __forceinline__ Sum split_sum(const Sum* workspace, int block, int index, int m, int n) {
   Sum total = 0;
   for (int k = 0; k < kThreadsK; ++k) {
     total += workspace[slot(block, index, thread_at(m, n, k))];
@@ -147,8 +152,8 @@ __device__ __forceinline__ Sum sum_of(const Sum* workspace, int block, int index
   return total;
 }
 
-// Copies [channels][stage_rows][kTapRows][columns] of an image, the rows row_step and tap_step
-// apart; what lies outside becomes zero.
+// Copies [channels][stage_rows][kTapRows][columns] of an image. Stage rows are row_step apart, tap
+// rows tap_step; elements outside of the image become zero.
 template <int kChannels, int kTapRows, int kColumns, int kStep, int kPitch, int kVector,
           bool kChannelsLast, int kAllChannels, int kHeight, int kWidth>
 __device__ __forceinline__ void load(Scalar* tile, const Scalar* image, int first_channel,
@@ -156,7 +161,7 @@ __device__ __forceinline__ void load(Scalar* tile, const Scalar* image, int firs
                                      Offset tap_step, Offset first_column) {
   constexpr int kVectors = kColumns / kVector;
   constexpr int kRows = C::stage_rows * kTapRows;
-#pragma unroll 1  // the sums need the registers
+#pragma unroll 1  // leaves the registers to the accumulators
   for (int i = threadIdx.x; i < kChannels * kRows * kVectors; i += kThreads) {
     const int channel = kChannelsLast ? i % kChannels : i / (kRows * kVectors);
     const int rest = kChannelsLast ? i / kChannels : i % (kRows * kVectors);
@@ -175,14 +180,14 @@ __device__ __forceinline__ void load(Scalar* tile, const Scalar* image, int firs
   }
 }
 
-using Sums = Sum[C::channels_per_thread][C::inputs_per_thread][C::block_taps][kTaps];
+using Accumulators = Sum[C::channels_per_thread][C::inputs_per_thread][C::block_taps][kTaps];
 using Biases = Sum[C::channels_per_thread];
 
-// Adds the products of four pixels, or of the first `left` of them if not kWhole: beyond the image
-// there is nothing to multiply, not even zero with infinity.
+// Adds the products of four pixels, or of the first `left` of them if not kWhole. Pixels beyond the
+// image are skipped although the tiles hold zeros there, because zero times infinity is NaN.
 template <bool kWhole>
 __device__ __forceinline__ void multiply_quad(const Scalar* grad, const Scalar* input, int left,
-                                              Sums& sum, Biases& bias) {
+                                              Accumulators& acc, Biases& bias) {
   Sum window[C::inputs_per_thread][C::block_taps][kWindowPieces][4];
 #pragma unroll
   for (int i = 0; i < C::inputs_per_thread; ++i) {
@@ -210,7 +215,7 @@ __device__ __forceinline__ void multiply_quad(const Scalar* grad, const Scalar* 
 #pragma unroll
           for (int tap = 0; tap < kTaps; ++tap) {
             const int w = kShift + p * kColumnStride + tap * C::dilation_width;
-            sum[m][i][r][tap] += four[p] * window[i][r][w / 4][w % 4];
+            acc[m][i][r][tap] += four[p] * window[i][r][w / 4][w % 4];
           }
         }
       }
@@ -218,10 +223,10 @@ __device__ __forceinline__ void multiply_quad(const Scalar* grad, const Scalar* 
   }
 }
 
-// Adds the products of a stage, of which rows x columns lie in the image.
+// Adds the products of a stage's rows x columns pixels that lie in the image.
 __device__ __forceinline__ void multiply(const Scalar* grad, const Scalar* input,
-                                         const Position& at, int rows, int columns, Sums& sum,
-                                         Biases& bias) {
+                                         const Position& at, int rows, int columns,
+                                         Accumulators& acc, Biases& bias) {
   const int quads = ceil_div(columns, kPixels);
 #pragma unroll 1
   for (int q = at.k; q < rows * quads; q += kThreadsK) {
@@ -231,9 +236,9 @@ __device__ __forceinline__ void multiply(const Scalar* grad, const Scalar* input
     const Scalar* inputs =
         input + (at.n * kInputRows + row * C::block_taps) * kInputPitch + column * kColumnStride;
     if (C::out_width % kPixels == 0 || column + kPixels <= columns) {
-      multiply_quad<true>(grads, inputs, kPixels, sum, bias);
+      multiply_quad<true>(grads, inputs, kPixels, acc, bias);
     } else {
-      multiply_quad<false>(grads, inputs, columns - column, sum, bias);
+      multiply_quad<false>(grads, inputs, columns - column, acc, bias);
     }
   }
 }
@@ -290,13 +295,13 @@ extern "C" __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Co
     fastconv::copy_async_commit();
   };
 
-  Sums sum = {};
+  Accumulators acc = {};
   Biases bias = {};
   bool flushed = false;
-  // Adds a sum to its slot, and starts it anew.
+  // Adds an accumulator to its slot and clears it.
   const auto flush = [&](Sum& value, int index) {
-    Sum* kept = workspace + slot(blockIdx.x, index, threadIdx.x);
-    *kept = flushed ? *kept + value : value;
+    Sum* target = workspace + slot(blockIdx.x, index, threadIdx.x);
+    *target = flushed ? *target + value : value;
     value = 0;
   };
   if (first < end) load_unit(first);
@@ -313,33 +318,37 @@ extern "C" __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Co
     const int rows_left = C::out_height - row_of(unit),
               columns_left = C::out_width - column_of(unit);
     multiply(grads(stage), inputs(stage), at, rows_left < C::stage_rows ? rows_left : C::stage_rows,
-             columns_left < C::stage_columns ? columns_left : C::stage_columns, sum, bias);
+             columns_left < C::stage_columns ? columns_left : C::stage_columns, acc, bias);
     if ((stage + 1) % C::flush_units == 0 || unit + 1 == end) {
 #pragma unroll
-      for (int index = 0; index < kSums; ++index) {
-        flush(sum[index / (C::inputs_per_thread * kBlockTaps)]
+      for (int index = 0; index < kAccumulators; ++index) {
+        flush(acc[index / (C::inputs_per_thread * kBlockTaps)]
                  [index / kBlockTaps % C::inputs_per_thread][index / kTaps % C::block_taps]
                  [index % kTaps],
               index);
       }
 #pragma unroll
-      for (int index = kSums; index < kSlots; ++index) flush(bias[index - kSums], index);
+      for (int index = kAccumulators; index < kSlots; ++index)
+        flush(bias[index - kAccumulators], index);
       flushed = true;
     }
     __syncthreads();  // before the stage after next overwrites this one
   }
 }
 
-// Adds up the slots of every weight, splits in order, and writes it where its strides say.
+// The split-K reduction: adds up the slots of every weight, splits in order, and writes the sum
+// where the weight's strides say.
 extern "C" __global__ void reduce(
     const fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace,
     Config::Scalar* __restrict__ grad, Config::Scalar* __restrict__ bias_grad, int first_tile,
     int tiles, int splits) {
   using namespace fastconv::weight_grad;
-  constexpr int kOwners = kThreads / kThreadsK;  // threads of a block that own different weights
+  constexpr int kOwners = kThreads / kThreadsK;  // threads of a block with different weights
   const int step = gridDim.x * blockDim.x;
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kSums * kOwners; i += step) {
-    const int owner = i % kOwners, index = i / kOwners % kSums, block = i / (kOwners * kSums);
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kAccumulators * kOwners;
+       i += step) {
+    const int owner = i % kOwners, index = i / kOwners % kAccumulators,
+              block = i / (kOwners * kAccumulators);
     const int n = owner % kThreadsN, m = owner / kThreadsN;
     const Tile tile(first_tile + block);
     const int channel =
@@ -353,7 +362,7 @@ extern "C" __global__ void reduce(
     }
     Sum total = 0;
     for (int split = 0; split < splits; ++split) {
-      total += sum_of(workspace, split * tiles + block, index, m, n);
+      total += split_sum(workspace, split * tiles + block, index, m, n);
     }
     grad[(1ll * tile.group * C::group_out + channel) * C::weight_stride_out +
          1ll * depth * C::weight_stride_in + 1ll * tap_row * C::weight_stride_height +
@@ -367,7 +376,7 @@ extern "C" __global__ void reduce(
       if (!tile.has_bias() || channel >= C::group_out) continue;
       Sum total = 0;
       for (int split = 0; split < splits; ++split) {
-        total += sum_of(workspace, split * tiles + block, kSums + index, m, 0);
+        total += split_sum(workspace, split * tiles + block, kAccumulators + index, m, 0);
       }
       bias_grad[tile.group * C::group_out + channel] = fastconv::narrow<Scalar>(total);
     }

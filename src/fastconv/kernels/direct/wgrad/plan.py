@@ -1,4 +1,4 @@
-"""Plans weight gradients with ``weight_grad.cuh``."""
+"""Plans weight gradients with ``direct/wgrad/kernel.cuh``."""
 
 from __future__ import annotations
 
@@ -30,24 +30,26 @@ from fastconv.kernels.family import (
 )
 from fastconv.problem import Problem
 
-PIXELS = 4  # that a thread takes at a time
-MOST_SUMS = 72  # of a thread: what leaves room for two blocks of 256 threads on a processor
-MOST_VALUES = 108  # sums and input pixels together, for the same reason
+PIXELS = 4  # neighbours in a row that a thread takes at a time
+# A thread's accumulators, and accumulators and input pixels together. More would use registers that
+# two blocks of 256 threads on an SM do not leave.
+MOST_ACCUMULATORS = 72
+MOST_VALUES = 108
 MOST_WARPS = 8
 LEAST_WARPS = 4
 # The widest stage that fits is taken. With 4 elements of padding, multiples of 32 make rows that
 # start in different banks.
 STAGE_COLUMNS = (96, 64, 32, 16, 8)
-FLUSH_PIXELS = 512
+FLUSH_PIXELS = 512  # accumulators are added to the workspace after about so many pixels
 WORKSPACE_BYTES = 64 << 20
-MOST_WORKSPACE_BYTES = 4 << 30  # of weights that would take more rounds otherwise
+MOST_WORKSPACE_BYTES = 4 << 30  # for weights that would otherwise take too many rounds of launches
 REDUCE_THREADS = 256
 MOST_REDUCE_BLOCKS = 4096
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What one block computes, and how its threads share it."""
+    """What one block computes, and how its threads divide it among themselves."""
 
     problem: Problem
     operands: Operands
@@ -72,7 +74,7 @@ class Tile:
 
     @property
     def blocks_per_sm(self) -> int:
-        """Blocks that share a processor: 512 threads have 128 registers each, 256 have 255."""
+        """Blocks that share an SM: 512 threads have 128 registers each, 256 have 255."""
         return (256 if self.operands.scalar_bytes == 8 else 512) // self.threads
 
     @property
@@ -84,13 +86,13 @@ class Tile:
         return self.inputs_per_thread * self.lanes_n * self.warps_n
 
     @property
-    def sums(self) -> int:
+    def accumulators(self) -> int:
         return self.channels_per_thread * self.inputs_per_thread * self.part_taps * self.block_taps
 
     @property
     def slots(self) -> int:
-        """Sums that a thread keeps in the workspace: with those of the bias."""
-        return self.sums + self.channels_per_thread * self.operands.bias_grad
+        """Values that a thread keeps in the workspace: accumulators of the weight and the bias."""
+        return self.accumulators + self.channels_per_thread * self.operands.bias_grad
 
     @property
     def window(self) -> int:
@@ -127,7 +129,7 @@ class Tile:
 
     @property
     def count(self) -> int:
-        """Tiles of the whole weight."""
+        """Tiles that cover the whole weight."""
         problem = self.problem
         return (
             problem.groups
@@ -139,7 +141,7 @@ class Tile:
 
     @property
     def units(self) -> int:
-        """Stages that all the pixels make."""
+        """Stages that cover the pixels of all images."""
         height, width = self.problem.output_size
         rows, columns = ceil_div(height, self.stage_rows), ceil_div(width, self.stage_columns)
         return self.problem.batch * rows * columns
@@ -197,7 +199,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
                 ("grad_output", "input", "scratch", first, tiles, splits, problem.batch),
             )
         )
-        owned = tiles * tile.sums * tile.threads
+        owned = tiles * tile.accumulators * tile.threads
         launches.append(
             Launch(
                 _kernel("reduce", constants),
@@ -217,7 +219,8 @@ def _kernel(entry: str, constants: dict[str, Constant]) -> Kernel:
 def _choose_tile(problem: Problem, operands: Operands, gpu: Gpu) -> Tile:
     """The first tile that fits shared memory, with as much of a kernel row as possible.
 
-    Columns of a stage give way first, then what spreads rows over banks, then kernel rows.
+    A stage's rows and columns shrink first; then its rows are padded less, which costs bank
+    conflicts; then the block takes one kernel row instead of all.
     """
     height = problem.kernel_size[0]
     for part_taps in part_sizes(problem.kernel_size[1], problem.dilation[1], operands.vector):
@@ -251,24 +254,24 @@ def _stages(tile: Tile) -> Iterator[Tile]:
 def _tile(
     problem: Problem, operands: Operands, part_taps: int, most_tap_rows: int, tight: bool
 ) -> Tile:
-    """A thread's sums first, then lanes and warps over channels; the rest shares out pixels."""
+    """A tile with the largest register tile; lanes and warps go to channels, the rest to pixels."""
     group_in = problem.in_channels // problem.groups
     group_out = problem.out_channels // problem.groups
-    most_sums = MOST_SUMS if operands.scalar_bytes < 8 else MOST_SUMS // 2
+    most_accumulators = MOST_ACCUMULATORS if operands.scalar_bytes < 8 else MOST_ACCUMULATORS // 2
     channels_per_thread = power_of_two_for(group_out, 8)
-    while channels_per_thread * part_taps > most_sums:
+    while channels_per_thread * part_taps > most_accumulators:
         channels_per_thread //= 2
-    # All the kernel's rows where they fit: then the output's gradient is loaded just once.
+    # A block that takes all the kernel's rows loads the output's gradient just once.
     block_taps = most_tap_rows
     window = _window(problem, part_taps, operands.vector - 1)
     if (
         block_taps * (channels_per_thread * part_taps + window)
-        > MOST_VALUES * most_sums // MOST_SUMS
+        > MOST_VALUES * most_accumulators // MOST_ACCUMULATORS
     ):
         block_taps = 1
-    sums_of_input = channels_per_thread * part_taps * block_taps
+    accumulators_per_input = channels_per_thread * part_taps * block_taps
     inputs_per_thread = max(
-        range(1, max(1, min(8, most_sums // sums_of_input)) + 1),
+        range(1, max(1, min(8, most_accumulators // accumulators_per_input)) + 1),
         key=lambda inputs: (filled(group_in, inputs * _lanes_n(group_in, inputs)), inputs),
     )
     lanes_m = power_of_two_for(ceil_div(group_out, channels_per_thread), 4)

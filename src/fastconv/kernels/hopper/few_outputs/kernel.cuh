@@ -1,24 +1,24 @@
-// Convolution with few output channels on Hopper's tensor cores: forward passes, and input
-// gradients, of stride 1.
+// Convolution with few output channels on Hopper's tensor cores: forward passes and input gradients
+// of stride 1.
 //
-// Of an image row, 64 pixels are the rows of a product, and all taps of all output channels are its
-// columns. Each input element is multiplied once, straight from the registers that it was loaded
-// to; the weights, all of them, stay in shared memory. What a pixel's product with a tap is worth
-// to which output is sorted out afterwards:
+// M is 64 pixels of an image row, K the input channels, and N has a column for every tap of every
+// output channel. Each input element is multiplied once, straight from the registers it was loaded
+// to (wgmma's A operand); all weights stay in shared memory. The accumulators of a pixel and a tap
+// are added to the output that they belong to afterwards:
 //
-//   rows      A warpgroup walks down a strip of the image, and the sums of as many output rows as
-//             the kernel has lie side by side in the product's columns (`slots`). A step adds an
-//             input row to all of them, to each with another row of taps; then slot 0 is complete,
-//             and the others move up by one.
+//   rows      A warpgroup walks down a strip of the image. The accumulators of R output rows, where
+//             R is the kernel's height, lie side by side in N (`slots`). A step adds an input row
+//             to all slots, to each with another row of taps; then slot 0 is complete, and the
+//             others move up by one.
 //
 //                input row i   slot 0: output row i - (R - 1)    taps of kernel row R - 1
 //                              slot 1: output row i - (R - 2)    taps of kernel row R - 2
 //                              ...                               (padding and dilation left out)
 //
-//   columns   A complete slot holds each pixel's products with the taps of a row side by side. They
-//             are written to shared memory, and an output adds up those that belong to it, of as
-//             many neighbouring pixels. The strip's outermost pixels have too few neighbours:
-//             strips overlap by what a row of taps reaches.
+//   columns   A complete slot holds, for each pixel, one accumulator per tap of a kernel row. They
+//             are written to shared memory, and an output adds up the taps of its neighbouring
+//             pixels. The strip's outermost pixels have too few neighbours, so strips overlap by
+//             the reach of a row of taps.
 //
 // Warpgroups work independently of each other: while one loads, another multiplies.
 #pragma once
@@ -29,28 +29,28 @@ namespace fastconv {
 namespace hopper {
 
 constexpr int kWordElements = 4 / kScalarBytes;
-constexpr int kPixels = 64;                 // of a product
-constexpr int kStepChannels = 2 * kVector;  // of a product
+constexpr int kPixels = 64;                 // M of a wgmma
+constexpr int kStepChannels = 2 * kVector;  // K of a wgmma
 
-// --- The product's columns -----------------------------------------------------------------------
+// --- N: taps and output channels -----------------------------------------------------------------
 
 constexpr int kSlots = C::kernel_height;
 constexpr int kSlotColumns = round_up(C::kernel_width * C::group_out, 8);
 constexpr int kColumns = kSlots * kSlotColumns;
-constexpr int kSums = kColumns / 2;  // of a thread
-constexpr int kSlotSums = kSlotColumns / 2;
+constexpr int kAccumulators = kColumns / 2;  // registers of a thread
+constexpr int kSlotAccumulators = kSlotColumns / 2;
 static_assert(kColumns <= 256, "what a product can have");
 
-// --- The product's sum: input channels, in units that are loaded together ------------------------
+// --- K: input channels, in units that are loaded together ----------------------------------------
 
 constexpr int kUnits = ceil_div(ceil_div(C::group_in, kStepChannels), C::unit_steps);
 constexpr int kSteps = kUnits * C::unit_steps;
 static_assert(!C::vector_loads || C::unit_steps % 2 == 0,
               "16 bytes are a thread's of two products");
 
-// A thread has 4 bytes of pixels 2 (lane / 4) and the next, of two places in a product's sum. Which
-// channel is where is free to choose: 16 bytes that neighbour in memory are one thread's, of two
-// products.
+// The channel at a place of K. As wgmma's A fragment, a thread holds 4 bytes of pixel 2 (lane / 4)
+// and of the next pixel, at two places of K. The order of channels along K is free, so that 16
+// bytes that are neighbours in memory go to one thread, for two wgmmas.
 __device__ __forceinline__ int channel_of(int step, int place) {
   const int lane = place / kWordElements % 4;
   const int half = place / kVector;
@@ -67,12 +67,13 @@ __device__ __forceinline__ int channel_of(int step, int place) {
 constexpr int kPlaneBytes = kColumns * 16;
 constexpr int kPartBytes = kSteps * 2 * kPlaneBytes;
 constexpr int kStaging = C::parts * kPartBytes;
-// Of a warpgroup: columns of pixels, so far apart that a half-warp's pairs lie in different banks.
+// A warpgroup's staging buffer: a line of pixels for each column of N, with a pitch that spreads a
+// half-warp's pairs over different banks.
 constexpr int kStagePitch = kPixels + 4;
 constexpr int kStageFloats = kSlotColumns * kStagePitch;
 static_assert(kStaging + C::warpgroups * kStageFloats * 4 <= C::shared_bytes, "");
 
-// The weight in a column and a place of the sum, zero for what is not there.
+// The weight in a column of N for an input channel; zero in the padding of N and K.
 __device__ __forceinline__ Scalar weight_at(const Scalar* weight, int column, int channel) {
   const int tap = column % kSlotColumns / C::group_out;
   const int out = column % kSlotColumns % C::group_out;
@@ -104,7 +105,7 @@ __device__ __forceinline__ void store_weight(unsigned char* target, Half value) 
   *reinterpret_cast<Half*>(target) = value;
 }
 
-// All threads of a block: all weights, as the tensor cores want them:
+// All threads of a block write all weights to shared memory, in wgmma's layout without a swizzle:
 //   [part][step][2][column][16 bytes of channels]
 __device__ __forceinline__ void pack(const Scalar* weight) {
   constexpr int kElements = kSteps * kStepChannels * kColumns;
@@ -119,9 +120,9 @@ __device__ __forceinline__ void pack(const Scalar* weight) {
   fence_async_shared();
 }
 
-// --- Items: what warpgroups share among themselves -----------------------------------------------
+// --- Items: strips that are distributed over warpgroups ------------------------------------------
 
-constexpr int kRowStep = C::dilation_height;  // output rows of a walk are so far apart
+constexpr int kRowStep = C::dilation_height;  // distance of a walk's output rows
 using Item = Walk<C::strip_columns, kRowStep>;
 
 // --- Input ---------------------------------------------------------------------------------------
@@ -132,8 +133,8 @@ constexpr int kInChannel = C::in_channels_last ? 1 : kInPlane;
 static_assert(elements_of(C::group_in, C::in_height, C::in_width) < kMostElements, "");
 static_assert(elements_of(C::group_out, C::out_height, C::out_width) < kMostElements, "");
 
-// Rows and columns that taps read, before or behind the input's first; and where the farthest
-// element would be, of channels that a unit has too many too.
+// Bounds of the rows and columns that taps may address, inside the input or not. With the padding
+// of K they give the largest offset that is computed, and so the type that holds it.
 constexpr int kFarRow =
     max_of(C::padding_top, C::out_height + C::kernel_height * C::dilation_height);
 constexpr int kFarColumn = max_of(C::padding_left + C::lead, C::out_width + kPixels);
@@ -141,18 +142,18 @@ using InOffset =
     IndexTo<elements_of(kFarRow, C::in_width, kInPixel) + elements_of(kFarColumn, kInPixel) +
             elements_of(kSteps* kStepChannels, kInChannel)>;
 
-// Words that a thread loads for a product; single 16-bit elements take one each.
+// Words that a thread loads for a wgmma; 16-bit elements that are loaded singly take a word each.
 constexpr bool kSingles = !C::vector_loads && !C::pair_loads;
 constexpr int kRawWords = kSingles ? 4 * kWordElements : 4;
 
 using Raw = unsigned[C::unit_steps][kRawWords];
 using Fragments = unsigned[C::parts][C::unit_steps][4];
 
-// What a thread loads of the rows of a walk.
+// Loads a thread's elements of the input rows of a walk.
 struct Loader {
-  const Scalar* pixels;  // its first channel of its first pixel, in row 0 of the image
+  const Scalar* pixels;  // first channel of the thread's first pixel, in row 0 of the image
   int first_channel;
-  bool valid[2];  // whether its pixels are in the image
+  bool valid[2];  // whether the thread's two pixels are in the image
 
   __device__ Loader(const Scalar* input, const Item& item) {
     const int thread = static_cast<int>(threadIdx.x) % 128;
@@ -165,13 +166,13 @@ struct Loader {
     for (int i = 0; i < 2; ++i) valid[i] = column + i >= 0 && column + i < C::in_width;
   }
 
-  // Whether a channel exists, so many after the first one.
+  // Whether there is a channel that many after the thread's first one.
   __device__ __forceinline__ bool exists(int channel) const {
     constexpr bool kAll = kSteps * kStepChannels == C::group_in;
     return kAll || first_channel + channel < C::group_in;
   }
 
-  // A unit of a row, as it lies in memory.
+  // Loads a unit of a row, unconverted.
   __device__ __forceinline__ void load(Raw& raw, int row, int unit) const {
     const bool inside = row >= 0 && row < C::in_height;
     const Scalar* const source =
@@ -193,7 +194,7 @@ struct Loader {
     }
   }
 
-  // Both pixels' 16 bytes of channels.
+  // Loads 16 bytes of channels of both pixels.
   __device__ __forceinline__ void load_vectors(unsigned (&first)[kRawWords],
                                                unsigned (&second)[kRawWords], const Scalar* source,
                                                bool exists) const {
@@ -208,7 +209,7 @@ struct Loader {
     }
   }
 
-  // Channel by channel: both pixels at once, or one by one.
+  // Loads channel by channel: both pixels at once, or each by itself.
   __device__ __forceinline__ void load_step(unsigned (&raw)[kRawWords], const Scalar* source,
                                             bool inside, int channels) const {
 #pragma unroll
@@ -236,7 +237,7 @@ struct Loader {
   }
 };
 
-// A product's left operand of what was loaded for it.
+// Converts what was loaded for a wgmma to its A fragment, in one part or two.
 __device__ __forceinline__ void convert(unsigned (&fragment)[4], unsigned (&low)[4],
                                         const unsigned (&raw)[kRawWords]) {
   if constexpr (kScalarBytes == 4) {
@@ -253,7 +254,7 @@ __device__ __forceinline__ void convert(unsigned (&fragment)[4], unsigned (&low)
 #pragma unroll
     for (int i = 0; i < 4; ++i) fragment[i] = raw[i];
   } else {
-    // Two channels of one pixel belong together.
+    // A word of the fragment has two channels of one pixel.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (kSingles) {
@@ -274,8 +275,9 @@ __device__ __forceinline__ void convert(Fragments& fragments, const Raw& raw) {
   }
 }
 
-// Whether all numbers of a warp are, by their low parts: products of two are half as many
-// instructions, and overflow only where numbers are beyond 2^70, which does no harm.
+// Whether all numbers of a warp are finite, judged by their low parts. Multiplying two low parts
+// takes half as many instructions as checking each; it overflows only for numbers beyond 2^70, for
+// which the kernel is then careful without need.
 __device__ __forceinline__ bool is_finite(const Fragments& fragments) {
   float products = 0.0f;
 #pragma unroll
@@ -289,26 +291,27 @@ __device__ __forceinline__ bool is_finite(const Fragments& fragments) {
   return __all_sync(~0u, tensor::is_finite(products));
 }
 
-// --- Products ------------------------------------------------------------------------------------
+// --- MMA -----------------------------------------------------------------------------------------
 
-// No finite number's low part is larger.
+// The low part of a finite number is never larger.
 constexpr float kMostLow = 0x1p116f;
 
-// Adds a unit to all slots' sums; of split numbers, to what they have lost so far (`compensated`),
-// or to nothing. The large products of those come last: what the small ones add is not lost.
-__device__ __forceinline__ void multiply(float (&sums)[kSums], const Fragments& fragments,
+// Adds a unit to the accumulators of all slots. With 3xTF32 (`parts` = 2), these hold the rounding
+// error of the totals so far (`compensated`), or are overwritten; and the high * high MMAs come
+// last, so that the small products are added to small accumulators.
+__device__ __forceinline__ void multiply(float (&acc)[kAccumulators], const Fragments& fragments,
                                          int unit) {
   constexpr int kLow = C::parts - 1;
   constexpr int kPart = kPartBytes / 16;
-  // Low parts are infinite where numbers are, which products of two must not be.
-  unsigned lowest[C::unit_steps][4];
+  // Infinite numbers have infinite low parts. They are limited, so that low * low is finite.
+  unsigned limited_low[C::unit_steps][4];
   if constexpr (C::low_products) {
 #pragma unroll
     for (int step = 0; step < C::unit_steps; ++step) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float low = __uint_as_float(fragments[kLow][step][i]);
-        lowest[step][i] = __float_as_uint(limited(low, kMostLow));
+        limited_low[step][i] = __float_as_uint(limited(low, kMostLow));
       }
     }
   }
@@ -321,26 +324,26 @@ __device__ __forceinline__ void multiply(float (&sums)[kSums], const Fragments& 
       const Matrix right = weights + step * (2 * kPlaneBytes / 16);
       bool accumulate = C::compensated || step > 0;
       if constexpr (C::low_products) {
-        wgmma<kColumns>(Operand{}, sums, lowest[step], right + kPart, accumulate);
+        wgmma<kColumns>(Operand{}, acc, limited_low[step], right + kPart, accumulate);
         accumulate = true;
       }
-      wgmma<kColumns>(Operand{}, sums, fragments[kLow][step], right, accumulate);
-      wgmma<kColumns>(Operand{}, sums, fragments[0][step], right + kPart, true);
+      wgmma<kColumns>(Operand{}, acc, fragments[kLow][step], right, accumulate);
+      wgmma<kColumns>(Operand{}, acc, fragments[0][step], right + kPart, true);
     }
   }
 #pragma unroll
   for (int step = 0; step < C::unit_steps; ++step) {
-    wgmma<kColumns>(Operand{}, sums, fragments[0][step], weights + step * (2 * kPlaneBytes / 16),
+    wgmma<kColumns>(Operand{}, acc, fragments[0][step], weights + step * (2 * kPlaneBytes / 16),
                     true);
   }
   wgmma_commit();
   wgmma_wait<0>();
-  hold_registers(sums);
+  hold_registers(acc);
 }
 
-// --- Outputs -------------------------------------------------------------------------------------
+// --- Epilogue ------------------------------------------------------------------------------------
 
-// Stores output rows of a walk, of what slot 0 has for them.
+// Stores output rows of a walk from the accumulators of slot 0.
 struct Storer {
   const Scalar* bias;
   Scalar* image;
@@ -365,7 +368,7 @@ struct Storer {
     return bias == nullptr ? 0.0f : widen(bias[channel]);
   }
 
-  // An output: the sum of its taps' products.
+  // An output: the sum over a row of taps, each taken from the pixel that it reads.
   __device__ __forceinline__ float output_at(int x, int channel) const {
     const float* const first = stage + channel * kStagePitch + C::lead + x;
     float sum = first[0];
@@ -376,23 +379,23 @@ struct Storer {
     return sum;
   }
 
-  __device__ __forceinline__ void store(const float (&sums)[kSums], int row) const {
+  __device__ __forceinline__ void store(const float (&acc)[kAccumulators], int row) const {
     const int thread = static_cast<int>(threadIdx.x) % 128;
     const int warp = thread / 32;
     const int lane = thread % 32;
-    warpgroup_sync(warpgroup);  // all have read what was there before
+    warpgroup_sync(warpgroup);  // the previous row has been read
 #pragma unroll
-    for (int i = 0; i < kSlotSums; i += 4) {
-      // Sums i and i + 1 are two columns of the first pixel, i + 2 and i + 3 of the second.
+    for (int i = 0; i < kSlotAccumulators; i += 4) {
+      // Accumulators i and i + 1 are two columns of the first pixel, i + 2 and i + 3 of the second.
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int at = 2 * i + lane % 4 * 2 + j;
         *reinterpret_cast<float2*>(stage + at * kStagePitch + warp * 16 + lane / 4 * 2) =
-            make_float2(sums[i + j], sums[i + 2 + j]);
+            make_float2(acc[i + j], acc[i + 2 + j]);
       }
     }
     warpgroup_sync(warpgroup);
-    // Addresses are found step by step: all at once, they would take the registers of sums.
+    // These loops are not unrolled: the addresses would take registers that accumulators need.
     if constexpr (C::out_channels_last) {
       Scalar* const target = image + (row * C::out_width + column) * C::group_out;
 #pragma unroll 1
@@ -402,7 +405,7 @@ struct Storer {
         target[i] = epilogue(sum, target + i);
       }
     } else {
-      // Four channels, some of which may not exist.
+      // The distance of four channels, some of which may not exist, has to fit the type.
       constexpr IndexTo<elements_of(4, C::out_height, C::out_width)> kPlane =
           C::out_height * C::out_width;
       Scalar* target = image + row * C::out_width + column + warp * kPlane + lane;
@@ -421,50 +424,53 @@ struct Storer {
   }
 };
 
-// --- All together --------------------------------------------------------------------------------
+// --- Kernel --------------------------------------------------------------------------------------
 
-// Moves the slots up by one: the last one is a new output row.
-__device__ __forceinline__ void advance(float (&sums)[kSums]) {
+// Moves the slots up by one; the last one becomes a new output row.
+__device__ __forceinline__ void advance(float (&acc)[kAccumulators]) {
 #pragma unroll
-  for (int i = 0; i < kSums; ++i) {
-    sums[i] = i + kSlotSums < kSums ? sums[i + kSlotSums] : 0.0f;
+  for (int i = 0; i < kAccumulators; ++i) {
+    acc[i] = i + kSlotAccumulators < kAccumulators ? acc[i + kSlotAccumulators] : 0.0f;
   }
 }
 
 __device__ __forceinline__ void walk(const Scalar* input, const Scalar* bias, Scalar* output,
                                      const Item& item, const Epilogue<C>& epilogue) {
   const Loader loader(input, item);
-  float sums[kSums];
-  float totals[kSums];  // of products of split numbers, unit by unit
-  float (&slots)[kSums] = C::parts == 2 ? totals : sums;
+  float acc[kAccumulators];
+  float totals[kAccumulators];  // with 3xTF32, the sums of the accumulators of all units
+  float (&slots)[kAccumulators] = C::parts == 2 ? totals : acc;
 #pragma unroll
-  for (int i = 0; i < kSums; ++i) slots[i] = sums[i] = 0.0f;
+  for (int i = 0; i < kAccumulators; ++i) slots[i] = acc[i] = 0.0f;
   Raw raw;
   Fragments fragments;
-  bool careful = false;  // there was something infinite or NaN
+  bool careful = false;  // whether there was an infinity or a NaN
   int row = item.row - C::padding_top;
   loader.load(raw, row, 0);
   const int steps = item.rows + kSlots - 1;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    const int next_row = step < steps - 1 ? row + kRowStep : C::in_height;  // no row: no loads
+    const int next_row =
+        step < steps - 1
+            ? row + kRowStep
+            : C::in_height;  // after the last row, one outside the image: nothing is loaded
 #pragma unroll 1
     for (int unit = 0; unit < kUnits; ++unit) {
       convert(fragments, raw);
       if constexpr (C::compensated) careful = careful || !is_finite(fragments);
-      // What comes next is on its way while this is multiplied.
+      // The next unit's loads are in flight while this one is multiplied.
       const bool last = unit == kUnits - 1;
       loader.load(raw, last ? next_row : row, last ? 0 : unit + 1);
-      multiply(sums, fragments, unit);
+      multiply(acc, fragments, unit);
       if constexpr (C::parts == 2) {
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) {
-          const float total = totals[i] + sums[i];
-          if constexpr (C::compensated) sums[i] -= total - totals[i];
+        for (int i = 0; i < kAccumulators; ++i) {
+          const float total = totals[i] + acc[i];
+          if constexpr (C::compensated) acc[i] -= total - totals[i];
           totals[i] = total;
         }
-        // What a total loses as it becomes infinite is no number.
-        if (C::compensated && careful) drop_infinite(sums);
+        // The rounding error of a total that became infinite is NaN or infinite.
+        if (C::compensated && careful) drop_infinite(acc);
       }
     }
     row = next_row;
@@ -473,13 +479,13 @@ __device__ __forceinline__ void walk(const Scalar* input, const Scalar* bias, Sc
       Storer(bias, output, item, epilogue).store(slots, item.row + complete * kRowStep);
     }
     advance(slots);
-    if constexpr (C::compensated) advance(sums);
+    if constexpr (C::compensated) advance(acc);
   }
 }
 
-__device__ __forceinline__ void spread(const Scalar* input, const Scalar* weight,
-                                       const Scalar* bias, Scalar* output, int batch,
-                                       const Epilogue<C>& epilogue) {
+__device__ __forceinline__ void few_outputs(const Scalar* input, const Scalar* weight,
+                                            const Scalar* bias, Scalar* output, int batch,
+                                            const Epilogue<C>& epilogue) {
   pack(weight);
   __syncthreads();
   const int items = batch * Item::kPerImage;
@@ -495,7 +501,8 @@ __device__ __forceinline__ void spread(const Scalar* input, const Scalar* weight
 }  // namespace fastconv
 
 extern "C" __global__ void __launch_bounds__(128 * Config::warpgroups, 1)
-    spread(const Config::Scalar* input, const Config::Scalar* weight, const Config::Scalar* bias,
-           Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
-  fastconv::hopper::spread(input, weight, bias, output, batch, FASTCONV_EPILOGUE(output));
+    few_outputs(const Config::Scalar* input, const Config::Scalar* weight,
+                const Config::Scalar* bias, Config::Scalar* output,
+                int batch FASTCONV_RESIDUAL_PARAMETER) {
+  fastconv::hopper::few_outputs(input, weight, bias, output, batch, FASTCONV_EPILOGUE(output));
 }

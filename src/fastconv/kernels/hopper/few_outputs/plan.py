@@ -1,4 +1,4 @@
-"""Plans layers of few output channels with ``spread.cuh``."""
+"""Plans layers with few output channels, whose N has a column for every tap and channel."""
 
 from __future__ import annotations
 
@@ -21,45 +21,51 @@ from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import limits
 from fastconv.kernels.planning.layers import LONG_SUM, SHORT_SUM_PRODUCTS
 
-PIXELS = 64  # of a product
-MOST_COLUMNS = {1: 256, 2: 168}  # of a product, by parts: a thread's sums have to fit registers
-LEAST_STRIP = 16  # columns: below, most products would be thrown away
-# Steps of a unit, by parts: what a thread has under way; and if sums take most of its registers.
-# Split numbers' sums are added up after each, since the error of the tensor core's accumulation
-# grows with its length.
+PIXELS = 64  # M of a wgmma
+# N, by parts: 256 is wgmma's limit; in two parts, accumulators and totals have to fit the
+# registers.
+MOST_COLUMNS = {1: 256, 2: 168}
+LEAST_STRIP = 16  # output columns: narrower strips would discard most of what they multiply
+# MMA steps along K that a thread loads at once, by parts; fewer if N is so large that accumulators
+# take most of its registers. With 3xTF32, accumulators are added to totals after each such unit,
+# because the error of the tensor core's accumulation grows with its length.
 MOST_UNIT_STEPS = {1: 8, 2: 4}
 FEW_UNIT_STEPS = {1: 4, 2: 2}
 MANY_COLUMNS = {1: 192, 2: 144}
-MOST_RAW_WORDS = 32
-# A thread's registers beside its sums and operands, about; and what three warpgroups leave it.
+MOST_RAW_WORDS = 32  # registers of a thread for elements that are being loaded
+# Registers of a thread beside accumulators and operands, about; and all that it has if a block has
+# three warpgroups.
 OTHER_REGISTERS = 28
 SHARED_REGISTERS = 168
 
-# Estimated cycles of one processor.
-LOAD_BYTES = 14.0  # a cycle
-STORED_ELEMENTS = 2.6  # a cycle
-STEP_CYCLES = 150.0
-SPLIT_LOSS = 1.5  # of split numbers: two warpgroups only, and they add up between products
-UNIT_LATENCY = 700.0  # of a warpgroup that never waits for another
+# Estimates of one SM.
+LOAD_BYTES = 14.0  # per cycle
+STORED_ELEMENTS = 2.6  # per cycle
+STEP_CYCLES = 150.0  # of an input row of a strip, beside loads, MMAs and stores
+SPLIT_LOSS = 1.5  # factor of 3xTF32: only two warpgroups, which add up totals between MMAs
+# Cycles that a unit and an input row take a warpgroup that never waits for another.
+UNIT_LATENCY = 700.0
 STEP_LATENCY = 600.0
-BAND_ROWS = 64  # about
-PORTABLE_PRODUCTS = 57.0  # multiply-adds of the portable kernels, if output channels are few
+BAND_ROWS = 64  # output rows of a walk, about
+# Per cycle of the portable kernels with few output channels.
+PORTABLE_MADS = 57.0
 PORTABLE_BYTES = 7.0
 
 
 @dataclass(frozen=True)
-class Spread:
-    """How warpgroups walk through a layer."""
+class Walks:
+    """How warpgroups walk down the strips of a layer's images."""
 
     layer: Layer
 
     @property
     def slot_columns(self) -> int:
+        """Columns of N for an output row: taps of a kernel row by output channels."""
         return round_up(self.layer.kernel[1] * self.layer.group_out, 8)
 
     @property
     def columns(self) -> int:
-        """Of a product."""
+        """N of a wgmma."""
         return self.layer.kernel[0] * self.slot_columns
 
     @property
@@ -75,25 +81,26 @@ class Spread:
 
     @property
     def lead(self) -> int:
-        """Pixels before the first that a strip needs, so that it begins with a pair."""
+        """Pixels loaded before the first needed one, so that a strip begins with a pair."""
         return self.layer.padding[1] % 2 if self.pair_loads else 0
 
     @property
     def strip_columns(self) -> int:
+        """Output columns of a strip."""
         reach = (self.layer.kernel[1] - 1) * self.layer.dilation[1]
         columns = PIXELS - reach - self.lead
         return columns // 2 * 2 if self.pair_loads else columns
 
     @property
     def compensated(self) -> bool:
-        """Whether totals keep what rounding loses, by the same rule as in ``Layer``."""
+        """Whether the rounding errors of totals are kept, by the same rule as in ``Layer``."""
         layer = self.layer
-        products = layer.steps * layer.kernel[0] * layer.kernel[1]
-        return layer.parts == 2 and products > LONG_SUM
+        mmas = layer.steps * layer.kernel[0] * layer.kernel[1]
+        return layer.parts == 2 and mmas > LONG_SUM
 
     @property
     def unit_steps(self) -> int:
-        """Products' channels that are loaded together."""
+        """MMA steps along K whose channels are loaded together."""
         parts, size = self.layer.parts, self.layer.operands.scalar_bytes
         singles = not (self.vector_loads or self.pair_loads)
         most = (FEW_UNIT_STEPS if self.columns > MANY_COLUMNS[parts] else MOST_UNIT_STEPS)[parts]
@@ -108,9 +115,9 @@ class Spread:
 
     @property
     def warpgroups(self) -> int:
-        sums = self.layer.parts * self.columns // 2
+        accumulators = self.layer.parts * self.columns // 2
         operands = (1 + self.layer.parts) * 4 * self.unit_steps
-        return 3 if sums + operands + OTHER_REGISTERS <= SHARED_REGISTERS else 2
+        return 3 if accumulators + operands + OTHER_REGISTERS <= SHARED_REGISTERS else 2
 
     @property
     def shared_bytes(self) -> int:
@@ -123,16 +130,16 @@ class Spread:
 
     @property
     def walk_rows(self) -> int:
-        """Output rows that are walked down one after the other."""
+        """Output rows of an image with the same residue modulo the dilation: those of a strip."""
         return ceil_div(self.layer.out_size[0], self.layer.dilation[0])
 
     @lazy
     def step_cycles(self) -> float:
-        """What a processor takes for an input row of a strip, of all warpgroups' that it has."""
+        """Cycles of an SM for an input row of a strip, with all warpgroups at work."""
         layer = self.layer
-        products = self.units * self.unit_steps * layer.products * self.columns / 2
+        mma = self.units * self.unit_steps * layer.products * self.columns / 2
         cycles = STEP_CYCLES + limits.together(
-            products,
+            mma,
             PIXELS * layer.group_in * layer.operands.scalar_bytes / LOAD_BYTES,
             self.strip_columns * layer.group_out / STORED_ELEMENTS,
         )
@@ -141,24 +148,24 @@ class Spread:
 
     @property
     def image_cycles(self) -> float:
-        """What an image takes, in cycles of one processor."""
+        """The estimated cycles of one SM for an image."""
         layer = self.layer
         again = 1 + (layer.kernel[0] - 1) / min(BAND_ROWS, self.walk_rows)
         return self.strips * self.walk_rows * layer.dilation[0] * again * self.step_cycles
 
     def band_rows(self, gpu: Gpu) -> int:
-        """Output rows of a walk: so many that all warpgroups have equally much to do."""
+        """Output rows of a walk, chosen so that all warpgroups have about the same work."""
         layer = self.layer
-        walks = layer.batch * layer.dilation[0] * self.strips
+        count = layer.batch * layer.dilation[0] * self.strips
         workers = gpu.processors * self.warpgroups
-        return limits.band_rows(walks, self.walk_rows, workers, layer.kernel[0])
+        return limits.band_rows(count, self.walk_rows, workers, layer.kernel[0])
 
 
-def spread_of(layer: Layer, gpu: Gpu) -> Spread:
-    """How the layer is computed so.
+def walks_of(layer: Layer, gpu: Gpu) -> Walks:
+    """The walks that compute a layer.
 
     Raises:
-        Declined: it cannot be.
+        Declined: the kernel cannot compute the layer.
     """
     rows, columns = layer.placing
     channels = (layer.group_in, layer.group_out)
@@ -169,26 +176,26 @@ def spread_of(layer: Layer, gpu: Gpu) -> Spread:
     whole = rows.step == columns.step == 1 and layer.folding == (1, 1)
     if layer.stride != (1, 1) or not whole:
         raise Declined("strides")
-    spread = Spread(_lines(layer))
-    if spread.columns > MOST_COLUMNS[layer.parts]:
-        raise Declined(f"{spread.columns} columns of taps and output channels")
-    if spread.strip_columns < LEAST_STRIP:
+    walks = Walks(_lines(layer))
+    if walks.columns > MOST_COLUMNS[layer.parts]:
+        raise Declined(f"{walks.columns} columns of taps and output channels")
+    if walks.strip_columns < LEAST_STRIP:
         raise Declined("taps that reach too far")
-    if spread.shared_bytes > gpu.shared_bytes_per_block:
+    if walks.shared_bytes > gpu.shared_bytes_per_block:
         raise Declined("weights that do not fit shared memory")
-    return spread
+    return walks
 
 
 def portable_cycles(layer: Layer) -> float:
-    """What an image takes the portable kernels, in cycles of one processor."""
+    """The estimated cycles of one SM for an image with the portable kernels."""
     outputs = layer.group_out * layer.out_size[0] * layer.out_size[1]
     inputs = layer.group_in * layer.in_size[0] * layer.in_size[1]
     bytes_ = (inputs + outputs) * layer.operands.scalar_bytes
-    return max(outputs * layer.terms / PORTABLE_PRODUCTS, bytes_ / PORTABLE_BYTES)
+    return max(outputs * layer.terms / PORTABLE_MADS, bytes_ / PORTABLE_BYTES)
 
 
 def _lines(layer: Layer) -> Layer:
-    """The layer, with rows of a product's pixels if it has no others to respect."""
+    """The layer; a pointwise one reshaped to rows of 64 pixels, if it has a multiple of 64."""
     pixels = layer.in_size[0] * layer.in_size[1]
     same = layer.in_size == layer.out_size and layer.padding == (0, 0)
     whole = layer.in_size[1] % PIXELS == 0
@@ -198,37 +205,39 @@ def _lines(layer: Layer) -> Layer:
     return replace(layer, in_size=size, out_size=size, image_size=size)
 
 
-def plan(spread: Spread, gpu: Gpu) -> Plan:
+def plan(walks: Walks, gpu: Gpu) -> Plan:
     """The launch that computes the layer."""
-    layer = spread.layer
-    band_rows = spread.band_rows(gpu)
-    bands = ceil_div(spread.walk_rows, band_rows)
-    items = layer.batch * layer.dilation[0] * bands * spread.strips
+    layer = walks.layer
+    band_rows = walks.band_rows(gpu)
+    bands = ceil_div(walks.walk_rows, band_rows)
+    items = layer.batch * layer.dilation[0] * bands * walks.strips
     if items >= 2**30:
         raise Declined("more than 2^30 strips")
     launch = Launch(
         Kernel(
-            "hopper/few_outputs/kernel.cuh", "spread", tuple(_constants(spread, band_rows).items())
+            "hopper/few_outputs/kernel.cuh",
+            "few_outputs",
+            tuple(_constants(walks, band_rows).items()),
         ),
-        (min(ceil_div(items, spread.warpgroups), gpu.processors), 1, 1),
-        128 * spread.warpgroups,
-        spread.shared_bytes,
+        (min(ceil_div(items, walks.warpgroups), gpu.processors), 1, 1),
+        128 * walks.warpgroups,
+        walks.shared_bytes,
         ("input", "weight", "bias", "output", layer.batch, *layer.operands.residuals),
     )
     why = (
-        f"tensor cores: all taps of {PIXELS} pixels in products of {spread.columns} columns, "
-        f"{spread.strip_columns} by {band_rows} pixels a warpgroup"
+        f"tensor cores: all taps of {PIXELS} pixels in one MMA with N = {walks.columns}, "
+        f"{walks.strip_columns} by {band_rows} pixels a warpgroup"
     )
     return Plan((launch,), 0, "hopper", why)
 
 
-def _constants(spread: Spread, band_rows: int) -> dict[str, Constant]:
-    layer, operands = spread.layer, spread.layer.operands
+def _constants(walks: Walks, band_rows: int) -> dict[str, Constant]:
+    layer, operands = walks.layer, walks.layer.operands
     return {
         "Scalar": operands.scalar,
         "parts": layer.parts,
         "low_products": layer.low_products,
-        "compensated": spread.compensated,
+        "compensated": walks.compensated,
         "ties_to_even": layer.ties_to_even,
         "transposed": layer.transposed,
         "group_in": layer.group_in,
@@ -240,13 +249,13 @@ def _constants(spread: Spread, band_rows: int) -> dict[str, Constant]:
         **geometry_constants(layer.kernel, layer.stride, layer.dilation, layer.padding, operands),
         "in_channels_last": operands.input_channels_last,
         "out_channels_last": operands.output_channels_last,
-        "vector_loads": spread.vector_loads,
-        "pair_loads": spread.pair_loads,
-        "lead": spread.lead,
-        "strip_columns": spread.strip_columns,
+        "vector_loads": walks.vector_loads,
+        "pair_loads": walks.pair_loads,
+        "lead": walks.lead,
+        "strip_columns": walks.strip_columns,
         "band_rows": band_rows,
-        "unit_steps": spread.unit_steps,
-        "warpgroups": spread.warpgroups,
-        "shared_bytes": spread.shared_bytes,
+        "unit_steps": walks.unit_steps,
+        "warpgroups": walks.warpgroups,
+        "shared_bytes": walks.shared_bytes,
         **epilogue_constants(operands.epilogue),
     }

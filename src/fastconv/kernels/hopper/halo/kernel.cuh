@@ -1,59 +1,69 @@
-// Convolution on Hopper's tensor cores: forward passes, and input gradients, which are forward
-// convolutions with flipped and transposed weights: one, or one for each phase of a stride, which
-// has every stride-th of the output's rows and columns, and some of the taps.
+// Convolution with halo tiles on Hopper's tensor cores: forward passes and input gradients.
 //
-// A warpgroup multiplies 64 output channels (rows of wgmma) by `pixels` output pixels (columns), 16
-// or 8 input channels at a time, and adds up over taps. Both operands lie in shared memory:
+// An input gradient is a forward convolution with flipped and transposed weights: a single one if
+// the stride is 1, otherwise one for each residue of the stride, which computes the output rows and
+// columns equal to that residue modulo the stride from the taps that reach them.
+//
+// A warpgroup's wgmma multiplies 64 output channels (M) by `pixels` output pixels (N), 16 or 8
+// input channels (K) at a time, and accumulates over taps. Both operands lie in shared memory,
+// without a swizzle:
 //
 //   input   [16 bytes of channels][row][pixel][16 bytes]     a halo tile, loaded once for all taps
 //   weights [tap][2][64 output channels][16 bytes]
 //
-// Neighbouring pixels are 16 bytes apart, as the tensor core wants its columns, so that a tap is
-// nothing but another start address in the same tile, whatever the dilation:
+// Neighbouring pixels are 16 bytes apart, which is how wgmma reads N from a matrix without a
+// swizzle. So a tap is only another start address in the same tile, whatever the dilation:
 //
 //   tap (kh, kw) begins (kh * pitch + kw * dilation) * 16 bytes after tap (0, 0).
 //
-// Dilated rows: output rows that are equal modulo the dilation share input rows; a tile takes only
-// such (every dilation-th) rows, and is dense again. Strides: an axis of stride s falls into s
-// phases of every s-th position; a tile holds its phases one after the other, and a tap reads one
-// of them, where neighbours are neighbours again.
+// Dilated rows: output rows that are equal modulo the dilation share input rows. A tile takes only
+// such rows (every dilation-th), so its halo tile is dense.
 //
-// Strides and few input channels: the phases of both axes become channels (`fold`), of a
-// convolution of stride 1 with a smaller kernel. Its input exists in no memory but the tile.
+// Strides: an axis of stride s splits into s residues, each with every s-th position. A halo tile
+// holds its residues one after the other. A tap reads one of them, where the inputs of neighbouring
+// output pixels are neighbours.
 //
-// Narrow images: a tile of several rows is one line of pixels, rows pitch apart. The columns
-// between two rows are computed and thrown away.
+// Strides with few input channels: space-to-depth (`fold`) turns the residues of both axes into
+// channels of a convolution of stride 1 with a smaller kernel. The rearranged input exists only in
+// the halo tile.
 //
-// Rows that are no whole sectors of memory: strips begin where memory has a whole one, in each row
-// and channel somewhere else (`lead`), and the last strip of a row goes on with the next row as far
-// as the sector that they share (`wraps`).
+// Narrow images: a tile of several rows is one line of pixels, with rows `pitch` apart. The outputs
+// between two rows are computed and discarded.
 //
-// Phases of contiguous rows with a column stride of 2: the sums of both columns (`column_sums`)
-// share the 64 rows of a product, with zero weights where only one has a tap; or one column is
-// zero. Both are stored as one row (`interleave`).
+// Rows that are not whole 32-byte sectors of memory: strips begin at sector boundaries, which lie
+// elsewhere in every row and channel (`lead`), and the last strip of a row continues into the next
+// row up to the end of the sector that both rows share (`wraps`).
 //
-// Phases of a stride and few channels: the phases of both axes become output channels (`out_fold`),
-// of a convolution of stride 1 with zero weights where a phase has no tap. Steps of the stride may
-// begin before the image does. What a position's phases have in memory side by side is stored so.
+// Input gradients with a column stride of 2, written to contiguous rows: the accumulators of both
+// columns (`column_sums`) share the 64 rows of M, with zero weights where only one column has a
+// tap; or only one column has taps at all, and the other is zero. Both columns are stored as one
+// row (`interleave`).
 //
-// Few output channels: `stack` output rows share the 64 rows of a product. Row j of them sees tap
-// row t as kernel row t - j, for which there are zero weights above and below the kernel.
+// Input gradients with a stride and few channels: the residues of both axes become output channels
+// (`out_fold`) of a convolution of stride 1, with zero weights where a residue has no tap. The
+// first step of the stride may begin before the image does. The residues of a position that are
+// neighbours in memory are stored together.
 //
-// One block per processor, of three warpgroups that work at the same time:
+// Few output channels: `stack` output rows share the 64 rows of M. Stacked row j multiplies tap row
+// t by kernel row t - j; above and below the kernel, the weights are zero.
+//
+// One block per SM, with three warpgroups that work concurrently:
 //   producer   warp 0 streams packed weights through a ring of stages with bulk copies; warps 1-3
 //              load input pixels, round or split them, and write them to a ring of input stages.
-//              The transposition of NCHW and the padding are part of this copy.
-//   consumers  two warpgroups, of different channels (channel_groups = 2) or different rows; they
-//              multiply, and store their sums through shared memory.
-// An input stage is either the halo tile of a chunk of the input channels, or, with `rolling`, one
-// row of all channels: then a block walks down the image, and each row is loaded once.
+//              This copy also transposes NCHW and writes the zeros of the padding.
+//   consumers  two warpgroups, with different channels (channel_groups = 2) or different rows; they
+//              issue the MMAs, and store their accumulators through shared memory.
+// An input stage is either the halo tile of a chunk of input channels, or, with `rolling`, one row
+// of all channels: then a block walks down the image, and each row is loaded once.
 //
-// Where float16 has the range, float32 is multiplied as such (`halves`), and images where it has
-// not are computed once more by a kernel without (`repairs`): see device/tensor/scale.cuh.
+// Scaled fp16 (`halves`): float32 is multiplied as float16 with powers of two where its range
+// allows, and a second kernel in TF32 (`repairs`) recomputes the images where it does not: see
+// device/tensor/scale.cuh.
 //
-// float32 with `parts` = 2: x = high + low, both with TF32's mantissa, and x y = low_x high_y +
-// high_x low_y + high_x high_y: three products, and low_x low_y in short sums. The tensor core
-// truncates as it accumulates, so sums move to registers of their own after every stage of weights.
+// 3xTF32 (float32 with `parts` = 2): x = high + low, both with TF32's mantissa, and x y = low_x
+// high_y + high_x low_y + high_x high_y: three MMAs, and a fourth for low_x low_y if the sum has
+// few terms (`low_products`). The tensor core truncates as it accumulates, so accumulators are
+// added to registers of their own after every stage of weights.
 #pragma once
 #include "hopper/halo/multiply.cuh"
 #include "hopper/halo/stage.cuh"
@@ -77,11 +87,11 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, cons
     const Item item(index);
 #pragma unroll 1
     for (int tile = 0; tile < item.tiles; ++tile) {
-      float sums[kSums];
+      float acc[kAccumulators];
       if constexpr (C::parts == 2) {
-        consumer.compute_split(sums, tile == 0, tile == item.tiles - 1);
+        consumer.compute_split(acc, tile == 0, tile == item.tiles - 1);
       } else {
-        consumer.compute(sums, tile == 0, tile == item.tiles - 1);
+        consumer.compute(acc, tile == 0, tile == item.tiles - 1);
       }
       const Target target(output, item, tile, consumer.channel_group,
                           consumer.pixel_group * kGroupRows);
@@ -91,19 +101,19 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, cons
         finish[half] = finish_of(bias, items, item, target, 16 * warp + lane / 4 + 8 * half);
       }
       if constexpr (kUnfolds) {
-        store_phases(sums, finish, staging, target, warpgroup, warp, lane);
+        store_residues(acc, finish, staging, target, warpgroup, warp, lane);
       } else if constexpr (C::out_channels_last) {
-        store_pixels(sums, finish, staging, target, epilogue, warpgroup, warp, lane);
+        store_pixels(acc, finish, staging, target, epilogue, warpgroup, warp, lane);
       } else {
-        store_rows(sums, finish, staging + warp * C::buffers * 8 * kRowPitch, target, epilogue,
-                   warp, lane);
+        store_rows(acc, finish, staging + warp * C::buffers * 8 * kRowPitch, target, epilogue, warp,
+                   lane);
       }
     }
   }
   if (C::bulk_stores && lane < kStoringLanes) bulk_store_wait();
 }
 
-// One thread: sends every tile's weights through the ring, or all weights once if they fit.
+// One thread copies every tile's weights into the ring; with `resident`, all weights just once.
 __device__ __forceinline__ void stream_weights(const unsigned char* packed, const Items& items) {
   constexpr int kPerTile = kChunks * kWeightStages;
   const auto send = [](int stage, const unsigned char* source) {
@@ -137,7 +147,7 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
                                           const Scalar* bias, Scalar* output, int batch,
                                           const Epilogue<C>& epilogue) {
   const Items items(scratch, batch);
-  if (items.none()) return;  // at a glance
+  if (items.none()) return;
   if (items.first() >= items.count()) return;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (threadIdx.x == 0) {

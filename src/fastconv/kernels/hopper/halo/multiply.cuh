@@ -1,4 +1,4 @@
-// Consumers: warpgroups that multiply what is in shared memory.
+// Consumers: warpgroups that issue wgmma on the input and weight stages in shared memory.
 #pragma once
 #include "hopper/halo/tile.cuh"
 #include "device/wgmma.cuh"
@@ -6,9 +6,10 @@
 namespace fastconv {
 namespace hopper {
 
-constexpr int kSums = C::pixels / 2;  // of a thread
+constexpr int kAccumulators = C::pixels / 2;  // registers of a thread
 
-// Where a tap's first pixel lies in the stages of a tile whose first is `stage`, in 16 bytes.
+// The offset of a tap's first pixel in the ring of input stages, in units of 16 bytes, for a tile
+// whose first stage is `stage`.
 __device__ __forceinline__ int tap_offset(int stage, int first_row, int tap) {
   const int tap_row = tap / C::kernel_width;
   const int tap_column = tap % C::kernel_width;
@@ -27,24 +28,24 @@ __device__ __forceinline__ int tap_offset(int stage, int first_row, int tap) {
 static_assert(!C::turns || (C::resident && (C::rolling || kChunks <= C::input_stages)),
               "a consumer that takes turns needs all of a tile before the other gives any back");
 
-// A warpgroup that multiplies and stores; what it keeps from one tile to the next.
+// What a consumer warpgroup keeps from one tile to the next.
 struct Consumer {
   int lane;
-  int warp;  // of the warpgroup
+  int warp;  // index in the warpgroup
   int warpgroup;
   int channel_group;
   int pixel_group;
   Matrix input_matrix;
   Matrix weight_matrix;
-  Ring<C::input_stages> input{0};  // the next stage to wait for
+  Ring<C::input_stages> input{0};  // next stage to wait for
   Ring<C::weight_stages> weights{0};
-  Ring<C::input_stages> spent_input{0};  // the next to give back
+  Ring<C::input_stages> spent_input{0};  // next stage to release
   Ring<C::weight_stages> spent_weights{0};
-  unsigned turn;  // parity
+  unsigned turn;  // parity of the mbarrier that grants the turn
 
   __device__ Consumer() {
     lane = static_cast<int>(threadIdx.x) % 32;
-    // From one lane, for the compiler to see that it is the same for all.
+    // The shuffle tells the compiler that the warp's number is uniform.
     const int number = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 4;
     warp = number % 4;
     warpgroup = number / 4;
@@ -56,7 +57,8 @@ struct Consumer {
         matrix(shared_memory() + kWeightRing + channel_group * kProductBytes, kOutputs * 16, 128);
   }
 
-  // Waits for the input of a chunk of a tile, as far as no earlier tile has; its first stage.
+  // Waits for a chunk of a tile's input, except stages that an earlier tile has waited for. Returns
+  // the chunk's first stage.
   __device__ __forceinline__ int wait_for_input(bool first_of_item) {
     const int first = C::rolling ? spent_input.stage : input.stage;
     const int stages = !C::rolling ? 1 : first_of_item ? kHaloRows : kTileRows;
@@ -68,7 +70,8 @@ struct Consumer {
     return first;
   }
 
-  // Whether it has something infinite or NaN. The same for all warps: the stages are still theirs.
+  // Whether the stages from `first` on hold an infinity or a NaN. All warps read the same marks,
+  // because none has released these stages.
   __device__ __forceinline__ bool is_marked(int first) const {
     bool marked = false;
 #pragma unroll 1
@@ -79,7 +82,7 @@ struct Consumer {
     return marked;
   }
 
-  // Gives back the input of a chunk of a tile, but for what the next tile reads too.
+  // Releases the stages of a tile's chunk, except rows that the next tile reads too.
   __device__ __forceinline__ void release_input(bool last_of_item) {
     const int stages = !C::rolling ? 1 : last_of_item ? kHaloRows : kTileRows;
 #pragma unroll 1
@@ -108,7 +111,7 @@ struct Consumer {
     }
   }
 
-  // With `turns`, consumers multiply by turns, so that one does while the other stores.
+  // With `turns`, the consumers alternate: one issues MMAs while the other stores.
   __device__ __forceinline__ void wait_for_turn() {
     if constexpr (C::turns) {
       barrier_wait(&barriers().turn[warpgroup], turn);
@@ -121,8 +124,8 @@ struct Consumer {
     }
   }
 
-  // The products of low parts, of one stage of weights.
-  __device__ __forceinline__ void multiply_low(float (&sums)[kSums], int weight_stage,
+  // The MMAs low * low of one stage of weights.
+  __device__ __forceinline__ void multiply_low(float (&acc)[kAccumulators], int weight_stage,
                                                int input_stage, int first_tap) const {
     constexpr int kPart = C::channel_groups * kProductBytes / 16;
     const Matrix left = weight_matrix + weight_stage * (kWeightBytes / 16);
@@ -132,19 +135,19 @@ struct Consumer {
           input_matrix + tap_offset(input_stage, pixel_group * kGroupRows, first_tap + j);
 #pragma unroll
       for (int k = 0; k < C::k_steps; ++k) {
-        wgmma<C::pixels>(Factor{}, sums,
+        wgmma<C::pixels>(Factor{}, acc,
                          left + (j * C::k_steps + k) * (kWeightParts * kPart) + kPart,
                          right + 2 * k * kPlanePixels + kPartPixels, j + k > 0);
       }
     }
   }
 
-  // All others, of one stage of weights.
-  __device__ __forceinline__ void multiply(float (&sums)[kSums], int weight_stage, int input_stage,
-                                           int first_tap, bool accumulate) const {
+  // All other MMAs of one stage of weights.
+  __device__ __forceinline__ void multiply(float (&acc)[kAccumulators], int weight_stage,
+                                           int input_stage, int first_tap, bool accumulate) const {
     constexpr int kPart = C::channel_groups * kProductBytes / 16;
     const Matrix left = weight_matrix + weight_stage * (kWeightBytes / 16);
-    // The large products of split numbers last: what the small ones add is not lost.
+    // The high * high MMAs come last, so that the small products are added to small accumulators.
 #pragma unroll
     for (int large = C::parts == 2 ? 0 : 1; large < 2; ++large) {
 #pragma unroll
@@ -156,12 +159,13 @@ struct Consumer {
           const Matrix a = left + (j * C::k_steps + k) * (kWeightParts * kPart);
           const Matrix b = right + 2 * k * kPlanePixels;
           if (large) {
-            wgmma<C::pixels>(Factor{}, sums, a, b, accumulate);
+            wgmma<C::pixels>(Factor{}, acc, a, b, accumulate);
           } else {
-            // Halves' low parts are enlarged, and a third part of weights makes up for it.
+            // Scaled fp16 stores the input's low part enlarged; a third part of the weights, the
+            // high part made smaller, compensates.
             const Matrix high = C::halves ? a + 2 * kPart : a;
-            wgmma<C::pixels>(Factor{}, sums, high, b + kPartPixels, accumulate);
-            wgmma<C::pixels>(Factor{}, sums, a + kPart, b, true);
+            wgmma<C::pixels>(Factor{}, acc, high, b + kPartPixels, accumulate);
+            wgmma<C::pixels>(Factor{}, acc, a + kPart, b, true);
           }
           accumulate = true;
         }
@@ -170,37 +174,37 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // The products of one stage of weights, of numbers in two parts. If low parts are infinite, their
-  // products with each other are dropped. Both ways begin with a fence of their own: the compiler
-  // wants none between a condition and the products.
-  __device__ __forceinline__ void multiply_split(float (&sums)[kSums], int weight_stage,
+  // The MMAs of one stage of weights for operands in two parts. If the input has infinite low parts
+  // (`careful`), what low * low has made infinite is dropped. Each branch has its own fence: the
+  // compiler wants no condition between the fence and the wgmmas.
+  __device__ __forceinline__ void multiply_split(float (&acc)[kAccumulators], int weight_stage,
                                                  int input_stage, int first_tap,
                                                  bool careful) const {
     static_assert(!C::low_products || !C::compensated, "sums begin with the low parts' products");
     if constexpr (C::low_products) {
       if (careful) {
         wgmma_fence();
-        multiply_low(sums, weight_stage, input_stage, first_tap);
+        multiply_low(acc, weight_stage, input_stage, first_tap);
         wgmma_commit();
         wgmma_wait<0>();
-        hold_registers(sums);
-        drop_infinite(sums);
+        hold_registers(acc);
+        drop_infinite(acc);
         wgmma_fence();
-        multiply(sums, weight_stage, input_stage, first_tap, true);
+        multiply(acc, weight_stage, input_stage, first_tap, true);
       } else {
         wgmma_fence();
-        multiply_low(sums, weight_stage, input_stage, first_tap);
-        multiply(sums, weight_stage, input_stage, first_tap, true);
+        multiply_low(acc, weight_stage, input_stage, first_tap);
+        multiply(acc, weight_stage, input_stage, first_tap, true);
       }
     } else {
       wgmma_fence();
-      multiply(sums, weight_stage, input_stage, first_tap, C::compensated);
+      multiply(acc, weight_stage, input_stage, first_tap, C::compensated);
     }
   }
 
-  // One tile's sums, without the bias. Stages are given back one step late, when their products are
-  // complete but the next ones are on their way already.
-  __device__ __forceinline__ void compute(float (&sums)[kSums], bool first_of_item,
+  // A tile's accumulators, without the bias. A stage is released one step late, when its wgmmas are
+  // complete and the next ones have been issued.
+  __device__ __forceinline__ void compute(float (&acc)[kAccumulators], bool first_of_item,
                                           bool last_of_item) {
     bool accumulate = false;
     wait_for_turn();
@@ -211,7 +215,7 @@ struct Consumer {
       for (int stage = 0; stage < kWeightStages; ++stage) {
         const int weight_stage = wait_for_weights(chunk * kWeightStages + stage);
         wgmma_fence();
-        multiply(sums, weight_stage, input_stage, stage * C::stage_taps, accumulate);
+        multiply(acc, weight_stage, input_stage, stage * C::stage_taps, accumulate);
         wgmma_wait<1>();
         if (accumulate) release_weights();
         if (chunk > 0 && stage == 0) release_input(false);
@@ -220,18 +224,19 @@ struct Consumer {
     }
     end_turn();
     wgmma_wait<0>();
-    hold_registers(sums);
+    hold_registers(acc);
     release_weights();
     release_input(last_of_item);
   }
 
-  // The same in two levels, for numbers in two parts. What a total loses as it is rounded is where
-  // the next sums begin (`compensated`): long sums are no less exact than short ones.
-  __device__ __forceinline__ void compute_split(float (&totals)[kSums], bool first_of_item,
+  // The same for operands in two parts, in two levels: after each stage of weights the accumulators
+  // are added to `totals`. With `compensated`, the next stage's accumulators start from the
+  // rounding error of that addition, so that long sums are as exact as short ones.
+  __device__ __forceinline__ void compute_split(float (&totals)[kAccumulators], bool first_of_item,
                                                 bool last_of_item) {
-    float sums[kSums];
+    float acc[kAccumulators];
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) totals[i] = sums[i] = 0.0f;
+    for (int i = 0; i < kAccumulators; ++i) totals[i] = acc[i] = 0.0f;
     bool careful = false;
     wait_for_turn();
 #pragma unroll 1
@@ -241,26 +246,26 @@ struct Consumer {
       int weight_stage = wait_for_weights(chunk * kWeightStages);
 #pragma unroll 1
       for (int stage = 0; stage < kWeightStages; ++stage) {
-        multiply_split(sums, weight_stage, input_stage, stage * C::stage_taps, careful);
-        // The next wait is over before the products are.
+        multiply_split(acc, weight_stage, input_stage, stage * C::stage_taps, careful);
+        // Waits for the next weights while the wgmmas run.
         if (stage < kWeightStages - 1) {
           weight_stage = wait_for_weights(chunk * kWeightStages + stage + 1);
         } else if (chunk == kChunks - 1) {
           end_turn();
         }
         wgmma_wait<0>();
-        hold_registers(sums);
+        hold_registers(acc);
         release_weights();
         if (stage == kWeightStages - 1) release_input(last_of_item);
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) {
-          const float total = totals[i] + sums[i];
-          if constexpr (C::compensated) sums[i] -= total - totals[i];
+        for (int i = 0; i < kAccumulators; ++i) {
+          const float total = totals[i] + acc[i];
+          if constexpr (C::compensated) acc[i] -= total - totals[i];
           totals[i] = total;
         }
-        // What a total loses as it becomes infinite is no number.
+        // The rounding error of a total that became infinite is NaN or infinite.
         if constexpr (C::compensated && kWatches) {
-          if (careful) drop_infinite(sums);
+          if (careful) drop_infinite(acc);
         }
       }
     }

@@ -1,8 +1,9 @@
-"""Plans layers with ``correlate.cuh``.
+"""Plans passes with the halo kernel.
 
-The rules: of all tiles that fit shared memory, the one whose slowest part (products, loads or
-stores) is estimated to take least; unless measurements have shown another to be faster (see
-``tuned``). What a layer is, is in ``layers``; what a tile takes, in ``tiles``.
+Of all tiles that fit shared memory, the plan takes the one with the fewest estimated cycles, which
+its slowest part (MMAs, loads or stores) dominates; unless measurements have shown another tile to
+be faster (see ``tuned``). ``layers`` describes what is computed, ``shapes`` and ``tiles`` the
+tiles.
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ from fastconv.kernels.family import (
 )
 from fastconv.kernels.hopper import block
 from fastconv.kernels.hopper.block import OUTPUTS, THREADS
+from fastconv.kernels.hopper.halo.shapes import least_cycles, shapes_of
 from fastconv.kernels.hopper.halo.tiles import (
     LOADER_WARPS,
     Tile,
     item_count,
-    least_cycles,
     segment_tiles,
-    shapes_of,
     tiles_of,
 )
 from fastconv.kernels.hopper.layers import Layer
@@ -43,32 +43,34 @@ from fastconv.kernels.planning.launches import (
 from fastconv.kernels.planning.layers import views
 from fastconv.kernels.planning.limits import ROUNDING
 
-EXPLAINED = 5  # tiles
-# Multiply-adds a cycle, by channels in 16 bytes: of the tensor cores, and how many must count for
-# them to be worth it.
-TENSOR_PRODUCTS = {4: 1024.0, 8: 2048.0}
-LEAST_PRODUCTS = 64.0
-# Of a pass: for each layer's launches, and for those that find out whether float16 will do. It is
-# more of a small batch, which must not decide. Three products of float16 are better than estimated.
+EXPLAINED = 5  # tiles that an explanation lists
+# Multiply-adds per cycle of an SM's tensor cores, by channels in 16 bytes; and the fewest that have
+# to be useful for the tensor cores to be worth it.
+TENSOR_MADS = {4: 1024.0, 8: 2048.0}
+LEAST_MADS = 64.0
+# Shares that are added to an image's cycles: for each layer's launches, and for the launches that
+# find out whether scaled fp16 will do, by parts. A small batch pays a larger share, but the choice
+# must not depend on the batch. In two parts the share is negative, because three float16 MMAs are
+# faster than estimated.
 LAYER_COST = 0.05
+HALVES_COST = {1: 0.05, 2: -0.25}
+HALVES_CYCLES = 2.5e5  # the least cycles of an image in scaled fp16: its share of those launches
 LAUNCH_CYCLES = 5000.0  # of the launches of a pass
-HALVES_COST = {1: 0.05, 2: -0.25}  # by parts
-HALVES_CYCLES = 2.5e5  # of an image, at least: what those launches take is its share of a batch
 
 
 def plan(ways: list[list[Layer]], gpu: Gpu) -> Plan:
-    """Plans a pass, of which each of ``ways`` is one to compute it: layers that together write it.
+    """Plans a pass; each of ``ways`` is a list of layers that together compute it.
 
-    Its tensors are ``input``, ``weight``, ``bias`` and ``output``.
+    The plan's tensors are ``input``, ``weight``, ``bias`` and ``output``.
 
     Raises:
-        Declined: another family does it better, or this one cannot.
+        Declined: the kernel cannot compute the pass, or other kernels do it better.
     """
     return _chosen(_plans(ways, gpu))
 
 
 def alternatives(ways: list[list[Layer]], gpu: Gpu, most: int) -> list[Plan]:
-    """The plans for a pass that the rules like best. All give the same bits.
+    """The ``most`` plans of a pass with the fewest estimated cycles. All give the same bits.
 
     Raises:
         Declined: there are none.
@@ -77,26 +79,26 @@ def alternatives(ways: list[list[Layer]], gpu: Gpu, most: int) -> list[Plan]:
 
 
 def image_cycles(ways: list[list[Layer]], gpu: Gpu) -> float:
-    """What an image takes, in cycles of one processor.
+    """The estimated cycles of one SM for an image.
 
     Raises:
-        Declined: it cannot be computed so.
+        Declined: the kernel cannot compute the pass.
     """
     return _cost(*best_way(ways, partial(_checked_tiles, gpu=gpu), _cost, may_take_less))
 
 
 def may_take_less(layers: list[Layer], cycles: float) -> bool:
-    """Whether an image might take less than so many, computed by these layers.
+    """Whether these layers might take fewer than ``cycles`` cycles for an image.
 
-    False is certain: what layers are said to take at least holds for any tile. No tile is fitted to
-    shared memory for it, which is what takes long.
+    False is certain, because it follows from bounds that hold for any tile. The bounds need no tile
+    to be fitted to shared memory, which is the slow part of planning.
     """
     cycles *= 1 + ROUNDING
     if _way_cycles(layers, 0.0) >= cycles:
         return False
     *others, last = layers
     of_others = sum(least_cycles(views(layer)) for layer in others)
-    # From large to small: if any might, then mostly large ones.
+    # From large to small, because large shapes usually take the fewest cycles.
     shapes = reversed(list(shapes_of(views(last))))
     return any(_way_cycles(layers, of_others + one.least_cycles) < cycles for one in shapes)
 
@@ -109,19 +111,19 @@ def _check(layers: list[Layer], gpu: Gpu) -> None:
     limits.check(operands, layer.groups, channels, layer.in_size, layer.image_size)
     terms = sum(layer.terms for layer in layers)
     multiplied = sum(layer.terms / layer.tensor_share * layer.products for layer in layers)
-    if TENSOR_PRODUCTS[layer.vector_channels] * terms / multiplied < LEAST_PRODUCTS:
+    if TENSOR_MADS[layer.vector_channels] * terms / multiplied < LEAST_MADS:
         share = _tensor_share(layers)
         raise Declined(f"so few channels that {share:.0%} of the products would count")
 
 
 def _tensor_share(layers: list[Layer]) -> float:
-    """Of layers that have about equally many outputs."""
+    """The share of multiply-adds that count, of layers with about equally many outputs."""
     terms = sum(layer.terms for layer in layers)
     return terms / sum(layer.terms / layer.tensor_share for layer in layers)
 
 
 def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
-    """For every tile that fits, the best first; of several layers, each one's next best at once."""
+    """Plans with every tile that fits, the best first; several layers advance together."""
     layers, tiles = best_way(ways, partial(_checked_tiles, gpu=gpu), _cost, may_take_less)
     explanation = tuple(line for of_layer in tiles for line in _explanation(of_layer, gpu))
     key = _key(layers, gpu)
@@ -139,7 +141,8 @@ def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
             explanation,
             key,
             " + ".join(tile.name for tile in chosen),
-            # In halves, images have their part in it; layers share the workspace in turn.
+            # Weights can stay packed unless the workspace also holds tables of images (scaled
+            # fp16), or several layers use it in turn.
             packs=int(len(chosen) == 1 and repairs is None),
             cycles=LAUNCH_CYCLES + sum(tile.cycles(gpu.processors) for tile in chosen),
         )
@@ -147,7 +150,7 @@ def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
 
 @lru_cache(maxsize=64)
 def _tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
-    """All tiles that fit, the best first; kept, for a plan asks for them more than once."""
+    """All tiles that fit, the best first; cached, because planning needs them repeatedly."""
     return tuple(tiles_of(views(layer), gpu))
 
 
@@ -162,7 +165,7 @@ def _cost(layers: list[Layer], tiles: list[tuple[Tile, ...]]) -> float:
 
 
 def _way_cycles(layers: list[Layer], cycles: float) -> float:
-    """What an image takes, with launches' share, if it takes the layers' tiles so many cycles."""
+    """The cycles of an image whose tiles take ``cycles``, with its share of the launches."""
     more = LAYER_COST * len(layers)
     if not layers[0].halves:
         return cycles * (1 + more)
@@ -171,22 +174,22 @@ def _way_cycles(layers: list[Layer], cycles: float) -> float:
 
 def _why(tiles: list[Tile]) -> str:
     shapes = dict.fromkeys(
-        f"{one.rows} rows of {one.columns} pixels a warpgroup, in products of {one.pixels}"
+        f"{one.rows} rows of {one.columns} pixels a warpgroup, N = {one.pixels}"
         for one in (tile.shape for tile in tiles)
     )
-    phases = f" in {len(tiles)} phases" if len(tiles) > 1 else _folded_phases(tiles[0].layer)
+    residues = f" in {len(tiles)} residues" if len(tiles) > 1 else _folded(tiles[0].layer)
     share = _tensor_share([tile.layer for tile in tiles])
-    halves = " in float16, where the range allows it" if tiles[0].layer.halves else ""
-    return f"tensor cores{halves}{phases}: {', '.join(shapes)}; {share:.0%} of the products count"
+    scaled = " in scaled fp16, where the range allows it" if tiles[0].layer.halves else ""
+    return f"tensor cores{scaled}{residues}: {', '.join(shapes)}; {share:.0%} of the products count"
 
 
-def _folded_phases(layer: Layer) -> str:
+def _folded(layer: Layer) -> str:
     rows, columns = layer.out_folding
-    return f" with {rows * columns} phases as channels" if layer.unfolds else ""
+    return f" with {rows * columns} residues as channels" if layer.unfolds else ""
 
 
 def _chosen(plans: Iterator[Plan]) -> Plan:
-    """The plan that was measured to be best, if this layer was measured; else the rules' first."""
+    """The plan that was measured to be fastest, if the layer was measured; else the first."""
     first = next(plans)
     measured = tuned.choice(first.key)
     for plan in chain([first], plans) if measured else ():
@@ -196,10 +199,10 @@ def _chosen(plans: Iterator[Plan]) -> Plan:
 
 
 def _repairs(layer: Layer, gpu: Gpu) -> Tile:
-    """For images whose numbers do not fit float16: the same layer in TF32.
+    """A tile of the same layer in TF32, for images whose numbers do not fit scaled fp16.
 
-    Registers are needed to find the images: where sums are kept twice, those of the largest tiles,
-    or of pieces under way.
+    Finding these images takes registers. With 3xTF32, where accumulators take twice as many, the
+    largest tiles and staged input leave too few.
     """
     layer = replace(layer, halves=False)
     tiles = _tiles(layer, gpu)
@@ -212,7 +215,7 @@ def _repairs(layer: Layer, gpu: Gpu) -> Tile:
 def _correlation(tile: Tile, gpu: Gpu, repairs: bool = False) -> Correlation:
     layer = tile.layer
     items = item_count(tile, gpu)
-    # A block counts on from its last item by as many as there are blocks.
+    # A block's item numbers, with the one beyond its last item, have to fit 32 bits.
     if max(items, tile.shape.tiles) + gpu.processors >= 2**31:
         raise Declined("more than 2^31 tiles")
     blocks = layer.groups * tile.shape.output_groups
@@ -224,13 +227,13 @@ def _correlation(tile: Tile, gpu: Gpu, repairs: bool = False) -> Correlation:
         THREADS,
         tile.shared_bytes,
         blocks * layer.chunks * layer.taps * tile.shape.tap_bytes,
-        blocks * tile.shape.channel_groups * layer.product_channels,
+        blocks * tile.shape.channel_groups * layer.mma_channels,
         layer.groups * layer.chunks * layer.k_steps * 2 * layer.vector_channels,
     )
 
 
 def _key(layers: list[Layer], gpu: Gpu) -> str:
-    """What a measured choice holds for: a layer or its phases, its tensors, and a GPU."""
+    """What a measured choice holds for: a layer or its residues, its tensors, and a GPU."""
     layer, operands = layers[0], layers[0].operands
 
     def size(values: tuple[int, int]) -> str:
@@ -269,8 +272,8 @@ def _explanation(tiles: tuple[Tile, ...], gpu: Gpu) -> Iterator[str]:
     layer = tiles[0].layer
     rows, columns = layer.placing
     whole = rows.step == columns.step == 1 or layer.unfolds
-    phase = "" if whole else f"phase {rows.at}, {columns.at}: "
-    yield f"{phase}{len(tiles)} tiles fit; the cheapest, in cycles:"
+    residue = "" if whole else f"residue {rows.at}, {columns.at}: "
+    yield f"{residue}{len(tiles)} tiles fit; the cheapest, in cycles:"
     for tile in tiles[:EXPLAINED]:
         yield _explain(tile, gpu)
 
@@ -288,7 +291,7 @@ def _explain(tile: Tile, gpu: Gpu) -> str:
 
 
 def _most_at_once(tile: Tile, repairs: bool) -> int:
-    """Units that a loading thread has registers for."""
+    """Units that a loading thread has registers to load at once."""
     layer, split = tile.layer, tile.layer.parts == 2
     folded, floats = layer.folding != (1, 1), layer.operands.scalar_bytes == 4
     if layer.halves:
@@ -301,11 +304,11 @@ def _most_at_once(tile: Tile, repairs: bool) -> int:
         most = 2 if tile.staged else 4
     else:
         most = 5 if floats else 3
-    return most - 1 if split and repairs else most  # to find the images takes some
+    return most - 1 if split and repairs else most  # finding the images takes some
 
 
 def _batch(tile: Tile, repairs: bool) -> int:
-    """Units that a thread loads at once, so that few are left over for the last batch."""
+    """Units that a thread loads at once, chosen so that the last batch is nearly full."""
     most = _most_at_once(tile, repairs)
     if tile.staged:
         warps = ceil_div(tile.shape.pitch, 32)
@@ -315,7 +318,7 @@ def _batch(tile: Tile, repairs: bool) -> int:
 
 
 def _producer_registers(layer: Layer) -> int:
-    if layer.parts == 2:  # consumers keep sums twice
+    if layer.parts == 2:  # consumers hold accumulators and totals
         return 88 if layer.halves and not layer.compensated else 72
     return 104 if layer.vector_loads else 136
 

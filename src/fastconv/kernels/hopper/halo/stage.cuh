@@ -1,9 +1,11 @@
-// Contiguous input: fetched as it lies in memory, and transposed out of shared memory.
+// Contiguous (NCHW) input: copied to shared memory as it lies in global memory, then transposed
+// from there into the halo tile.
 //
-// Lines come in pieces of two vectors' channels, some pieces ahead of the one that a warp
-// transposes, rounds or splits: long lines by one bulk copy a channel (`bulk_loads`), short ones by
-// 16 bytes a lane. Copies start at the multiple of 16 bytes before a line's first pixel, so that
-// rows may begin anywhere.
+// Each loading warp copies pieces: one line of as many channels as two 16-byte vectors of the tile
+// have. The copies run some pieces ahead of the one that the warp transposes, rounds or splits. A
+// long line takes one bulk copy per channel (`bulk_loads`), a short one cp.async of 16 bytes per
+// lane. Copies start at the multiple of 16 bytes before a line's first pixel, so that rows may
+// begin anywhere.
 #pragma once
 #include "device/tensor/load.cuh"
 
@@ -13,7 +15,7 @@ namespace hopper {
 constexpr int kPieces = C::k_steps * kLines;
 static_assert(!C::staged || (!C::in_channels_last && C::stride_width == 1 && !kFolded), "");
 
-// Goes through the pieces of one warp: every third, from stage to stage.
+// Iterates over the pieces of one warp: every kLoaderWarps-th, from stage to stage.
 struct PieceCursor : StageCursor {
   int piece;
 
@@ -29,13 +31,13 @@ struct PieceCursor : StageCursor {
   }
 };
 
-// A piece, and the part of it that is inside of the image.
+// A piece, and which part of it lies inside the image.
 struct Piece {
-  int channel;          // the first, in its group
-  int target;           // where its first pixel lies in its stage, in 16 bytes
-  int before;           // pixels outside, before the first inside
+  int channel;          // first channel, in its group
+  int target;           // offset of its first pixel in its stage, in units of 16 bytes
+  int before;           // pixels of padding before the first pixel inside
   int columns;          // pixels inside
-  const Scalar* first;  // the first pixel inside, of its first channel
+  const Scalar* first;  // first pixel inside, of the first channel
 
   __device__ Piece(const Source& source, int index) {
     const int k_step = index % C::k_steps;
@@ -51,7 +53,8 @@ struct Piece {
     bool exists = static_cast<unsigned>(y) < static_cast<unsigned>(C::in_height);
     int end = C::in_width - x;
     if constexpr (C::wraps) {
-      // Beyond the row lies the next, if there is one; which may be all that there is.
+      // The strip continues into the next row, if there is one. Above the image, that row is all
+      // that the piece has.
       if (y == -1) before = end;
       if (y + 1 < C::in_height) end += C::in_width;
       exists = exists || y == -1;
@@ -62,7 +65,7 @@ struct Piece {
   __device__ __forceinline__ bool has(int of_piece) const {
     return kWholeChunks || channel + of_piece < C::group_in;
   }
-  // How far a channel's first pixel lies beyond a multiple of 16 bytes, in elements.
+  // The misalignment of a channel's first pixel: elements after a multiple of 16 bytes.
   __device__ __forceinline__ int shift(int of_piece) const {
     if constexpr (kRawAligned) return 0;
     const auto low_bits = static_cast<unsigned>(reinterpret_cast<unsigned long long>(first));
@@ -71,7 +74,7 @@ struct Piece {
   }
 };
 
-// Starts to copy a piece: each of the first lanes its channel.
+// Starts the bulk copies of a piece: each of the first kPieceChannels lanes copies its channel.
 __device__ __forceinline__ void fetch_lines(const Piece& piece, const Scalar* input_end,
                                             Scalar* raw, Barrier* full, int lane) {
   if (lane >= kPieceChannels) return;
@@ -89,11 +92,11 @@ __device__ __forceinline__ void fetch_lines(const Piece& piece, const Scalar* in
     }
     if (bytes > 0) bulk_load(target, source, bytes, full);
   }
-  // The phase ends with the last lane's arrival, and all of the bytes.
+  // The mbarrier's phase completes when all these lanes have arrived and all bytes are there.
   barrier_arrive_expect(full, bytes);
 }
 
-// The same, each lane 16 bytes at a time.
+// Starts the copies of a piece with cp.async, 16 bytes per lane at a time.
 __device__ __forceinline__ void fetch_vectors(const Piece& piece, const Scalar* input_end,
                                               Scalar* raw, int lane) {
   constexpr int kOfChannel = kRawChannel / kVector;
@@ -115,7 +118,7 @@ __device__ __forceinline__ void fetch_vectors(const Piece& piece, const Scalar* 
   }
 }
 
-// A vector of channels of each of some pixels, 32 apart, to their stage.
+// Writes one vector of channels for each of C::batch pixels, 32 apart, to the input stage.
 template <bool kInside>
 __device__ __forceinline__ void convert_batch(const Piece& piece, int plane,
                                               const Scalar* const (&channels)[kVectorChannels],
@@ -145,8 +148,8 @@ __device__ __forceinline__ void convert_batch(const Piece& piece, int plane,
   }
 }
 
-// Writes a piece that has arrived to its stage; `scales` are those of its two
-// vectors, and `of_chunk` is its first channel.
+// Transposes a piece that has arrived into its input stage. `scales` belong to its two vectors, and
+// `of_chunk` is its first channel in the chunk.
 __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, unsigned char* stage,
                                         int lane, const Scale (&scales)[2],
                                         const ChunkPowers<kPowersCopied>& powers, int of_chunk,
@@ -155,10 +158,10 @@ __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, u
       piece.columns == C::pitch && (kWholeChunks || piece.channel + kPieceChannels <= C::group_in);
 #pragma unroll
   for (int plane = 0; plane < 2; ++plane) {
-    // Numbers in two parts leave no registers for both vectors' at once.
+    // Operands in two parts leave no registers for the scales of both vectors.
     const Scale scale =
         C::parts == 1 ? scales[plane] : powers.of(of_chunk + plane * kVectorChannels);
-    const Scalar* channels[kVectorChannels];  // at the line's first pixel, which may be outside
+    const Scalar* channels[kVectorChannels];  // the line's first pixel, which may be padding
 #pragma unroll
     for (int j = 0; j < kVectorChannels; ++j) {
       const int i = plane * kVectorChannels + j;
@@ -179,7 +182,8 @@ __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, u
   }
 }
 
-// Looks at every number of those channels of a piece in which each counts.
+// Checks the range of every number in those channels of a piece whose power is marked negative,
+// because the sample did not prove them large enough (see scale.cuh).
 __device__ __forceinline__ void inspect(const Piece& piece, const Scalar* raw, int lane,
                                         const ChunkPowers<kPowersCopied>& powers, int of_chunk,
                                         Range& range) {
@@ -195,11 +199,11 @@ __device__ __forceinline__ void inspect(const Piece& piece, const Scalar* raw, i
   }
 }
 
-// Three warps: load all input stages.
+// The loading warps: fill all input stages.
 __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* input_end,
                                             const Items& items) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  // From one lane, for the compiler to see that it is the same for all.
+  // The shuffle tells the compiler that the warp's number is uniform.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 1;
   Barrier* const full = barriers().raw_full + warp * C::raw_slots;
   Scalar* const raw =
@@ -215,7 +219,7 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
       }
       next.advance();
     }
-    if constexpr (!C::bulk_loads) copy_async_commit();  // maybe of nothing: groups are counted
+    if constexpr (!C::bulk_loads) copy_async_commit();  // may be empty: waits count groups
   };
   for (int slot = 0; slot < C::raw_slots; ++slot) fetch_next(slot);
   Ring<C::input_stages> at(1);

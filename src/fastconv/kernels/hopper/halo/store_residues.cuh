@@ -1,16 +1,16 @@
-// Outputs of a strided gradient whose phases are channels: from a consumer's registers through
-// shared memory to global memory, in lines.
+// Epilogue of a strided input gradient whose residues are output channels (`out_fold`): a
+// consumer's accumulators go through shared memory to global memory, in lines.
 //
-// A line is a row of the image: of one channel, or of all if they are neighbours. A position has
-// `interleave` elements of it, and all positions of a row lie side by side: so 64 rows of a product
-// are some lines, each of which is staged as it lies in memory, and leaves in one piece.
+// A line is a row of the image: of one channel, or of all channels if these are neighbours. Each
+// position has `interleave` elements of a line, and the positions of a row lie side by side. So the
+// 64 rows of M are several lines, each of which is staged as it lies in memory and stored at once.
 #pragma once
 #include "hopper/halo/store.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-constexpr int kStagedLines = C::stack * kStackLines;  // for each row of the tile's positions
+constexpr int kStagedLines = C::stack * kStackLines;  // for each row of positions of the tile
 constexpr int kLineElements = C::image_width * kOutColumn;
 constexpr int kLineBegin = -C::column_begin * kOutColumn;  // in stored columns: see Line
 static_assert(!kUnfolds || (kLineBegin >= 0 && C::lead == 0 && !C::halves && !C::wraps), "");
@@ -19,9 +19,9 @@ static_assert(!kUnfolds || !C::bulk_stores || C::tile_rows == 1 ||
                   (kLineElements % kVector == 0 && kStoredPitch % kVector == 0),
               "several rows are aligned alike");
 
-// A line of the image that is stored, the index-th of the tile's line-th row of positions. The
-// first position may begin before it: what is stored there are padding's gradients, which nobody
-// wants.
+// The index-th line of the image that the tile's line-th row of positions writes. The first
+// position may begin before the line: those elements would be gradients of the padding, and are not
+// stored.
 struct Line {
   Scalar* start;  // stored column 0
   bool exists;
@@ -36,28 +36,28 @@ struct Line {
   }
 };
 
-// Whether some tap reaches a phase of an axis.
-__device__ __forceinline__ bool is_reached(int phase, int last_tap, int taps, int step,
+// Whether some tap reaches a residue of an axis.
+__device__ __forceinline__ bool is_reached(int residue, int last_tap, int taps, int step,
                                            int kernel) {
   bool reached = false;
   for (int tap = 0; tap < taps; ++tap) {
-    const int at = last_tap - step * tap + phase;
+    const int at = last_tap - step * tap + residue;
     reached = reached || (at >= 0 && at < kernel);
   }
   return reached;
 }
 
-// One of a thread's two rows of a product.
-struct PhaseRow {
+// One of a thread's two rows of M.
+struct ResidueRow {
   static constexpr bool kAllReached =
       C::weight_height >= C::out_fold_height && C::weight_width >= C::out_fold_width;
-  int index;    // of its line
-  int element;  // of a position's
+  int index;    // index of its line
+  int element;  // index among a position's elements
   bool exists;
   bool reached;
 
-  __device__ __forceinline__ PhaseRow(const Target& target, int product_row) {
-    const int row = row_of_column(product_row);
+  __device__ __forceinline__ ResidueRow(const Target& target, int mma_row) {
+    const int row = row_of_column(mma_row);
     const int of_stack = row % kStackRows;
     index = row / kStackRows * kStackLines + of_stack / C::interleave;
     element = of_stack % C::interleave;
@@ -70,34 +70,35 @@ struct PhaseRow {
                            C::weight_width);
     }
   }
-  // What a sum becomes: where there is no tap, there are zero weights, and maybe infinities.
-  __device__ __forceinline__ float finished(const Finish& finish, float sum) const {
-    return finish(kAllReached || reached ? sum : 0.0f);
+  // An accumulator's output. Without a tap the weights are zero, but zero times infinity is NaN.
+  __device__ __forceinline__ float finished(const Finish& finish, float accumulated) const {
+    return finish(kAllReached || reached ? accumulated : 0.0f);
   }
-  // Where the first position is staged. With bulk stores, a line starts as far beyond a multiple of
-  // 16 bytes as it will in global memory.
+  // Where the first position is staged. With bulk stores, a staged line has the misalignment to 16
+  // bytes that it will have in global memory.
   __device__ __forceinline__ Scalar* staged(Scalar* staging, const Target& target) const {
     const int shift = C::bulk_stores ? misalignment(Line(target, index, 0).start, kVector) : 0;
     return staging + index * kLinePitch + shift + element;
   }
 };
 
-// Whether a thread's two rows are neighbours in a line, and words of shared memory.
+// Whether a thread's two rows are neighbours in a line and make an aligned word of shared memory.
 constexpr bool kStagedPairs =
     C::interleave % 2 == 0 && (!C::bulk_stores || (kLineElements % 2 == 0 && kLineBegin % 2 == 0));
 
-__device__ __forceinline__ void stage_phases(const float (&sums)[kSums], const Finish (&finish)[2],
-                                             const PhaseRow (&rows)[2], Scalar* const (&staged)[2],
-                                             int turn, int lane) {
+__device__ __forceinline__ void stage_residues(const float (&acc)[kAccumulators],
+                                               const Finish (&finish)[2],
+                                               const ResidueRow (&rows)[2],
+                                               Scalar* const (&staged)[2], int pass, int lane) {
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; ++i) {
-    const int j = turn * (C::pass_pixels / 8) + i;
+    const int j = pass * (C::pass_pixels / 8) + i;
     if (8 * j >= C::pixels) break;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const int at = C::interleave * (8 * i + lane % 4 * 2 + k);
-      const float first = rows[0].finished(finish[0], sums[4 * j + k]);
-      const float second = rows[1].finished(finish[1], sums[4 * j + 2 + k]);
+      const float first = rows[0].finished(finish[0], acc[4 * j + k]);
+      const float second = rows[1].finished(finish[1], acc[4 * j + 2 + k]);
       if constexpr (kStagedPairs) {
         if (rows[0].exists) {
           *reinterpret_cast<Pair*>(staged[0] + at) = narrow_pair(Scalar{}, first, second);
@@ -110,12 +111,13 @@ __device__ __forceinline__ void stage_phases(const float (&sums)[kSums], const F
   }
 }
 
-// What a turn has of a line, of the tile's line-th row of positions: by one lane, or by a warp.
+// Stores one pass's part of a line, for the tile's line-th row of positions: with a bulk copy of
+// one lane, or with all lanes of a warp.
 __device__ __forceinline__ void store_line(const Scalar* staging, const Target& target, int index,
-                                           int line, int turn, int lane) {
+                                           int line, int pass, int lane) {
   const Line to(target, index, line);
   if (!to.exists) return;
-  const int at = target.column + turn * kStoredPass - line * kStoredPitch;  // the turn's first
+  const int at = target.column + pass * kStoredPass - line * kStoredPitch;  // first of this pass
   const int begin = max(max(target.column, kLineBegin), at);
   const int end =
       min(min(target.column + kStoredColumns, kLineBegin + kLineElements), at + kStoredPass);
@@ -127,25 +129,26 @@ __device__ __forceinline__ void store_line(const Scalar* staging, const Target& 
   }
 }
 
-__device__ __forceinline__ void store_phases(const float (&sums)[kSums], const Finish (&finish)[2],
-                                             Scalar* staging, const Target& target, int warpgroup,
-                                             int warp, int lane) {
+__device__ __forceinline__ void store_residues(const float (&acc)[kAccumulators],
+                                               const Finish (&finish)[2], Scalar* staging,
+                                               const Target& target, int warpgroup, int warp,
+                                               int lane) {
   constexpr int kLinesOfTile = C::tile_rows * kStagedLines;
   const int first = 16 * warp + lane / 4;
-  const PhaseRow rows[2] = {PhaseRow(target, first), PhaseRow(target, first + 8)};
+  const ResidueRow rows[2] = {ResidueRow(target, first), ResidueRow(target, first + 8)};
   Scalar* const staged[2] = {rows[0].staged(staging, target), rows[1].staged(staging, target)};
 #pragma unroll
-  for (int turn = 0; turn < kPasses; ++turn) {
+  for (int pass = 0; pass < kPasses; ++pass) {
     if constexpr (C::bulk_stores) bulk_store_wait_read<0>();
     storing_sync(warpgroup);
-    stage_phases(sums, finish, rows, staged, turn, lane);
+    stage_residues(acc, finish, rows, staged, pass, lane);
     if constexpr (C::bulk_stores) fence_async_shared();
     storing_sync(warpgroup);
     const int line = C::bulk_stores ? 4 * lane + warp : warp;
     const int step = C::bulk_stores ? 128 : 4;
 #pragma unroll 1
     for (int i = line; i < kLinesOfTile; i += step) {
-      store_line(staging, target, i % kStagedLines, i / kStagedLines, turn, lane);
+      store_line(staging, target, i % kStagedLines, i / kStagedLines, pass, lane);
     }
     if constexpr (C::bulk_stores) bulk_store_commit();
   }

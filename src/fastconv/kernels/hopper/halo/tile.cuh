@@ -1,4 +1,4 @@
-// What a block of correlate.cuh has in shared memory beside the tile itself.
+// The shared memory of a block of the halo kernel: stages, staging buffers, barriers.
 #pragma once
 #include "device/wgmma.cuh"
 #include "device/tensor/tile.cuh"
@@ -14,7 +14,7 @@ constexpr int kGroupRows = C::tile_rows * C::stack;  // output rows of a consume
 static_assert(kTileRows == kPixelGroups * kGroupRows, "");
 static_assert(C::stack == 1 || (C::tile_rows == 1 && kRowPhases == 1), "rows stacked in M alone");
 static_assert(!C::rolling || (kChunks == 1 && kRowPhases == 1 && C::tile_rows == 1), "see above");
-// Products come in eights of pixels: the last may reach a little beyond the tile's last row.
+// N is a multiple of 8 pixels, so the last MMA may read a little beyond the tile's last row.
 constexpr int kReach = C::pixels + (C::kernel_width - 1) * kColumnStep / kColumnPhases;
 constexpr int kSlack = kReach > C::tile_rows* C::pitch ? kReach - C::tile_rows * C::pitch : 0;
 static_assert(C::lead + C::tile_columns + (C::tile_rows - 1) * C::pitch <= C::pixels, "");
@@ -22,16 +22,16 @@ constexpr int kInputBytes = (C::parts * kPartPixels + kSlack) * 16;
 
 static_assert(kOutputs == 64, "rows of wgmma");
 
-// Space for sums on their way out. Contiguous outputs: every warp has its own, for 8 channels' rows
-// of pass_pixels, once or twice. Channels-last outputs: every warpgroup has its own, for
-// pass_pixels of 64 channels. Phases that are channels: likewise, for lines of all phases of
-// pass_pixels, as far as there are any. Pitches spread a warp's accesses over all banks.
+// Staging buffers of the epilogue. Contiguous outputs: each warp has `buffers` buffers, with rows
+// of pass_pixels for 8 channels. Channels-last outputs: each warpgroup has one, with 64 channels of
+// pass_pixels. Residues as channels (`out_fold`): each warpgroup has one, with the lines of all
+// existing residues of pass_pixels. The pitches spread a warp's accesses over all banks.
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kRowPitch = round_up(C::interleave * C::pass_pixels + kVector - 8, 16) + 8;
 constexpr int kPixelPitch = kOutputs + kVector;
 constexpr int kLinePitch =
     round_up(C::interleave * C::pass_pixels + kVector - 1, 2 * kVector) + kVector;
-constexpr int kStackLines =  // of an output row
+constexpr int kStackLines =  // lines of a stacked output row
     min_of(kStackChannels, C::group_out) / C::interleave;
 constexpr int kStagingBytes =
     kScalarBytes * (kUnfolds               ? C::stack * kStackLines * kLinePitch
@@ -49,9 +49,9 @@ static_assert(!C::wraps || (C::stride_height == 1 && C::stride_width == 1 &&
 static_assert(!C::wraps || !C::staged || (C::padding_left == 0 && C::in_width == kPaddedWidth),
               "neighbours in memory");
 
-// Space for input on its way in (`staged`): pieces of a line, of two vectors' channels, as they lie
-// in memory. Every loading warp has raw_slots of its own. Whole rows may all begin at multiples of
-// 16 bytes.
+// Raw input (`staged`): pieces of a line as they lie in memory, with the channels of two vectors.
+// Every loading warp has raw_slots slots of its own. kRawAligned: pieces are whole rows, which all
+// begin at multiples of 16 bytes.
 constexpr int kLoaderWarps = 3;
 constexpr int kRawSlots = C::staged ? kLoaderWarps * C::raw_slots : 0;
 constexpr int kPieceChannels = 2 * kVectorChannels;
@@ -66,8 +66,8 @@ constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
 constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
 constexpr int kRawRing = kStaging + kConsumers * kStagingBytes;
 constexpr int kPowers = kRawRing + kRawSlots * kRawBytes;
-// Of each loading warp, what a chunk's channels are multiplied by. Long lines' pieces read it from
-// memory, which takes little beside them.
+// Scaled fp16: each loading warp's copy of the powers of two that scale a chunk's channels. Bulk
+// copies fetch long lines, beside which reading the powers from global memory costs little.
 constexpr bool kPowersCopied = C::halves && !C::bulk_loads;
 constexpr int kPowersBytes = kPowersCopied ? kChunkChannels * 4 : 0;
 constexpr int kBarriers = kPowers + kLoaderWarps * kPowersBytes;
@@ -82,7 +82,7 @@ struct Barriers {
   Barrier input_empty[C::input_stages];
   Barrier weights_full[C::weight_stages];
   Barrier weights_empty[C::weight_stages];
-  Barrier turn[kConsumers];  // the other consumer has its products under way
+  Barrier turn[kConsumers];  // the other consumer has issued its MMAs
   Barrier raw_full[kRawSlots > 0 ? kRawSlots : 1];
 };
 
@@ -90,7 +90,7 @@ __device__ __forceinline__ Barriers& barriers() {
   return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);
 }
 
-// Marks of each stage: whether a loading warp has written something infinite or NaN to it.
+// A mark for each input stage and loading warp: whether the warp wrote an infinity or a NaN to it.
 struct Watch {
   unsigned char marks[C::input_stages][4];
 
@@ -104,7 +104,7 @@ __device__ __forceinline__ Watch& watch() {
   return *reinterpret_cast<Watch*>(shared_memory() + kWatch);
 }
 
-// The ring of input stages, for those who load it (device/tensor/load.cuh).
+// The ring of input stages, as the loaders of device/tensor/load.cuh use it.
 struct Input {
   static constexpr int kStages = C::input_stages;
   static constexpr bool kPowersCopied = hopper::kPowersCopied;

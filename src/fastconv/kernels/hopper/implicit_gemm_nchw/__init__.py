@@ -1,4 +1,8 @@
-"""Layers of planes as products of matrices, in TF32: pixels through registers, taps as offsets.
+"""Implicit GEMM of contiguous (NCHW) float32 tensors in TF32: forward passes and input gradients.
 
-``layer`` is what is multiplied, ``tiles`` how much of it at once and what that takes.
+TMA copies planes to shared memory as they are; consumers read A fragments from there, so that a tap
+is an offset, and round them to TF32. It takes layers without groups, with at least 8 input
+channels, few taps and aligned tensors, where it is estimated to be faster than the halo kernel.
+``layer`` describes the pass as a GEMM, ``tiles`` has the tiles and their costs, ``plan`` the
+launches.
 """

@@ -1,18 +1,19 @@
-// Convolutions that are nearly matrix products, of planes (NCHW) in TF32 on Hopper's tensor cores:
-// forward passes and input gradients.
+// Implicit GEMM of contiguous (NCHW) float32 tensors in TF32 on Hopper's tensor cores: forward
+// passes and input gradients.
 //
-// Rows of a product are pixels, its columns output channels, its sum goes over input channels, and
-// from tap to tap. The tensor cores want TF32 operands with channels for neighbours; planes have
-// pixels. So planes are copied to shared memory as they are, by tensor copies that need no thread's
-// help, and the left operand goes through registers: there, each thread has single numbers anyway,
-// wherever they lay, and rounds them. A tap is an offset in shared memory, and so is a stride.
+// M is pixels, N output channels, and K the input channels of one tap after the other. wgmma reads
+// TF32 operands from shared memory only K-major, with channels as neighbours, but in a plane pixels
+// are neighbours. So TMA copies planes to shared memory as they are, and A goes through registers:
+// its fragments have single elements per thread anyway, which are loaded from wherever they lie and
+// rounded to TF32. A tap is an offset in shared memory, and so is a stride.
 //
-// The input gradient of a stride has phases: of every stride * stride pixels, each meets other
-// taps. A grid has as many positions as phases have pixels; a position's numbers are loaded once
-// and multiplied with all taps that are theirs, for sums of all phases.
+// The input gradient of a strided layer has residues: of stride * stride neighbouring pixels, each
+// is reached by other taps. The grid has one position for all residues of such a group. A
+// position's input is loaded once and multiplied by all taps that read it, into accumulators of
+// each residue.
 //
-// One block per processor, of three warpgroups: one thread of the first sends planes, another
-// weights; the others multiply, the same weights with different pixels.
+// One block per SM, with three warpgroups: one thread of the producer copies planes, another one
+// weights; the two consumers multiply different pixels by the same weights.
 #pragma once
 #include "hopper/implicit_gemm_nchw/load.cuh"
 #include "hopper/implicit_gemm_nchw/store.cuh"
@@ -27,15 +28,15 @@ __device__ __forceinline__ void consume(const float* bias, float* output, int ba
 #pragma unroll 1
   for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
     const Tile tile(index);
-    Sums sums;
-    consumer.compute(sums, tile, batch);
-    Storer(bias, output, tile, batch, epilogue).store(sums);
+    Accumulators acc;
+    consumer.compute(acc, tile, batch);
+    Storer(bias, output, tile, batch, epilogue).store(acc);
   }
 }
 
-__device__ __forceinline__ void multiply_planes(const Planes& planes, const unsigned char* packed,
-                                                const float* bias, float* output, int batch,
-                                                const Epilogue<C>& epilogue) {
+__device__ __forceinline__ void run_block(const Planes& planes, const unsigned char* packed,
+                                          const float* bias, float* output, int batch,
+                                          const Epilogue<C>& epilogue) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::input_stages; ++i) {
       barrier_init(&barriers().input_full[i], 1);
@@ -70,8 +71,8 @@ extern "C" __global__ void __launch_bounds__(256) pack(const float* weight, floa
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-    gemm_planes(const __grid_constant__ fastconv::hopper::Planes planes,
-                const unsigned char* packed, const float* bias, float* output,
-                int batch FASTCONV_RESIDUAL_PARAMETER) {
-  fastconv::hopper::multiply_planes(planes, packed, bias, output, batch, FASTCONV_EPILOGUE(output));
+    implicit_gemm_nchw(const __grid_constant__ fastconv::hopper::Planes planes,
+                       const unsigned char* packed, const float* bias, float* output,
+                       int batch FASTCONV_RESIDUAL_PARAMETER) {
+  fastconv::hopper::run_block(planes, packed, bias, output, batch, FASTCONV_EPILOGUE(output));
 }

@@ -1,6 +1,6 @@
-"""What is multiplied: a forward pass or an input gradient as products of planes.
+"""A forward pass or an input gradient as the NCHW implicit GEMM: positions, taps and chunks.
 
-Decided from the layer alone, as all that decides the order of a sum.
+The order in which a sum is added up depends on these alone, and these on the layer alone.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from fastconv.kernels.hopper.directed import Directed
 from fastconv.kernels.lazy import lazy
 
 CHUNK = 32  # channels that are copied at once
-FEW_PIXELS = 256  # of a plane that fits shared memory whole, and a box
-FEW_BULK_PIXELS = 324  # of one that no box can have
-SOME_POSITIONS = 128  # of a small tile
-MOST_BYTES = 100 * 1024  # of a chunk's rows that such a tile needs
+# The largest planes that are copied whole: by TMA, whose boxes have at most 256 elements along an
+# axis, and by bulk copies.
+FEW_PIXELS = 256
+FEW_BULK_PIXELS = 324
+# The most bytes of a chunk that a tile of SOME_POSITIONS positions may need; less with a stride.
+SOME_POSITIONS = 128
+MOST_BYTES = 100 * 1024
 MOST_STRIDED_BYTES = 72 * 1024
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a layer: the device code's ``Axis``.
+    """One axis of a layer, as ``Axis`` in the device code.
 
-    A position of the grid meets the image at ``position * step + offset`` for each tap.
+    A position of the grid reads the image at ``position * step + offset`` for each tap.
     """
 
     kernel: int
@@ -34,42 +37,45 @@ class Axis:
 
     @lazy
     def offsets(self) -> list[int]:
-        """Of each tap. Taps with the same one are neighbours."""
+        """The offset of each tap. Taps with the same offset are neighbours, and make a unit."""
         reaches = [tap * self.dilation - self.padding for tap in range(self.kernel)]
         return [-(reach // self.stride) for reach in reaches] if self.transposed else reaches
 
     @lazy
-    def phases(self) -> int:
+    def residues(self) -> int:
+        """Residues of a gradient's stride."""
         return self.stride if self.transposed else 1
 
     @lazy
-    def phase_sums(self) -> int:
-        """Phases that have taps."""
+    def reached_residues(self) -> int:
+        """Residues that have taps, and so accumulators."""
         reaches = (tap * self.dilation - self.padding for tap in range(self.kernel))
-        return len({reach % self.phases for reach in reaches})
+        return len({reach % self.residues for reach in reaches})
 
     @lazy
     def units(self) -> int:
-        """Different offsets."""
+        """The number of different offsets."""
         return len(set(self.offsets))
 
     @lazy
     def most_unit_taps(self) -> int:
+        """Taps of the largest unit."""
         return max(self.offsets.count(offset) for offset in self.offsets)
 
     @lazy
     def step(self) -> int:
+        """Distance of what neighbouring positions read."""
         return 1 if self.transposed else self.stride
 
     @lazy
     def reach(self) -> int:
-        """Places from the first that a position needs to the last, both included."""
+        """Rows or columns from the first that a position reads to the last, both included."""
         return max(self.offsets) - min(self.offsets) + 1
 
 
 @dataclass(frozen=True)
 class Layer(Directed):
-    """A pass of a problem. What it reads has ``in_channels`` planes, what it writes has others."""
+    """A pass as an implicit GEMM: M is positions, N output channels, K taps and input channels."""
 
     @lazy
     def axes(self) -> tuple[Axis, Axis]:
@@ -78,10 +84,10 @@ class Layer(Directed):
 
     @lazy
     def grid(self) -> tuple[int, int]:
-        """Positions: as many as a phase of the output has pixels."""
+        """Positions of an image, along both axes: one for all residues of a gradient's stride."""
         rows, columns = self.axes
         height, width = self.image_size
-        return ceil_div(height, rows.phases), ceil_div(width, columns.phases)
+        return ceil_div(height, rows.residues), ceil_div(width, columns.residues)
 
     @property
     def grid_pixels(self) -> int:
@@ -97,6 +103,7 @@ class Layer(Directed):
 
     @lazy
     def units(self) -> int:
+        """Different offsets of taps: a position's input is loaded once for each."""
         return self.axes[0].units * self.axes[1].units
 
     @lazy
@@ -104,21 +111,22 @@ class Layer(Directed):
         return self.axes[0].most_unit_taps * self.axes[1].most_unit_taps
 
     @lazy
-    def phase_sums(self) -> int:
-        return self.axes[0].phase_sums * self.axes[1].phase_sums
+    def reached_residues(self) -> int:
+        """Residues of both axes that have taps: each has accumulators of its own."""
+        return self.axes[0].reached_residues * self.axes[1].reached_residues
 
     @lazy
     def flat(self) -> bool:
-        """Whether a position needs just its own pixel: planes may be taken for single rows."""
+        """Whether a position reads its own pixel only, so that a plane can be taken for one row."""
         rows, columns = self.axes
         own = all(axis.offsets == [0] and axis.step == 1 for axis in (rows, columns))
         return own and self.in_size == self.grid
 
     @lazy
     def chunk(self) -> int:
-        """Channels that are copied at once, for all taps: fewer where taps or strides need much.
+        """Channels that are copied at once: fewer where taps or strides need many rows.
 
-        A sum goes over a chunk's taps, then over the next chunk's.
+        A sum goes over all taps of a chunk, then over those of the next chunk.
         """
         rows, columns = self.axes
         if self.units == 1 or self.in_pixels <= FEW_PIXELS:
@@ -135,5 +143,5 @@ class Layer(Directed):
 
     @lazy
     def ties_to_even(self) -> bool:
-        """How TF32 rounds numbers in the middle between two: as ``tensor.layers`` has it."""
+        """How TF32 rounds ties, by the same rule as ``fastconv.kernels.planning.layers``."""
         return self.taps == 1 and self.problem.stride == (1, 1)

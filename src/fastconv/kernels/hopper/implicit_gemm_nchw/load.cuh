@@ -1,12 +1,12 @@
-// The producer: one thread sends planes, another weights, through their rings of stages.
+// The producer: one thread copies planes, another weights, each into a ring of stages.
 #pragma once
 #include "hopper/implicit_gemm_nchw/weights.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-// Planes come by tensor copies, or, where the hardware cannot describe them, whole images' chunks
-// by bulk copies: these lie in one piece.
+// Planes come by TMA copies of a tensor map, or, where no tensor map can describe them, by bulk
+// copies: a chunk of an image's whole planes is contiguous in memory.
 using Planes = Either<C::bulk, const float*, TensorMap>::type;
 
 constexpr int kInPlane = C::in_height * C::in_width;
@@ -23,7 +23,7 @@ __device__ __forceinline__ void load_piece(void* target, const TensorMap& planes
               {C::flat ? begin : 0, C::flat || C::whole ? 0 : begin, channel, image}, full);
 }
 
-// Calls `visit` for each of a tile's pieces, with its image and where in it the piece begins.
+// Calls `visit` for each piece of a tile, with its image and the row or pixel where it begins.
 template <class Visit>
 __device__ __forceinline__ void each_piece(const Tile& tile, int batch, Visit visit) {
   int image = tile.image;
@@ -36,7 +36,7 @@ __device__ __forceinline__ void each_piece(const Tile& tile, int batch, Visit vi
   }
 }
 
-// Bytes of a chunk's piece; only bulk copies leave out channels that do not exist.
+// Bytes that a copy of a piece writes. A TMA box also writes zeros for channels that do not exist.
 __device__ __forceinline__ int piece_bytes(int channel) {
   return C::bulk ? min(C::chunk, C::group_in - channel) * kInPlane * 4 : kPieceBytes;
 }
@@ -62,7 +62,7 @@ __device__ __forceinline__ void load_planes(const Planes& planes, int batch) {
   }
 }
 
-// Of every tile, or once if all of them stay.
+// Copies the weights of every tile; with `resident`, all weights just once.
 __device__ __forceinline__ void load_weights(const unsigned char* packed, int batch) {
   Ring<C::weight_stages> at(1);
   const int tiles = tile_count(batch);
@@ -75,7 +75,7 @@ __device__ __forceinline__ void load_weights(const unsigned char* packed, int ba
       for (int row = 0; row < C::kernel_height; row = row_axis().end(row)) {
 #pragma unroll 1
         for (int column = 0; column < C::kernel_width; column = column_axis().end(column)) {
-          const int bytes = unit_taps(row, column) * kProductBytes;
+          const int bytes = unit_taps(row, column) * kTapBytes;
           barrier_wait(&barriers().weights_empty[at.stage], at.parity);
           Barrier* const full = &barriers().weights_full[at.stage];
           barrier_arrive_expect(full, bytes);

@@ -1,15 +1,16 @@
-// Consumers: what a thread has of the products' left operand, and the products.
+// Consumers: load their fragments of A from the planes in shared memory, and issue wgmma.
 #pragma once
 #include "hopper/implicit_gemm_nchw/weights.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-using Sums = float[kPhaseSums * kRowTiles][kColumns / 2];
+using Accumulators = float[kReachedResidues * kRowTiles][kColumns / 2];
 using Fragments = unsigned[kRowTiles][kSteps][4];
 
-// A thread's rows of the products are these positions of its warpgroup's: neighbours that are
-// loaded and stored at once (`vector` of them), or one of eight neighbours each, of eight lanes.
+// The position, among those of its warpgroup, of a thread's row of M. With `vector` > 1, a thread's
+// rows are neighbours, which it loads and stores at once; otherwise eight lanes have eight
+// neighbours.
 __device__ __forceinline__ int position_of(int row) {
   const int thread = static_cast<int>(threadIdx.x) % 128;
   const int lane = thread % 32 / 4;
@@ -18,7 +19,7 @@ __device__ __forceinline__ int position_of(int row) {
 }
 static_assert(C::vector == 1 || C::vector == kRows, "all of a thread's rows at once");
 
-// Of a row: its place in the grid, if it has one.
+// A tile's position in the grid, if it exists there.
 struct Position {
   int image, row, column;
   bool exists;
@@ -33,18 +34,19 @@ struct Position {
   }
 };
 
-// Where a thread's rows of the products lie in a stage.
+// Where a position's input lies in a stage.
 struct Source {
-  int row, column;  // of the image
-  int begin;        // of the image's pieces, and which of the stage's its first is
-  int slot;
+  int row, column;  // of the image, for offset 0
+  int begin;        // row or pixel where the image's first piece in the stage begins
+  int slot;         // index of that piece in the stage
 
   Source() = default;
   __device__ Source(const Tile& tile, const Position& position) {
     row = C::flat ? 0 : position.row * C::step_height;
     column =
         C::flat ? position.row * C::grid_width + position.column : position.column * C::step_width;
-    if (!position.exists) row = -C::in_height - row_axis().highest();  // no tap is in the image
+    // A position that does not exist has all taps outside the image.
+    if (!position.exists) row = -C::in_height - row_axis().highest();
     const int later = position.image - tile.image;
     const Span first(tile.pixel, kGridPixels - 1);
     const Span full(0, kGridPixels - 1);
@@ -52,7 +54,7 @@ struct Source {
     slot = later == 0 ? 0 : first.pieces() + (later - 1) * full.pieces();
   }
 
-  // The offset of a tap in a stage, in floats; negative if it is not in the image.
+  // The offset of a tap's element in a stage, in floats; negative if it is outside the image.
   __device__ __forceinline__ int at(int row_offset, int column_offset) const {
     const int y = row + row_offset;
     const int x = column + column_offset;
@@ -65,23 +67,23 @@ struct Source {
   }
 };
 
-// Two sets of fragments take turns: while one is multiplied, the other one is loaded.
+// Fragments are double-buffered: while one set is multiplied, the other one is loaded.
 struct Consumer {
   Ring<C::input_stages> input{0};
   Ring<C::weight_stages> weights{0};
-  int earlier;  // the stage of weights of products that are still under way, or -1
-  int spent;    // the stage of planes of which all has been loaded, or -1
+  int earlier;  // weight stage of wgmmas that may still run, or -1
+  int spent;    // input stage that has been loaded completely but not released, or -1
   Source sources[kRows];
-  int chunk;  // of what is loaded next, and its tap
+  int chunk;  // chunk and first tap of the unit that is loaded next
   int row, column;
 
-  // All warps of both warpgroups say that they are done with a stage.
+  // A consumer warp's arrival: it no longer reads the stage.
   __device__ __forceinline__ static void release(Barrier* empty) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(empty);
   }
 
-  // The next unit.
+  // Loads the next unit's fragments.
   __device__ __forceinline__ void load(Fragments& fragments) {
     if (row == 0 && column == 0) {
       barrier_wait(&barriers().input_full[input.stage], input.parity);
@@ -116,7 +118,8 @@ struct Consumer {
     input.advance();
   }
 
-  // Whether a chunk's channel exists in shared memory: tensor copies write zeros for others.
+  // Whether a chunk's channel has been copied. TMA boxes write zeros for channels that do not
+  // exist, bulk copies write nothing.
   __device__ __forceinline__ bool loaded(int channel) const {
     constexpr bool kAll = !C::bulk || C::group_in % C::chunk == 0;
     return kAll || chunk * C::chunk + channel < C::group_in;
@@ -133,7 +136,7 @@ struct Consumer {
     }
   }
 
-  // All rows at once. Those that do not exist read something, of which nothing is stored.
+  // Loads all rows of a thread at once. Rows that do not exist load something that is not stored.
   __device__ __forceinline__ static void load_vectors(Fragments& fragments, const float* source) {
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) {
@@ -146,31 +149,32 @@ struct Consumer {
     }
   }
 
-  // A tap, the `place`-th of its unit, for one of the phases.
-  __device__ __forceinline__ void multiply(Sums& sums, const Fragments& fragments, int place,
-                                           int phase, bool accumulate) const {
+  // The MMAs of the `place`-th tap of a unit, into the accumulators of one residue.
+  __device__ __forceinline__ void multiply(Accumulators& acc, const Fragments& fragments, int place,
+                                           int residue, bool accumulate) const {
     const Matrix tap =
-        matrix(shared_memory() + kWeightRing + weights.stage * kWeightBytes + place * kProductBytes,
+        matrix(shared_memory() + kWeightRing + weights.stage * kWeightBytes + place * kTapBytes,
                kColumns * 16, 128);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
-        wgmma<kColumns>(Operand{}, sums[phase * kRowTiles + i], fragments[i][step],
+        wgmma<kColumns>(Operand{}, acc[residue * kRowTiles + i], fragments[i][step],
                         tap + step * 2 * kColumns, accumulate || step > 0);
       }
     }
   }
 
-  // Begins a unit's products.
+  // Waits for a unit's weights and opens its wgmmas.
   __device__ __forceinline__ void begin() {
     barrier_wait(&barriers().weights_full[weights.stage], C::resident ? 0 : weights.parity);
     wgmma_fence();
   }
 
-  // Closes a unit's products, and waits for those before it, whose fragments are free then.
-  // Planes are given back here: products begin when their fragments have arrived, while loads that
-  // nothing has waited for may be overtaken, and would read what the next copy writes.
+  // Commits a unit's wgmmas, and waits for those of the unit before, whose fragments may then be
+  // overwritten. The input stage is released only here: the wgmmas have waited for their fragments,
+  // while a load that nothing has waited for could still be in flight and read what the next copy
+  // writes.
   __device__ __forceinline__ void end(Fragments& free) {
     wgmma_commit();
     if (spent >= 0) release(&barriers().input_empty[spent]);
@@ -190,64 +194,68 @@ struct Consumer {
     if (!C::resident && earlier >= 0) release(&barriers().weights_empty[earlier]);
   }
 
-  // Units of one tap each.
-  __device__ __forceinline__ void compute_taps(Sums& sums, Fragments& first, Fragments& second) {
+  // All units of a tile, with one tap each.
+  __device__ __forceinline__ void compute_taps(Accumulators& acc, Fragments& first,
+                                               Fragments& second) {
     constexpr int kAll = kChunks * kTaps;
 #pragma unroll 1
     for (int left = kAll; left > 1; left -= 2) {
-      compute_tap(sums, first, second, left < kAll, true);
-      compute_tap(sums, second, first, true, left > 2);
+      compute_tap(acc, first, second, left < kAll, true);
+      compute_tap(acc, second, first, true, left > 2);
     }
-    if constexpr (kAll % 2 == 1) compute_tap(sums, first, second, kAll > 1, false);
+    if constexpr (kAll % 2 == 1) compute_tap(acc, first, second, kAll > 1, false);
   }
-  __device__ __forceinline__ void compute_tap(Sums& sums, Fragments& now, Fragments& next,
+  __device__ __forceinline__ void compute_tap(Accumulators& acc, Fragments& now, Fragments& next,
                                               bool accumulate, bool more) {
     begin();
-    multiply(sums, now, 0, 0, accumulate);
+    multiply(acc, now, 0, 0, accumulate);
     end(next);
     if (more) load(next);
   }
 
-  // Units of several taps, whose sums are of different phases, and were zero before.
-  __device__ __forceinline__ void compute_units(Sums& sums, Fragments& first, Fragments& second) {
+  // All units of a tile, with several taps each, of different residues. The accumulators have been
+  // cleared.
+  __device__ __forceinline__ void compute_units(Accumulators& acc, Fragments& first,
+                                                Fragments& second) {
 #pragma unroll 1
     for (int left = kChunks; left > 0; --left) {
-      compute_unit<0, 0>(sums, first, second, left == 1);
+      compute_unit<0, 0>(acc, first, second, left == 1);
       if constexpr (kUnits % 2 == 1) {
         if (--left == 0) return;
-        compute_unit<0, 0>(sums, second, first, left == 1);
+        compute_unit<0, 0>(acc, second, first, left == 1);
       }
     }
   }
   template <int kRow, int kColumn>
-  __device__ __forceinline__ void compute_unit(Sums& sums, Fragments& now, Fragments& next,
+  __device__ __forceinline__ void compute_unit(Accumulators& acc, Fragments& now, Fragments& next,
                                                bool last_chunk) {
     constexpr int kRowEnd = row_axis().end(kRow);
     constexpr int kColumnEnd = column_axis().end(kColumn);
     constexpr bool kRowDone = kColumnEnd == C::kernel_width;
     constexpr bool kDone = kRowDone && kRowEnd == C::kernel_height;
     begin();
-    multiply_unit<kRow, kColumn>(sums, now);
+    multiply_unit<kRow, kColumn>(acc, now);
     end(next);
     if (!kDone || !last_chunk) load(next);
     if constexpr (!kDone) {
-      compute_unit<kRowDone ? kRowEnd : kRow, kRowDone ? 0 : kColumnEnd>(sums, next, now,
+      compute_unit<kRowDone ? kRowEnd : kRow, kRowDone ? 0 : kColumnEnd>(acc, next, now,
                                                                          last_chunk);
     }
   }
   template <int kRow, int kColumn, int kTap = 0>
-  __device__ __forceinline__ void multiply_unit(Sums& sums, const Fragments& now) const {
+  __device__ __forceinline__ void multiply_unit(Accumulators& acc, const Fragments& now) const {
     constexpr int kWidth = column_axis().end(kColumn) - kColumn;
-    constexpr int kRowSum = row_axis().sum_of(row_axis().phase(kRow + kTap / kWidth));
-    constexpr int kColumnSum = column_axis().sum_of(column_axis().phase(kColumn + kTap % kWidth));
-    multiply(sums, now, kTap, kRowSum * kColumnSums + kColumnSum, true);
+    constexpr int kRowIndex = row_axis().index_of(row_axis().residue(kRow + kTap / kWidth));
+    constexpr int kColumnIndex =
+        column_axis().index_of(column_axis().residue(kColumn + kTap % kWidth));
+    multiply(acc, now, kTap, kRowIndex * kReachedColumns + kColumnIndex, true);
     if constexpr (kTap + 1 < unit_taps(kRow, kColumn)) {
-      multiply_unit<kRow, kColumn, kTap + 1>(sums, now);
+      multiply_unit<kRow, kColumn, kTap + 1>(acc, now);
     }
   }
 
-  // The sums of a tile.
-  __device__ __forceinline__ void compute(Sums& sums, const Tile& tile, int batch) {
+  // The accumulators of a tile.
+  __device__ __forceinline__ void compute(Accumulators& acc, const Tile& tile, int batch) {
     const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -258,19 +266,19 @@ struct Consumer {
     earlier = spent = -1;
     Fragments first, second;
     load(first);
-    if constexpr (kPhaseSums == 1) {
-      compute_taps(sums, first, second);
+    if constexpr (kReachedResidues == 1) {
+      compute_taps(acc, first, second);
     } else {
 #pragma unroll
-      for (int i = 0; i < kPhaseSums * kRowTiles; ++i) {
+      for (int i = 0; i < kReachedResidues * kRowTiles; ++i) {
 #pragma unroll
-        for (int j = 0; j < kColumns / 2; ++j) sums[i][j] = 0.0f;
+        for (int j = 0; j < kColumns / 2; ++j) acc[i][j] = 0.0f;
       }
-      compute_units(sums, first, second);
+      compute_units(acc, first, second);
     }
     wgmma_wait<0>();
 #pragma unroll
-    for (int i = 0; i < kPhaseSums * kRowTiles; ++i) hold_registers(sums[i]);
+    for (int i = 0; i < kReachedResidues * kRowTiles; ++i) hold_registers(acc[i]);
     release_weights();
   }
 };

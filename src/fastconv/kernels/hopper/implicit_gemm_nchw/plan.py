@@ -1,7 +1,7 @@
-"""Plans layers of planes, float32 in TF32, with ``gemm_planes.cuh``.
+"""Plans contiguous float32 layers in TF32 with the NCHW implicit GEMM.
 
-What decides the order of a sum (chunks of channels, taps in them) is the layer's alone; a tile
-changes no bits.
+The order in which a sum is added up (chunks of channels, and taps in a chunk) depends on the layer
+alone, so the choice of a tile does not change the bits of the result.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from fastconv.kernels.family import (
 )
 from fastconv.kernels.hopper import block
 from fastconv.kernels.hopper.implicit_gemm_nchw.layer import Layer
-from fastconv.kernels.hopper.implicit_gemm_nchw.tiles import MOST_SUMS, Tile, tiles_of
+from fastconv.kernels.hopper.implicit_gemm_nchw.tiles import MOST_COLUMNS, Tile, tiles_of
 from fastconv.kernels.planning import limits
 from fastconv.kernels.planning.launches import MOST_PACK_BLOCKS, PACK_THREADS
 from fastconv.problem import Problem
 
 SOURCE = "hopper/implicit_gemm_nchw/kernel.cuh"
 MOST_TAPS = 32
-MOST_PHASE_UNITS = 9  # each of which is compiled
-MOST_PHASES = 16  # likewise
-LEAST_CHANNELS = 8  # of a product
-PRODUCER_REGISTERS = 40
-EXPLAINED = 5  # tiles
+MOST_RESIDUE_UNITS = 9  # units of a layer with several residues: each has code of its own
+MOST_RESIDUES = 16  # the epilogue of each has code of its own
+LEAST_CHANNELS = 8  # K of a TF32 wgmma
+PRODUCER_REGISTERS = 40  # of a thread
+EXPLAINED = 5  # tiles that an explanation lists
 
 
 def layer_of(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> Layer:
     """The layer of a forward pass, or of an input gradient.
 
     Raises:
-        Declined: it cannot be computed so.
+        Declined: the kernel cannot compute it.
     """
     layer = Layer(problem, operands, transposed)
     _check(layer, gpu)
@@ -49,12 +49,12 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -
 
 
 def image_cycles(layer: Layer, gpu: Gpu) -> float:
-    """What an image takes, of many, in cycles of one processor."""
+    """Cycles of one SM for an image of a large batch, with the best tile for that."""
     return min(tile.image_cycles for tile in _tiles(layer, gpu))
 
 
 def plans(layer: Layer, gpu: Gpu, most: int) -> list[Plan]:
-    """The plans that the rules like best. All give the same bits."""
+    """The ``most`` plans with the fewest estimated cycles. All give the same bits."""
     tiles = _tiles(layer, gpu)
     return [_plan(tile, tiles, gpu) for tile in tiles[:most]]
 
@@ -81,13 +81,14 @@ def _check(layer: Layer, gpu: Gpu) -> None:
         raise Declined(f"{layer.in_channels} channels, fewer than {LEAST_CHANNELS}")
     if layer.taps > MOST_TAPS:
         raise Declined(f"{layer.taps} taps, more than {MOST_TAPS}")
-    phases = layer.axes[0].phases * layer.axes[1].phases
-    if phases > MOST_PHASES:
-        raise Declined(f"{phases} phases, more than {MOST_PHASES}")
-    if layer.phase_sums > MOST_SUMS // LEAST_CHANNELS:
-        raise Declined(f"{layer.phase_sums} phases with taps")
-    if layer.phase_sums > 1 and layer.units > MOST_PHASE_UNITS:
-        raise Declined(f"{layer.units} different offsets of {layer.phase_sums} phases' taps")
+    residues = layer.axes[0].residues * layer.axes[1].residues
+    if residues > MOST_RESIDUES:
+        raise Declined(f"{residues} residues, more than {MOST_RESIDUES}")
+    reached = layer.reached_residues
+    if reached > MOST_COLUMNS // LEAST_CHANNELS:
+        raise Declined(f"{reached} residues with taps")
+    if reached > 1 and layer.units > MOST_RESIDUE_UNITS:
+        raise Declined(f"taps of {reached} residues with {layer.units} different offsets")
 
 
 def _plan(tile: Tile, tiles: tuple[Tile, ...], gpu: Gpu) -> Plan:
@@ -95,7 +96,7 @@ def _plan(tile: Tile, tiles: tuple[Tile, ...], gpu: Gpu) -> Plan:
     batch = layer.problem.batch
     count = tile.tiles(batch)
     positions = batch * tile.shape.image_pixels + tile.shape.tile_pixels
-    # A block counts on from its last tile by as many as there are blocks.
+    # A block's tile numbers, with the one beyond its last tile, have to fit 32 bits.
     if max(count + gpu.processors, positions, tile.packed_bytes) >= 2**31:
         raise Declined(f"{positions} positions, or {tile.packed_bytes} bytes of packed weights")
     constants = tuple(_constants(tile).items())
@@ -108,7 +109,7 @@ def _plan(tile: Tile, tiles: tuple[Tile, ...], gpu: Gpu) -> Plan:
         ("weight", "scratch"),
     )
     multiply = Launch(
-        Kernel(SOURCE, "gemm_planes", constants),
+        Kernel(SOURCE, "implicit_gemm_nchw", constants),
         (min(count, gpu.processors), 1, 1),
         block.THREADS,
         tile.shared_bytes,
@@ -120,7 +121,7 @@ def _plan(tile: Tile, tiles: tuple[Tile, ...], gpu: Gpu) -> Plan:
     )
     why = (
         f"tensor cores: {tile.shape.tile_pixels} pixels by {tile.columns} channels a block, "
-        f"straight from planes"
+        "as an implicit GEMM"
     )
     explanation = (
         f"{len(tiles)} tiles fit; the cheapest, in cycles:",

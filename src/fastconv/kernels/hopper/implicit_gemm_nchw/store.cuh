@@ -1,4 +1,4 @@
-// Sums on their way out, straight from registers: lanes have neighbouring pixels.
+// Epilogue: accumulators are stored straight from registers, since lanes have neighbouring pixels.
 #pragma once
 #include "hopper/implicit_gemm_nchw/multiply.cuh"
 #include "device/epilogue.cuh"
@@ -6,18 +6,19 @@
 namespace fastconv {
 namespace hopper {
 
-// From a channel's plane to the next; a product's last columns may be no channels.
+// The distance of two channels' planes, in a type that also holds the offset of N's last column,
+// which may not be a channel.
 constexpr IndexTo<elements_of(kColumns, C::out_height, C::out_width)> kOutPlane =
     C::out_height * C::out_width;
-static_assert(!kAddsResidual || kRowPhases * kColumnPhases == 1, "of a forward pass");
+static_assert(!kAddsResidual || kRowResidues * kColumnResidues == 1, "of a forward pass");
 
 struct Storer {
   const float* bias;
-  float* rows[C::vector > 1 ? 1 : kRows];  // where a row's first phase is, in the first channel
+  float* rows[C::vector > 1 ? 1 : kRows];  // a row's first residue, in the thread's first channel
   bool exist[C::vector > 1 ? 1 : kRows];
-  int row_ends[C::vector > 1 ? 1 : kRows];  // phases that are in the image
+  int row_ends[C::vector > 1 ? 1 : kRows];  // residues that are in the image
   int column_ends[C::vector > 1 ? 1 : kRows];
-  int channel;  // of the thread's first column
+  int channel;  // channel of the thread's first column
   Epilogue<C> epilogue;
 
   __device__ Storer(const float* bias, float* output, const Tile& tile, int batch,
@@ -29,8 +30,8 @@ struct Storer {
     for (int i = 0; i < (C::vector > 1 ? 1 : kRows); ++i) {
       const int index = (thread / 128 - 1) * 64 * kRowTiles + position_of(i);
       const Position position(tile, index, batch);
-      const int row = position.row * kRowPhases;
-      const int column = position.column * kColumnPhases;
+      const int row = position.row * kRowResidues;
+      const int column = position.column * kColumnResidues;
       exist[i] = position.exists;
       row_ends[i] = C::out_height - row;
       column_ends[i] = C::out_width - column;
@@ -44,7 +45,7 @@ struct Storer {
     return C::group_out % kColumns == 0 || channel + column < C::group_out;
   }
 
-  // What is added to sums of a channel: the bias, and where there is a residual, the thread's.
+  // What is added to a thread's accumulators of a channel: the bias, and maybe the residuals.
   struct BiasAndResidual {
     float bias;
     Vector<float, kRows> residual;
@@ -77,8 +78,8 @@ struct Storer {
     return Epilogue<C>::activated(sum + added.bias, added.residual.element[row]);
   }
 
-  // What is added comes some at a time, so that the thread does not wait for each.
-  __device__ __forceinline__ void store(const Sums& sums) const {
+  // Biases and residuals are loaded several at a time, so that a thread does not wait for each.
+  __device__ __forceinline__ void store(const Accumulators& acc) const {
     constexpr int kOctets = kColumns / 8;
     constexpr int kAtOnce = kAddsResidual ? 2 : 8;
 #pragma unroll
@@ -90,64 +91,67 @@ struct Storer {
       }
 #pragma unroll
       for (int i = 0; i < 2 * kAtOnce && first + i / 2 < kOctets; ++i) {
-        store_column(sums, first + i / 2, i % 2, added[i]);
+        store_column(acc, first + i / 2, i % 2, added[i]);
       }
     }
   }
 
-  __device__ __forceinline__ void store_column(const Sums& sums, int j, int i, Added added) const {
+  __device__ __forceinline__ void store_column(const Accumulators& acc, int j, int i,
+                                               Added added) const {
     if constexpr (C::vector > 1) {
-      store_vector(sums, j, i, added);
+      store_vector(acc, j, i, added);
     } else {
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
-        if (exist[row] && has(8 * j + i)) store_phases(sums, row, j, i, added);
+        if (exist[row] && has(8 * j + i)) store_residues(acc, row, j, i, added);
       }
     }
   }
 
-  // All of a thread's rows.
-  __device__ __forceinline__ void store_vector(const Sums& sums, int j, int i, Added added) const {
+  // Stores all of a thread's rows at once.
+  __device__ __forceinline__ void store_vector(const Accumulators& acc, int j, int i,
+                                               Added added) const {
     union {
       float values[kRows];
       Bits<4 * kRows>::type bits;
     };
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      values[row] = finished(sums[row / 2][4 * j + row % 2 * 2 + i], added, row);
+      values[row] = finished(acc[row / 2][4 * j + row % 2 * 2 + i], added, row);
     }
     store_if(reinterpret_cast<Bits<4 * kRows>::type*>(rows[0] + (8 * j + i) * kOutPlane), bits,
              exist[0] && has(8 * j + i));
   }
 
-  // The pixels of a row's phases from one on, two neighbours at once where they are aligned.
-  template <int kPhase = 0>
-  __device__ __forceinline__ void store_phases(const Sums& sums, int row, int j, int i,
-                                               Added added) const {
-    constexpr int kRow = kPhase / kColumnPhases;
-    constexpr int kColumn = kPhase % kColumnPhases;
-    constexpr int kNext = kPhase + (C::pairs ? 2 : 1);
+  // Stores a row's pixels from residue kResidue on, two neighbours at once where they are aligned.
+  template <int kResidue = 0>
+  __device__ __forceinline__ void store_residues(const Accumulators& acc, int row, int j, int i,
+                                                 Added added) const {
+    constexpr int kRow = kResidue / kColumnResidues;
+    constexpr int kColumn = kResidue % kColumnResidues;
+    constexpr int kNext = kResidue + (C::pairs ? 2 : 1);
     float* const target = rows[row] + (8 * j + i) * kOutPlane + kRow * C::out_width + kColumn;
-    const float value = finished(value_of<kRow, kColumn>(sums, row, j, i), added, row);
+    const float value = finished(value_of<kRow, kColumn>(acc, row, j, i), added, row);
     if (kRow == 0 || kRow < row_ends[row]) {
       if constexpr (C::pairs) {
-        const float next = finished(value_of<kRow, kColumn + 1>(sums, row, j, i), added, row);
+        const float next = finished(value_of<kRow, kColumn + 1>(acc, row, j, i), added, row);
         *reinterpret_cast<float2*>(target) = make_float2(value, next);
       } else {
         if (kColumn == 0 || kColumn < column_ends[row]) *target = value;
       }
     }
-    if constexpr (kNext < kRowPhases * kColumnPhases) {
-      store_phases<kNext>(sums, row, j, i, added);
+    if constexpr (kNext < kRowResidues * kColumnResidues) {
+      store_residues<kNext>(acc, row, j, i, added);
     }
   }
 
-  // Zero for phases without taps.
+  // The accumulator of a residue; zero if the residue has no taps.
   template <int kRow, int kColumn>
-  __device__ __forceinline__ static float value_of(const Sums& sums, int row, int j, int i) {
-    if constexpr (row_axis().has_sums(kRow) && column_axis().has_sums(kColumn)) {
-      constexpr int kPhase = row_axis().sum_of(kRow) * kColumnSums + column_axis().sum_of(kColumn);
-      return sums[kPhase * kRowTiles + row / 2][4 * j + row % 2 * 2 + i];
+  __device__ __forceinline__ static float value_of(const Accumulators& acc, int row, int j, int i) {
+    if constexpr (row_axis().has_taps(kRow) && column_axis().has_taps(kColumn)) {
+      constexpr int kResidue =
+          row_axis().index_of(kRow) * kReachedColumns + column_axis().index_of(kColumn);
+      return acc[kResidue * kRowTiles + row / 2][4 * j + row % 2 * 2 + i];
     } else {
       return 0.0f;
     }

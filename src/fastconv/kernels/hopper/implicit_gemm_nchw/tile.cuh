@@ -1,8 +1,9 @@
-// What a block multiplies at once, where that lies in planes, and what of it is in shared memory.
+// Tiles of the NCHW implicit GEMM: their taps, what they need of the planes, and a block's shared
+// memory.
 //
-// Rows of the products are positions of a grid: output pixels, or, for the input gradient of a
-// stride, as many of its pixels as the stride has phases. A tile has consecutive positions, from
-// one image to the next.
+// M is positions of a grid: output pixels, or, for the input gradient of a strided layer, groups of
+// stride * stride pixels, one for each residue. A tile has consecutive positions, which may go on
+// from one image to the next.
 #pragma once
 #include "device/tile.cuh"
 #include "device/wgmma.cuh"
@@ -16,13 +17,13 @@ using namespace tensor;
 
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kConsumerWarps = 4 * kConsumers;
-constexpr int kStep = 8;  // channels of a product
+constexpr int kStep = 8;  // K of a TF32 wgmma
 
 // --- Taps ----------------------------------------------------------------------------------------
 
-// Along an axis, position p meets the image at p * step + offset, of each tap. Of an input
-// gradient, taps whose outputs are of the same phase are `stride` apart; those with the same offset
-// are neighbours, and multiply the same numbers: together they are a unit.
+// Along an axis, position p reads the image at p * step + offset for each tap. For an input
+// gradient, taps with the same offset are neighbours and multiply the same input, each for another
+// residue: together they are a unit.
 struct Axis {
   int kernel, stride, dilation, padding;
 
@@ -30,12 +31,12 @@ struct Axis {
   __host__ __device__ constexpr int offset(int tap) const {
     return C::transposed ? -floor_div(reach(tap), stride) : reach(tap);
   }
-  __host__ __device__ constexpr int phase(int tap) const {
+  __host__ __device__ constexpr int residue(int tap) const {
     return C::transposed ? reach(tap) - floor_div(reach(tap), stride) * stride : 0;
   }
-  __host__ __device__ constexpr int phases() const { return C::transposed ? stride : 1; }
+  __host__ __device__ constexpr int residues() const { return C::transposed ? stride : 1; }
 
-  // The first tap of a tap's unit, and the one after its last.
+  // The first tap of a tap's unit, and the one after the unit's last.
   __host__ __device__ constexpr int begin(int tap) const {
     int first = tap;
     while (first > 0 && offset(first - 1) == offset(tap)) --first;
@@ -47,19 +48,19 @@ struct Axis {
     return last + 1;
   }
 
-  // Phases have sums if they have taps; of such a phase, how many of those come before it.
-  __host__ __device__ constexpr bool has_sums(int phase) const {
+  // Only residues with taps have accumulators; index_of counts those before a residue.
+  __host__ __device__ constexpr bool has_taps(int residue) const {
     for (int tap = 0; tap < kernel; ++tap) {
-      if (this->phase(tap) == phase) return true;
+      if (this->residue(tap) == residue) return true;
     }
     return false;
   }
-  __host__ __device__ constexpr int sum_of(int phase) const {
+  __host__ __device__ constexpr int index_of(int residue) const {
     int count = 0;
-    for (int i = 0; i < phase; ++i) count += has_sums(i);
+    for (int i = 0; i < residue; ++i) count += has_taps(i);
     return count;
   }
-  __host__ __device__ constexpr int sums() const { return sum_of(phases()); }
+  __host__ __device__ constexpr int reached() const { return index_of(residues()); }
 
   __host__ __device__ constexpr int lowest() const { return min_of(offset(0), offset(kernel - 1)); }
   __host__ __device__ constexpr int highest() const {
@@ -75,18 +76,18 @@ __host__ __device__ constexpr Axis column_axis() {
 }
 
 constexpr int kTaps = C::kernel_height * C::kernel_width;
-constexpr int kRowPhases = row_axis().phases();
-constexpr int kColumnPhases = column_axis().phases();
-constexpr int kColumnSums = column_axis().sums();
-constexpr int kPhaseSums = row_axis().sums() * kColumnSums;
+constexpr int kRowResidues = row_axis().residues();
+constexpr int kColumnResidues = column_axis().residues();
+constexpr int kReachedColumns = column_axis().reached();
+constexpr int kReachedResidues = row_axis().reached() * kReachedColumns;
 
-// Taps of a unit, given any of them.
+// The number of taps of a unit, given any of them.
 __host__ __device__ constexpr int unit_taps(int row, int column) {
   return (row_axis().end(row) - row_axis().begin(row)) *
          (column_axis().end(column) - column_axis().begin(column));
 }
 
-// In which order a chunk's taps are multiplied: unit by unit.
+// A tap's place in the order in which a chunk's taps are multiplied: unit by unit.
 __host__ __device__ constexpr int place_of(int row, int column) {
   const int first_row = row_axis().begin(row);
   const int first_column = column_axis().begin(column);
@@ -115,28 +116,28 @@ __host__ __device__ constexpr int count_units() {
 }
 constexpr int kUnits = count_units();
 
-// --- Products ------------------------------------------------------------------------------------
+// --- MMA -----------------------------------------------------------------------------------------
 
-constexpr int kRowTiles = C::row_tiles;  // products' rows of a warpgroup, by 64
-constexpr int kRows = 2 * kRowTiles;     // of a thread
-constexpr int kColumns = C::columns;     // of a product: output channels
+constexpr int kRowTiles = C::row_tiles;  // M of a warpgroup, in units of 64
+constexpr int kRows = 2 * kRowTiles;     // rows of M of a thread
+constexpr int kColumns = C::columns;     // N: output channels
 constexpr int kSteps = C::chunk / kStep;
 constexpr int kChunks = ceil_div(C::group_in, C::chunk);
 constexpr int kColumnTiles = ceil_div(C::group_out, kColumns);
 static_assert(C::tile_pixels <= kConsumers * 64 * kRowTiles, "rows of the products");
-static_assert(kPhaseSums * kRowTiles * kColumns <= 256, "sums of a thread");
+static_assert(kReachedResidues * kRowTiles * kColumns <= 256, "sums of a thread");
 
 // --- Pieces of planes in shared memory -----------------------------------------------------------
-// What a tile needs of a chunk of channels is cut into pieces: [channel][pitch]. They begin at
-// multiples of `piece` from the first position that is needed in an image: of rows, or, where a
-// plane is one row (`flat`), of pixels. Or else a piece is a `whole` plane.
+// What a tile needs of a chunk of channels is cut into pieces: [channel][pitch]. A piece has
+// `piece` rows, counted from the first one that the tile needs of an image; or `piece` pixels,
+// where a plane is taken for one row (`flat`); or it is a `whole` plane.
 
 constexpr int kGridPixels = C::grid_height * C::grid_width;
 constexpr int kPieceFloats = C::chunk * C::pitch;
 constexpr int kPieceBytes = kPieceFloats * 4;
 constexpr int kInputBytes = C::pieces * kPieceBytes;
-constexpr int kProductBytes = C::chunk * kColumns * 4;  // weights of a tap
-constexpr int kWeightBytes = most_unit_taps() * kProductBytes;
+constexpr int kTapBytes = C::chunk * kColumns * 4;  // weights of a tap and a chunk
+constexpr int kWeightBytes = most_unit_taps() * kTapBytes;
 constexpr int kWeightRing = C::input_stages * kInputBytes;
 constexpr int kBarriers = kWeightRing + C::weight_stages * kWeightBytes;
 static_assert(kBarriers + 16 * (C::input_stages + C::weight_stages) <= C::shared_bytes, "");
@@ -153,7 +154,7 @@ __device__ __forceinline__ Barriers& barriers() {
   return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);
 }
 
-// What is needed of an image from its grid's position `first` to `last`.
+// The rows, or pixels if `flat`, that positions `first` to `last` need of an image.
 struct Span {
   int begin, end;  // rows, or pixels
 
@@ -172,8 +173,8 @@ struct Span {
   __device__ int pieces() const { return max(end - begin + C::piece - 1, 0) / C::piece; }
 };
 
-// Positions from `image`, `pixel` on, by the columns of the output from `column` on. Tiles of
-// neighbouring columns are neighbours: what they read is still in the cache.
+// A tile: positions from `image`, `pixel` on, and output channels from `column` on. Tiles of the
+// same positions follow each other, so that their input is still in the cache.
 struct Tile {
   int image, pixel, column;
 
@@ -185,7 +186,7 @@ struct Tile {
   }
 };
 
-// All tiles, of which blocks take every gridDim.x-th.
+// The number of tiles. Blocks take every gridDim.x-th.
 __device__ __forceinline__ int tile_count(int batch) {
   return ceil_div(batch * C::image_pixels, C::tile_pixels) * kColumnTiles;
 }

@@ -1,4 +1,4 @@
-"""What a block multiplies at once, what of it lies in shared memory, and what that should take."""
+"""Tiles of the NCHW implicit GEMM: how planes are copied, stages, and estimated cycles."""
 
 from __future__ import annotations
 
@@ -20,43 +20,48 @@ from fastconv.kernels.hopper.implicit_gemm_nchw.layer import (
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning.limits import together
 
-ROWS = 64  # of a product
-STEP = 8  # channels of a product
-MOST_BOX = 256  # of a tensor copy, along each axis
-MOST_SUMS = 256  # of a thread's, columns of all of its products
-LEAST_COLUMNS = 32
-MOST_STARTS = 4096
+ROWS = 64  # M of a wgmma
+STEP = 8  # K of a TF32 wgmma
+MOST_BOX = 256  # elements of a TMA box along each axis
+MOST_COLUMNS = 256  # N of a warpgroup's MMAs, over all residues and row tiles: 128 accumulators
+LEAST_COLUMNS = 32  # N, unless a layer has fewer output channels
+MOST_STARTS = 4096  # tiles of a layer with different places in an image; layers with more decline
 MOST_INPUT_STAGES = 6
 MOST_WEIGHT_STAGES = 8
-FLAT_PIECES = (40, 72, 136, 200)  # pixels: 8 more than whole banks
-ROW_PIECES = (2, 3, 4, 6, 8)
-BANKS = 32
+FLAT_PIECES = (40, 72, 136, 200)  # pixels, 8 modulo the banks: lanes' channels hit different banks
+ROW_PIECES = (2, 3, 4, 6, 8)  # rows
+BANKS = 32  # of shared memory, with 4 bytes each
 
 # Estimates: fitted to 601 measured tiles of ResNet-50's layers and others on an H200, in cycles of
-# 1.755 GHz. See docs/kernels/hopper.md.
-SHARED_BYTES = 128.0  # a cycle, of a processor's shared memory
-CACHE_BYTES = 45.0  # a cycle and processor, if all of them load
-MEMORY_BYTES = 18.2  # likewise, of the GPU's memory
-LINE_CYCLES = 3.6  # of 128 bytes that are copied, whole or not
-STORED_BYTES = 19.0  # a cycle, of sums on their way out
-VECTOR_BYTES = 22.0  # the same where a thread stores neighbours
-PAIR_BYTES = 14.0  # and where neighbours are of two phases
-UNIT_CYCLES = 396.0  # to load the fragments of a unit, for each of a thread's row tiles
+# 1.755 GHz. See docs/kernels/hopper-implicit-gemm-nchw.md.
+# Bytes per cycle of an SM: shared memory, L2 and DRAM if all SMs load.
+SHARED_BYTES = 128.0
+CACHE_BYTES = 45.0
+MEMORY_BYTES = 18.2
+LINE_CYCLES = 3.6  # of a TMA copy, for each cache line of 128 bytes that it touches
+# Bytes that the epilogue stores per cycle: in general, vectors of neighbouring pixels, and pairs of
+# two residues.
+STORED_BYTES = 19.0
+VECTOR_BYTES = 22.0
+PAIR_BYTES = 14.0
+UNIT_CYCLES = 396.0  # to load a unit's fragments of A, for each row tile of a warpgroup
+# Cycles from a copy's start to its arrival.
 PLANES_LATENCY = 530.0
 WEIGHTS_LATENCY = 1170.0
-TILE_CYCLES = 150.0  # to start and to end a tile
-OVERLAP_LOSS = 0.18
+TILE_CYCLES = 150.0  # prologue and epilogue of a tile
+OVERLAP_LOSS = 0.18  # how much of the shorter of computing and loading is not hidden
 START_CYCLES = 5000.0  # of a launch
-PACK_CYCLES = 3000.0  # of the one before it
-PACK_BYTES = 500.0  # a cycle, of the GPU
+PACK_CYCLES = 3000.0  # of the launch that packs weights
+PACK_BYTES = 500.0  # of weights that it packs per cycle, on all SMs together
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tile's planes lie in shared memory: in pieces, each [channel][pitch].
+    """How planes are cut into pieces that are copied to shared memory, each [channel][pitch].
 
-    A piece has ``piece`` rows of ``row_pixels``, or pixels of a ``flat`` plane, or is ``whole``.
-    Rows may be every ``row_step``-th of the image. ``bulk``: copied without a map.
+    A piece has ``piece`` rows of ``row_pixels`` pixels (kind "rows"), ``piece`` pixels of a plane
+    that is taken for one row ("flat"), or is a whole plane ("whole"). Its rows are every
+    ``row_step``-th row of the image. With ``bulk``, bulk copies are used instead of a tensor map.
     """
 
     kind: str
@@ -75,7 +80,7 @@ class Cut:
         return self.kind == "whole"
 
     def conflicts(self, step: int) -> int:
-        """How many lanes want the same bank, if pixels of neighbouring lanes are so far apart."""
+        """Lanes that read the same bank, if the pixels of neighbouring lanes are ``step`` apart."""
         return _conflicts(self.pitch % BANKS, step % BANKS)
 
 
@@ -87,7 +92,7 @@ def _conflicts(pitch: int, step: int) -> int:
 
 
 def cuts_of(layer: Layer) -> list[Cut]:
-    """All ways to copy the layer's planes."""
+    """All ways to cut the layer's planes."""
     return [*_flat_cuts(layer), *_whole_cuts(layer), *_row_cuts(layer)]
 
 
@@ -111,7 +116,7 @@ def _whole_cuts(layer: Layer) -> Iterator[Cut]:
 
 
 def _row_cuts(layer: Layer) -> Iterator[Cut]:
-    """Of all rows, or of those that a stride leaves over for a kernel of one row."""
+    """Pieces of all rows, or, with a kernel of one row, of only those that the stride reads."""
     rows, _ = layer.axes
     height, width = layer.in_size
     if layer.in_pixels % 4 or width > MOST_BOX:
@@ -119,7 +124,7 @@ def _row_cuts(layer: Layer) -> Iterator[Cut]:
     steps = {1, rows.step if rows.offsets == [0] else 1}
     for step in sorted(steps):
         row = width if width % 4 == 0 else round_up(width, 4)
-        last = (height - 1) // step * step * width  # where the last of the rows begins
+        last = (height - 1) // step * step * width  # pixel where the last row begins
         if step * width % 4 or row > step * width or last + row > layer.in_pixels:
             continue
         most = min(ceil_div(height, step), MOST_BOX)
@@ -130,14 +135,14 @@ def _row_cuts(layer: Layer) -> Iterator[Cut]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Which positions tiles have: consecutive ones, or those of one image."""
+    """How positions are distributed over tiles: across images, or each image by itself."""
 
     tile_pixels: int
-    image_pixels: int  # with what tiles have beyond the grid's last position
+    image_pixels: int  # positions of an image, with those of its last tile beyond the grid
 
 
 def shapes_of(layer: Layer, most: int) -> list[Shape]:
-    """Tiles of at most so many positions."""
+    """Shapes of tiles with at most ``most`` positions."""
     height, width = layer.grid
     pixels = layer.grid_pixels
     found = [Shape(most, pixels), Shape(most, round_up(pixels, most))]
@@ -150,17 +155,17 @@ def shapes_of(layer: Layer, most: int) -> list[Shape]:
 
 
 def pieces_of(layer: Layer, cut: Cut, shape: Shape) -> tuple[int, float]:
-    """Of a tile: the most, and the mean."""
-    tiles = _units(layer, cut.kind, cut.row_step, shape)
-    counts = [(sum(ceil_div(n, cut.piece) for n in units), many) for units, many in tiles.items()]
+    """Pieces of a tile: the most, and the mean."""
+    tiles = _extents(layer, cut.kind, cut.row_step, shape)
+    counts = [(sum(ceil_div(n, cut.piece) for n in parts), many) for parts, many in tiles.items()]
     return max(counts)[0], sum(count * many for count, many in counts) / tiles.total()
 
 
 @lru_cache(maxsize=64)
-def _units(layer: Layer, kind: str, row_step: int, shape: Shape) -> Counter[tuple[int, ...]]:
-    """What tiles' pieces are made of, of each image, and how many tiles have the same.
+def _extents(layer: Layer, kind: str, row_step: int, shape: Shape) -> Counter[tuple[int, ...]]:
+    """Rows, pixels or planes that a tile needs of each image, and how many tiles need the same.
 
-    Kept, for many cuts differ by their pieces alone.
+    Cached, because many cuts differ in the size of their pieces alone.
 
     Raises:
         Declined: there are too many different tiles.
@@ -169,13 +174,13 @@ def _units(layer: Layer, kind: str, row_step: int, shape: Shape) -> Counter[tupl
     if cycle > MOST_STARTS:
         raise Declined(f"{cycle} different tiles")
     return Counter(
-        tuple(_span_units(layer, kind, row_step, *span) for span in _spans(layer, shape, index))
+        tuple(_extent(layer, kind, row_step, *span) for span in _spans(layer, shape, index))
         for index in range(cycle)
     )
 
 
 def _spans(layer: Layer, shape: Shape, index: int) -> Iterator[tuple[int, int]]:
-    """A tile's first and last position of each image, as ``each_piece`` has them."""
+    """A tile's first and last position in each image, as in the device code's ``each_piece``."""
     first, left = index * shape.tile_pixels % shape.image_pixels, shape.tile_pixels
     while left > 0:
         yield first, min(first + left, layer.grid_pixels) - 1
@@ -183,8 +188,8 @@ def _spans(layer: Layer, shape: Shape, index: int) -> Iterator[tuple[int, int]]:
         first = 0
 
 
-def _span_units(layer: Layer, kind: str, row_step: int, first: int, last: int) -> int:
-    """The plane, or so many pixels or rows."""
+def _extent(layer: Layer, kind: str, row_step: int, first: int, last: int) -> int:
+    """Rows, pixels or planes that positions ``first`` to ``last`` of an image need."""
     if kind == "whole":
         return 1
     if kind == "flat":
@@ -198,19 +203,20 @@ def _span_units(layer: Layer, kind: str, row_step: int, first: int, last: int) -
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block multiplies at once: positions by ``columns``, output channels of each phase."""
+    """What a block computes at once: positions by ``columns`` output channels of each residue."""
 
     layer: Layer
     cut: Cut
     shape: Shape
     pieces: tuple[int, float]  # see pieces_of
-    row_tiles: int
-    columns: int
+    row_tiles: int  # M of a consumer warpgroup, in units of 64
+    columns: int  # N
     input_stages: int = 0
     weight_stages: int = 0
 
     @property
     def name(self) -> str:
+        """Tells the tile from all others of its layer."""
         cut = self.cut
         return (
             f"{self.shape.tile_pixels}x{self.columns} of {self.shape.image_pixels} in "
@@ -226,16 +232,18 @@ class Tile:
         return self.pieces[0] * self.piece_bytes
 
     @property
-    def product_bytes(self) -> int:
-        """Weights of a tap."""
+    def tap_bytes(self) -> int:
+        """Bytes of a tap's weights for a chunk of channels."""
         return 4 * self.layer.chunk * self.columns
 
     @property
     def weight_bytes(self) -> int:
-        return self.layer.most_unit_taps * self.product_bytes
+        """Bytes of a weight stage: the taps of a unit."""
+        return self.layer.most_unit_taps * self.tap_bytes
 
     @property
     def all_weight_stages(self) -> int:
+        """Stages that hold all weights of a tile."""
         return self.layer.chunks * self.layer.units
 
     @property
@@ -244,10 +252,11 @@ class Tile:
 
     @property
     def packed_bytes(self) -> int:
-        return self.column_tiles * self.layer.chunks * self.layer.taps * self.product_bytes
+        return self.column_tiles * self.layer.chunks * self.layer.taps * self.tap_bytes
 
     @property
     def resident(self) -> bool:
+        """Whether all weights stay in shared memory, because all tiles read the same ones."""
         return self.column_tiles == 1 and self.weight_stages == self.all_weight_stages
 
     @property
@@ -258,17 +267,17 @@ class Tile:
 
     @property
     def vector(self) -> int:
-        """Neighbours that a thread loads and stores at once."""
+        """Neighbouring pixels that a thread loads and stores at once."""
         whole = self.cut.flat and self.layer.image_size == self.layer.grid
         return 2 * self.row_tiles if whole and self.shape.tile_pixels % 4 == 0 else 1
 
     @property
     def pairs(self) -> bool:
-        """Whether the phases of a row are stored at once."""
-        return self.layer.axes[1].phases == 2 and self.layer.image_size[1] % 2 == 0
+        """Whether the two residues of a row's stride are stored at once."""
+        return self.layer.axes[1].residues == 2 and self.layer.image_size[1] % 2 == 0
 
     def fitted(self, budget: int) -> Tile | None:
-        """With as many stages as fit ``budget`` bytes of shared memory, or None."""
+        """The tile with as many stages as fit ``budget`` bytes of shared memory, or None."""
         layer = self.layer
         input_stage, weight_stage = self.input_bytes + 16, self.weight_bytes + 16
         if self.column_tiles == 1:
@@ -281,7 +290,8 @@ class Tile:
             return None
         while True:
             left = budget - inputs * input_stage - weights * weight_stage
-            # What is ahead of the consumers, in units.
+            # Weight stages hold one unit each, input stages all units of a chunk. Both should run
+            # equally far ahead of the consumers.
             wants_weights = weights < inputs * layer.units and weights < MOST_WEIGHT_STAGES
             if wants_weights and left >= weight_stage:
                 weights += 1
@@ -293,7 +303,7 @@ class Tile:
 
     @property
     def row_lines(self) -> float:
-        """Of 128 bytes, that a copy reads for a channel: one more for each of a piece's rows."""
+        """Cache lines that a copy reads for a channel, if rows begin anywhere in a line."""
         if self.cut.bulk:
             return self.cut.pitch / 32
         rows = self.cut.piece if self.cut.kind == "rows" else 1
@@ -301,27 +311,27 @@ class Tile:
 
     @lazy
     def work(self) -> dict[str, float]:
-        """What a tile takes a processor, in cycles, if there were nothing else to do."""
+        """Cycles of each kind of work of a tile, as if there were nothing else to do."""
         layer = self.layer
         rows, columns = layer.axes
         steps = layer.chunks * layer.chunk // STEP
         row_tiles = CONSUMERS * self.row_tiles
-        products = row_tiles * steps * layer.taps
-        weights = layer.chunks * layer.taps * self.product_bytes
+        mmas = row_tiles * steps * layer.taps
+        weights = layer.chunks * layer.taps * self.tap_bytes
         loaded = layer.chunks * self.pieces[1] * self.piece_bytes
         lanes = 1 if self.vector > 1 else self.cut.conflicts(columns.step)
         fragments = row_tiles * steps * layer.units * ROWS * STEP * 4
         units = layer.chunks * layer.units
         waited = units * WEIGHTS_LATENCY + weights / CACHE_BYTES
         positions = self.shape.tile_pixels * layer.grid_pixels / self.shape.image_pixels
-        outputs = positions * rows.phases * columns.phases * self.columns * 4
+        outputs = positions * rows.residues * columns.residues * self.columns * 4
         read = positions * layer.in_pixels / layer.grid_pixels * layer.in_channels * 4
         stored = VECTOR_BYTES if self.vector > 1 else PAIR_BYTES if self.pairs else STORED_BYTES
         return {
-            "products": products * self.columns / 2,
-            "shared": (products * self.columns * 32 + fragments * lanes + loaded + weights)
+            "mma": mmas * self.columns / 2,
+            "shared": (mmas * self.columns * 32 + fragments * lanes + loaded + weights)
             / SHARED_BYTES,
-            "units": units * UNIT_CYCLES * self.row_tiles + products * self.columns / 2 / CONSUMERS,
+            "units": units * UNIT_CYCLES * self.row_tiles + mmas * self.columns / 2 / CONSUMERS,
             "planes": layer.chunks * PLANES_LATENCY / (self.input_stages - 1),
             "weights": 0.0 if self.resident else waited / (self.weight_stages - 1),
             "stores": outputs / stored,
@@ -331,9 +341,9 @@ class Tile:
         }
 
     def _cycles(self, rounds: float, share: float) -> float:
-        """Of so many rounds of tiles, of so many tiles a processor."""
+        """Cycles of ``rounds`` rounds of tiles, with a mean of ``share`` tiles per SM."""
         work = self.work
-        consumers = max(work[name] for name in ("products", "shared", "units", "planes", "weights"))
+        consumers = max(work[name] for name in ("mma", "shared", "units", "planes", "weights"))
         computed = rounds * (consumers + work["stores"] + TILE_CYCLES)
         loaded = max(rounds * max(work["loads"], work["lines"]), share * work["memory"])
         return together(computed, loaded, loss=OVERLAP_LOSS)
@@ -342,7 +352,7 @@ class Tile:
         return ceil_div(batch * self.shape.image_pixels, self.shape.tile_pixels) * self.column_tiles
 
     def cycles(self, gpu: Gpu) -> float:
-        """What the whole layer takes, estimated."""
+        """The estimated cycles of the whole layer."""
         tiles = self.tiles(self.layer.problem.batch)
         packing = PACK_CYCLES + self.packed_bytes / PACK_BYTES
         rounds = ceil_div(tiles, gpu.processors)
@@ -350,13 +360,13 @@ class Tile:
 
     @lazy
     def image_cycles(self) -> float:
-        """What an image takes, of many, in cycles of one processor."""
+        """Cycles of one SM for an image of a large batch."""
         tiles = self.shape.image_pixels / self.shape.tile_pixels * self.column_tiles
         return self._cycles(tiles, tiles)
 
     @property
     def map(self) -> TensorMap:
-        """Of the planes: rows' pixels, rows, channels, images."""
+        """The tensor map of the planes: pixels of a row, rows, channels, images."""
         layer, cut = self.layer, self.cut
         pixels, width = layer.in_pixels, layer.in_size[1]
         planes = (4 * pixels, 4 * layer.in_channels * pixels)
@@ -375,14 +385,14 @@ class Tile:
 
 
 def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
-    """All tiles that fit, the best first.
+    """All tiles that fit, the fastest by estimate first.
 
     Raises:
         Declined: there are none.
     """
     found = []
     for row_tiles in (1, 2):
-        most = MOST_SUMS // (layer.phase_sums * row_tiles)
+        most = MOST_COLUMNS // (layer.reached_residues * row_tiles)
         widths = _widths(layer.out_channels, most)
         for cut in cuts_of(layer) if widths else ():
             for shape in shapes_of(layer, CONSUMERS * ROWS * row_tiles):
@@ -402,7 +412,7 @@ def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
 
 
 def _widths(channels: int, most: int) -> list[int]:
-    """Columns of a product that share out the output channels about equally."""
+    """Choices of N that divide the output channels about equally."""
     found = []
     for count in range(ceil_div(channels, most), ceil_div(channels, LEAST_COLUMNS) + 1):
         columns = round_up(ceil_div(channels, count), 8)

@@ -1,4 +1,4 @@
-// Weights, rounded to TF32 and packed as the products want them:
+// Weights, rounded to TF32 and packed in wgmma's layout without a swizzle:
 //   [column tile][chunk][tap, by units][step][2][column][4 channels]
 #pragma once
 #include "hopper/implicit_gemm_nchw/tile.cuh"
@@ -11,18 +11,18 @@ __device__ __forceinline__ float rounded(float value) {
 }
 
 constexpr int kQuads = 2 * kSteps;
-constexpr int kTapVectors = kQuads * kColumns;  // of 16 bytes
-constexpr int kTileWeights = kChunks * kTaps * kProductBytes;
+constexpr int kTapVectors = kQuads * kColumns;  // vectors of 16 bytes
+constexpr int kTileWeights = kChunks * kTaps * kTapBytes;
 
-// A thread has four channels of a tap. Neighbours read what are neighbours in memory: taps, then
-// input channels of the layer.
+// A thread packs four channels of a tap. Neighbouring threads read neighbours in memory: taps, then
+// the layer's input channels.
 __device__ __forceinline__ void pack_weights(const float* weight, float4* packed) {
   constexpr int kVectors = kColumnTiles * kChunks * kTaps * kTapVectors;
   for (int index = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); index < kVectors;
        index += static_cast<int>(gridDim.x * blockDim.x)) {
     const int tap = index % kTaps;
     const int inside = index / kTaps % kTapVectors;
-    const int chunk = index / kTaps / kTapVectors;  // of all column tiles
+    const int chunk = index / kTaps / kTapVectors;  // chunk, counted over all column tiles
     const int quad = C::transposed ? inside / kColumns : inside % kQuads;
     const int column = C::transposed ? inside % kColumns : inside / kQuads;
     const int out = chunk / kChunks * kColumns + column;

@@ -1,4 +1,7 @@
-"""Channels-last layers as products of matrices: pixels by channels, channels by output channels.
+"""Implicit GEMM of channels-last (NHWC) tensors in 16 bits: forward passes and input gradients.
 
-``layer`` is what is multiplied, ``tiles`` how much of it at once and what that takes.
+TMA loads both operands, the input in im2col mode, so the producer is a single thread. It takes
+layers without groups whose channels are multiples of 8, with aligned tensors, where it is estimated
+to be faster than the halo kernel. ``fastconv.kernels.hopper.im2col`` describes the layer as a GEMM,
+``tiles`` has the tiles and their costs, ``plan`` the launches.
 """

@@ -1,5 +1,7 @@
-// A convolution of channels-last tensors as a product of matrices: positions of all images by
-// channels at a tap, and channels by output channels. See docs/kernels/hopper.md.
+// Implicit GEMM of channels-last (NHWC) 16-bit tensors on Hopper's tensor cores: forward passes and
+// input gradients. M is the output positions of all images, N the output channels, and K the input
+// channels of one tap after the other. TMA brings both operands: the input in im2col mode, or tiled
+// where all images are one matrix. See docs/kernels/hopper-implicit-gemm-nhwc.md.
 #pragma once
 #include "hopper/implicit_gemm_nhwc/load.cuh"
 #include "hopper/implicit_gemm_nhwc/store.cuh"
@@ -7,36 +9,37 @@
 namespace fastconv {
 namespace hopper {
 
-// A stage's products. Weights lie along the sum, or of a gradient across it.
-template <int kProducts>
-__device__ __forceinline__ void multiply_stage(float (&sums)[kSums], Matrix rows, Matrix weights,
-                                               bool accumulate) {
-  constexpr int kWeightStep = (C::transposed ? kProductDepth * kSpan : 2 * kProductDepth) / 16;
+// The MMAs of a stage. B is K-major (input channels are neighbours in the weight); for an input
+// gradient, whose K is the layer's output channels, it is N-major.
+template <int kMmas>
+__device__ __forceinline__ void multiply_stage(float (&acc)[kAccumulators], Matrix rows,
+                                               Matrix weights, bool accumulate) {
+  constexpr int kWeightStep = (C::transposed ? kMmaDepth * kSpan : 2 * kMmaDepth) / 16;
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < kProducts; ++k) {
-    wgmma<kTileColumns, false, C::transposed>(Operand{}, sums, rows + k * 2 * kProductDepth / 16,
+  for (int k = 0; k < kMmas; ++k) {
+    wgmma<kTileColumns, false, C::transposed>(Operand{}, acc, rows + k * 2 * kMmaDepth / 16,
                                               weights + k * kWeightStep, accumulate || k > 0);
   }
   wgmma_commit();
 }
 
-// Tells who loads that a stage can be overwritten.
+// A consumer warp's arrival: it no longer reads the stage.
 __device__ __forceinline__ void release(Barrier* empty, int lane) {
   if (lane == 0) barrier_arrive(empty);
 }
 
-__device__ __forceinline__ void multiply_tile(float (&sums)[kSums], const Shared& shared,
+__device__ __forceinline__ void multiply_tile(float (&acc)[kAccumulators], const Shared& shared,
                                               Ring& ring, int steps, int consumer, int lane) {
   int previous = -1;
   for (int step = 0; step < steps; ++step, ring.advance()) {
     barrier_wait(shared.full(ring.stage), ring.parity);
     const Matrix rows = swizzled_matrix(shared.rows(ring.stage) + consumer * 64 * kSpan, 16, 1024);
     const Matrix weights = swizzled_matrix(shared.weights(ring.stage, step), 64 * kSpan, 1024);
-    if (kLastProducts == kDepth / kProductDepth || step % kChunks != kChunks - 1) {
-      multiply_stage<kDepth / kProductDepth>(sums, rows, weights, step > 0);
+    if (kLastMmas == kDepth / kMmaDepth || step % kChunks != kChunks - 1) {
+      multiply_stage<kDepth / kMmaDepth>(acc, rows, weights, step > 0);
     } else {
-      multiply_stage<kLastProducts>(sums, rows, weights, step > 0);
+      multiply_stage<kLastMmas>(acc, rows, weights, step > 0);
     }
     wgmma_wait<1>();
     if (previous >= 0) release(shared.empty(previous), lane);
@@ -57,22 +60,22 @@ __device__ __forceinline__ void consume(const Shared& shared, const TensorMap& m
     const Tile tile = walk.tile(number);
     const int steps = tile.steps();
     if constexpr (kAddsResidual) {
-      begin_residual(shared, output, epilogue, tile, walk.positions, warp, lane);
+      prefetch_residual(shared, output, epilogue, tile, walk.positions, warp, lane);
     }
-    float sums[kSums];
-    multiply_tile(sums, shared, ring, steps, warp / 4, lane);
-    hold_registers(sums);
-    if (steps == 0) {  // no tap reaches this phase
+    float acc[kAccumulators];
+    multiply_tile(acc, shared, ring, steps, warp / 4, lane);
+    hold_registers(acc);
+    if (steps == 0) {  // no tap reaches this residue
 #pragma unroll
-      for (float& sum : sums) sum = 0.0f;
+      for (float& sum : acc) sum = 0.0f;
     }
-    if (bias != nullptr) add_bias(sums, bias, tile.column, lane);
-    store_sums(sums, shared, map, output, tile, batch, warp, lane, epilogue);
+    if (bias != nullptr) add_bias(acc, bias, tile.column, lane);
+    store_tile(acc, shared, map, output, tile, batch, warp, lane, epilogue);
   }
   if constexpr (C::dense) bulk_store_wait();
 }
 
-__device__ __forceinline__ void begin(const Shared& shared) {
+__device__ __forceinline__ void init_barriers(const Shared& shared) {
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < C::stages; ++stage) {
       barrier_init(shared.full(stage), 1);
@@ -87,7 +90,7 @@ __device__ __forceinline__ void begin(const Shared& shared) {
 }  // namespace hopper
 }  // namespace fastconv
 
-// Weights as they are mapped: [out][tap][in]. For those that lie in memory otherwise.
+// Packs weights that the tensor map cannot describe, to the layout that it has: [out][tap][in].
 extern "C" __global__ void pack(const Config::Scalar* weight, Config::Scalar* packed) {
   fastconv::allow_later_launch();
   constexpr int kTaps = Config::kernel_height * Config::kernel_width;
@@ -108,10 +111,11 @@ extern "C" __global__ void pack(const Config::Scalar* weight, Config::Scalar* pa
 }
 
 extern "C" __global__ void __launch_bounds__(fastconv::hopper::kThreads, Config::blocks)
-    gemm_pixels(const __grid_constant__ fastconv::TensorMap input,
-                const __grid_constant__ fastconv::TensorMap weight,
-                const __grid_constant__ fastconv::TensorMap stored, const Config::Scalar* bias,
-                Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
+    implicit_gemm_nhwc(const __grid_constant__ fastconv::TensorMap input,
+                       const __grid_constant__ fastconv::TensorMap weight,
+                       const __grid_constant__ fastconv::TensorMap stored,
+                       const Config::Scalar* bias, Config::Scalar* output,
+                       int batch FASTCONV_RESIDUAL_PARAMETER) {
   using namespace fastconv::hopper;
   const Shared shared;
   const Walk walk(batch);
@@ -119,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::hopper::kThreads, Config:
     fastconv::tensor_map_prefetch(input);
     fastconv::tensor_map_prefetch(weight);
   }
-  begin(shared);
+  init_barriers(shared);
   fastconv::wait_for_earlier_launch();
   fastconv::allow_later_launch();
   if (static_cast<int>(threadIdx.x) / 32 == kConsumerWarps) {

@@ -1,4 +1,4 @@
-// One lane's work: tensor copies of positions and weights into a ring of stages.
+// The producer: one thread issues TMA copies of input positions and weights into a ring of stages.
 #pragma once
 #include "hopper/implicit_gemm_nhwc/tile.cuh"
 
@@ -10,7 +10,7 @@ struct Maps {
   const TensorMap& weight;
 };
 
-// The position that a tile begins with.
+// The first position of a tile.
 struct Position {
   int flat, column, row, image;
 
@@ -22,8 +22,8 @@ struct Position {
   }
 };
 
-// What all positions of a tile read at a tap, which lies so far from them: 64 channels. Beyond the
-// image, and beyond the last one, copies have zeros.
+// Loads 64 channels of what all positions of a tile read at the tap with these offsets. TMA writes
+// zeros for pixels outside the image and beyond the last image.
 __device__ __forceinline__ void load_rows(const Shared& shared, const Maps& maps, int stage,
                                           int channel, const Position& at, int column_offset,
                                           int row_offset) {
@@ -37,8 +37,9 @@ __device__ __forceinline__ void load_rows(const Shared& shared, const Maps& maps
   }
 }
 
-// Weights of the tile's output channels. In memory, neighbours are input channels of the layer:
-// what the sum goes over, or of a gradient what it does not, 64 at a time (wgmma's kRightAcross).
+// Loads the weights of the tile's output channels for 64 channels of K. The layer's input channels
+// are neighbours in memory: those are K, or for an input gradient N, 64 to a TMA box (wgmma's
+// kRightAcross).
 __device__ __forceinline__ void load_weights(unsigned char* target, const TensorMap& map,
                                              int channel, int tap_column, int tap_row, int column,
                                              Barrier* full) {

@@ -1,4 +1,4 @@
-"""Plans channels-last layers of 16-bit types with ``gemm_pixels.cuh``."""
+"""Plans channels-last layers of 16-bit types with the NHWC implicit GEMM."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from fastconv.kernels.family import (
     Constant,
     Declined,
     Gpu,
-    Im2colMap,
     Kernel,
     Launch,
     Plan,
@@ -15,10 +14,9 @@ from fastconv.kernels.family import (
     epilogue_constants,
     geometry_constants,
 )
-from fastconv.kernels.hopper.implicit_gemm_nhwc.layer import Layer, layer_of
+from fastconv.kernels.hopper.im2col import DEPTH, Layer, input_map, layer_of
 from fastconv.kernels.hopper.implicit_gemm_nhwc.tiles import (
     BOX_COLUMNS,
-    DEPTH,
     ROWS,
     Tile,
     image_cycles,
@@ -26,28 +24,28 @@ from fastconv.kernels.hopper.implicit_gemm_nhwc.tiles import (
 )
 from fastconv.kernels.planning.launches import MOST_PACK_BLOCKS, PACK_THREADS
 
-__all__ = ["image_cycles", "input_map", "layer_of", "plan", "plans"]
+__all__ = ["image_cycles", "layer_of", "plan", "plans"]
 
 SOURCE = "hopper/implicit_gemm_nhwc/kernel.cuh"
 
 
 def plans(layer: Layer, gpu: Gpu, most: int) -> list[Plan]:
-    """The plans that the rules like best. All give the same bits."""
+    """The ``most`` plans with the fewest estimated cycles. All give the same bits."""
     return [plan(tile, gpu) for tile in tiles_of(layer, gpu)[:most]]
 
 
 def plan(tile: Tile, gpu: Gpu) -> Plan:
-    """The launches that compute a layer so."""
+    """The launches that compute a layer with a tile."""
     layer, batch = tile.layer, tile.layer.problem.batch
     rows, columns = layer.positions
     tiles = tile.tiles(batch)
     blocks = min(tiles, gpu.processors * tile.blocks)
-    # A block counts on from its last tile by as many as there are blocks.
+    # A block's tile numbers, with the one beyond its last tile, have to fit 32 bits.
     if max(tiles + blocks, batch * rows * columns + tile.rows) >= 2**31:
         raise Declined(f"{batch} images of {rows} by {columns} positions, 2^31 and more")
     constants = tuple(_constants(tile).items())
     launch = Launch(
-        Kernel(SOURCE, "gemm_pixels", constants),
+        Kernel(SOURCE, "implicit_gemm_nhwc", constants),
         (blocks, 1, 1),
         tile.threads,
         tile.shared_bytes,
@@ -71,8 +69,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         ("weight", "scratch"),
     )
     why = (
-        f"tensor cores: {tile.rows} pixels by {tile.columns} channels a block, "
-        "as a product of matrices"
+        f"tensor cores: {tile.rows} pixels by {tile.columns} channels a block, as an implicit GEMM"
     )
     return Plan(
         (pack, launch) if layer.packs else (launch,),
@@ -82,29 +79,6 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         choice=tile.name,
         packs=int(layer.packs),
         cycles=tile.cycles(gpu.processors),
-    )
-
-
-def input_map(layer: Layer, pixels: int, promotion: int) -> TensorMap | Im2colMap:
-    """Copies of 128 bytes of what so many positions read at a tap, from what is read."""
-    scalar, batch = layer.operands.scalar, layer.problem.batch
-    height, width = layer.in_size
-    channels, pixel = layer.in_channels, 2 * layer.in_channels
-    if layer.flat:
-        sizes, box = (channels, batch * height * width), (DEPTH, pixels)
-        return TensorMap("input", scalar, sizes, (pixel,), box, swizzle=128, promotion=promotion)
-    return Im2colMap(
-        "input",
-        scalar,
-        (channels, width, height, batch),
-        (pixel, width * pixel, height * width * pixel),
-        layer.lower[::-1],
-        layer.upper[::-1],
-        DEPTH,
-        pixels,
-        (1, *layer.steps[::-1], 1),
-        swizzle=128,
-        promotion=promotion,
     )
 
 
@@ -124,10 +98,10 @@ def _weight_map(tile: Tile) -> TensorMap:
 
 
 def _output_map(tile: Tile) -> TensorMap:
-    """Of all positions, if these are pixels; a warp stores 16 of them.
+    """The tensor map of the output, from which a warp stores 16 positions.
 
-    Otherwise it stores without it: then there are more pixels than positions, maybe more than a map
-    can describe.
+    Used only if positions are pixels. Otherwise there are more pixels than positions, maybe more
+    than a tensor map can describe, and the kernel stores without it.
     """
     layer = tile.layer
     height, width = layer.positions
@@ -171,7 +145,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "patch_rows": layer.patches.rows if layer.patches else 0,
         "patch_width": layer.patches.width if layer.patches else 0,
         "patch_pitch": layer.patches.pitch if layer.patches else 0,
-        "last_phase_first": taps[0] < taps[1] or taps[2] < taps[3],
+        "last_residue_first": taps[0] < taps[1] or taps[2] < taps[3],
         "consumers": tile.consumers,
         "tile_columns": tile.columns,
         "blocks": tile.blocks,

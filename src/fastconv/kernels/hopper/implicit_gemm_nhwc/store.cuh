@@ -1,4 +1,4 @@
-// Outputs: from a warp's registers, 16 positions by kTileColumns channels, to memory.
+// Epilogue: a warp's accumulators, 16 positions by kTileColumns channels, to global memory.
 #pragma once
 #include "hopper/implicit_gemm_nhwc/tile.cuh"
 #include "device/epilogue.cuh"
@@ -6,7 +6,7 @@
 namespace fastconv {
 namespace hopper {
 
-constexpr int kSums = kTileColumns / 2;  // of a thread
+constexpr int kAccumulators = kTileColumns / 2;  // registers of a thread
 constexpr bool kPatches = C::patch_rows > 0;
 constexpr int kPatchWidth = kPatches ? C::patch_width : 1;
 
@@ -17,20 +17,20 @@ __device__ __forceinline__ unsigned narrow_two(bfloat16, float first, float seco
   return floats_to_bfloats(first, second);
 }
 
-// Adds the bias to a tile's sums. A thread has channels 8 j + 2 (lane % 4) and the next.
-__device__ __forceinline__ void add_bias(float (&sums)[kSums], const Scalar* bias, int column,
-                                         int lane) {
+// Adds the bias to a tile's accumulators. A thread has channels 8 j + 2 (lane % 4) and the next.
+__device__ __forceinline__ void add_bias(float (&acc)[kAccumulators], const Scalar* bias,
+                                         int column, int lane) {
 #pragma unroll
   for (int j = 0; j < kTileColumns / 8; ++j) {
     const int channel = column + 8 * j + 2 * (lane % 4);
     if (channel >= C::out_channels) continue;
     const auto pair = load_bias<2, C::aligned_bias>(bias + channel);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums[4 * j + i] += widen(pair.element[i % 2]);
+    for (int i = 0; i < 4; ++i) acc[4 * j + i] += widen(pair.element[i % 2]);
   }
 }
 
-// Two sums to outputs; `added` are their residuals.
+// The outputs of two accumulators; `added` holds their residuals.
 __device__ __forceinline__ unsigned finish_two(float first, float second, unsigned added) {
   if constexpr (kAddsResidual) {
     const auto& pair = reinterpret_cast<const Vector<Scalar, 2>&>(added);
@@ -41,11 +41,12 @@ __device__ __forceinline__ unsigned finish_two(float first, float second, unsign
   }
 }
 
-// Up to 64 channels of 16 rows to shared memory, swizzled as tensor copies have it; to where their
-// residuals are. What lies beyond the tile's last is no channel's, and not stored.
-__device__ __forceinline__ void stage_sums(const float (&sums)[kSums], unsigned char* staged,
-                                           int box, int lane) {
-  const int row = lane % 16 * C::joined + box % C::joined;  // of shared memory
+// Stages up to 64 channels of 16 positions in shared memory, with TMA's 128-byte swizzle, in the
+// place of their residuals. Columns beyond the tile's last one are no channels, and are not
+// stored.
+__device__ __forceinline__ void stage_box(const float (&acc)[kAccumulators], unsigned char* staged,
+                                          int box, int lane) {
+  const int row = lane % 16 * C::joined + box % C::joined;  // row of 128 bytes
 #pragma unroll
   for (int k = 0; k < 4 && box * kBoxColumns + 16 * k < kTileColumns; ++k) {
     const int chunk = 2 * k + lane / 16;
@@ -55,20 +56,21 @@ __device__ __forceinline__ void stage_sums(const float (&sums)[kSums], unsigned 
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = 4 * (8 * box + 2 * k + i / 2) + 2 * (i % 2);
-      pairs[i] = finish_two(sums[at], sums[at + 1], pairs[i]);
+      pairs[i] = finish_two(acc[at], acc[at + 1], pairs[i]);
     }
     store_rows(place, pairs);
   }
 }
 
-// The residuals of what is staged at once, on their way there: of 16 rows from `row` on, and of
-// channels from `column` on, those that exist. Step by step: sums leave no registers for addresses.
+// Starts to copy the residuals of a staging buffer into it: of 16 positions from `row` on, and of
+// the existing channels from `column` on. The loop is not unrolled, because the accumulators leave
+// no registers for the addresses.
 __device__ __forceinline__ void load_residual(unsigned char* staged, const Scalar* output,
                                               const Epilogue<C>& epilogue, int row, int column,
                                               int rows, int lane) {
   lane = once_more(lane);
 #pragma unroll 1
-  for (int at = lane / 8; at < 16 * C::joined; at += 4) {  // rows of shared memory
+  for (int at = lane / 8; at < 16 * C::joined; at += 4) {  // rows of 128 bytes
     const int pixel = row + at / C::joined;
     const int channel = column + at % C::joined * kBoxColumns + lane % 8 * 8;
     const bool valid = pixel < rows && channel < C::out_channels;
@@ -79,26 +81,27 @@ __device__ __forceinline__ void load_residual(unsigned char* staged, const Scala
   copy_async_commit();
 }
 
-// A pixel among all that are stored: positions are counted in 32 bits, but each stands for one
-// pixel of every phase.
+// The index of a pixel among all output pixels. Positions are counted in 32 bits, but each stands
+// for one pixel of every residue, so pixels may need 64.
 using Place = IndexOf<C::wide_places>::type;
 
-// That of a row's position, or -1: of a phase, it is every stride-th of an image.
+// The output pixel of a position, or -1 if there is none. With residues, a tile's pixels are every
+// stride-th of an image.
 __device__ __forceinline__ Place place_of(int flat, const Tile& tile, int batch) {
   const int image = flat / kPositions;
   const int in_image = flat - image * kPositions;
-  const int row = in_image / C::position_columns * kRowPhases + tile.row_residue;
-  const int column = in_image % C::position_columns * kColumnPhases + tile.column_residue;
+  const int row = in_image / C::position_columns * kRowResidues + tile.row_residue;
+  const int column = in_image % C::position_columns * kColumnResidues + tile.column_residue;
   if (image >= batch || row >= C::image_height || column >= C::image_width) return -1;
   return (static_cast<Place>(image) * C::image_height + row) * C::image_width + column;
 }
 
-// A lane's eight of the channels that are staged for a row.
+// The eight channels of a staged row that belong to a lane.
 __device__ __forceinline__ uint4 staged_vector(const unsigned char* staged, int row, int lane) {
   return *reinterpret_cast<const uint4*>(staged + row * kSpan + ((lane % 8) ^ (row % 8)) * 16);
 }
 
-// Of 64 staged channels to pixels anywhere: 8 lanes have the 128 bytes of one.
+// Stores 64 staged channels of pixels that are not neighbours: 8 lanes store the 128 bytes of one.
 __device__ __forceinline__ void scatter(const unsigned char* staged, Scalar* output, int column,
                                         Place place, int lane) {
   const int channel = column + lane % 8 * 8;
@@ -112,8 +115,8 @@ __device__ __forceinline__ void scatter(const unsigned char* staged, Scalar* out
   }
 }
 
-// The same of patches: rows are patches, channels those of all of their pixels. A row of a patch's
-// pixels lies in one piece, which need not be aligned to more than two numbers.
+// Stores patches: each staged row is a patch, and its channels are those of all of the patch's
+// pixels. A pixel row of a patch is contiguous in memory, but may be aligned to two elements only.
 __device__ __forceinline__ void scatter_patches(const unsigned char* staged, Scalar* output,
                                                 int column, Place place, int lane) {
   using Pair = Bits<2 * sizeof(Scalar)>::type;
@@ -137,7 +140,7 @@ __device__ __forceinline__ void scatter_patches(const unsigned char* staged, Sca
   }
 }
 
-// The last box's column is given.
+// Stores a staging buffer: one TMA box, or `joined` boxes of which `column` is the last one's.
 __device__ __forceinline__ void store_boxes(const TensorMap& map, int column, int row,
                                             const unsigned char* staged) {
   if constexpr (C::joined > 1) {
@@ -150,11 +153,11 @@ __device__ __forceinline__ void store_boxes(const TensorMap& map, int column, in
 static_assert(kBoxes % (C::joined * C::buffers) == 0, "tiles take all buffers in turn");
 static_assert(!kAddsResidual || C::dense, "forward passes alone have a residual");
 
-// Residuals of the first boxes that a warp stages, as many as there are buffers: they come while
-// the tile is multiplied.
-__device__ __forceinline__ void begin_residual(const Shared& shared, const Scalar* output,
-                                               const Epilogue<C>& epilogue, const Tile& tile,
-                                               int rows, int warp, int lane) {
+// Starts to copy the residuals of the first boxes that a warp stages, one per buffer, while the
+// tile is multiplied.
+__device__ __forceinline__ void prefetch_residual(const Shared& shared, const Scalar* output,
+                                                  const Epilogue<C>& epilogue, const Tile& tile,
+                                                  int rows, int warp, int lane) {
   bulk_store_wait_read<0>();
   __syncwarp();
 #pragma unroll
@@ -164,9 +167,10 @@ __device__ __forceinline__ void begin_residual(const Shared& shared, const Scala
   }
 }
 
-// A warp's 16 rows of a tile. What is staged leaves while the next is, C::buffers at a time; boxes
-// that are joined, at once: their pixels' channels lie side by side in memory.
-__device__ __forceinline__ void store_sums(const float (&sums)[kSums], const Shared& shared,
+// Stores a warp's 16 positions of a tile. A box is stored while the next one is staged, with
+// C::buffers buffers in turn. Joined boxes are stored together: their channels are neighbours in
+// memory.
+__device__ __forceinline__ void store_tile(const float (&acc)[kAccumulators], const Shared& shared,
                                            const TensorMap& map, Scalar* output, const Tile& tile,
                                            int batch, int warp, int lane,
                                            const Epilogue<C>& epilogue) {
@@ -186,10 +190,10 @@ __device__ __forceinline__ void store_sums(const float (&sums)[kSums], const Sha
         copy_async_wait<0>();
       }
     } else if (C::dense && box % C::joined == 0) {
-      bulk_store_wait_read<C::buffers - 1>();  // who did not issue any waits for none
+      bulk_store_wait_read<C::buffers - 1>();  // returns at once in lanes that issued none
     }
     __syncwarp();
-    stage_sums(sums, staged, box, lane);
+    stage_box(acc, staged, box, lane);
     if constexpr (C::dense) {
       if (box % C::joined < C::joined - 1) continue;
       fence_async_shared();

@@ -1,4 +1,4 @@
-// What a block of gemm_pixels has: its place among tiles, its stages in shared memory.
+// Tiles of the NHWC implicit GEMM: their order, their taps, and a block's shared memory.
 #pragma once
 #include "device/tile.cuh"
 #include "device/wgmma.cuh"
@@ -13,10 +13,10 @@ using tensor::Operand;
 using Ring = tensor::Ring<C::stages>;
 using tensor::Scalar;
 
-// Rows of the product are positions, of all images one after the other: output pixels, or of a
-// gradient with a stride, the base of stride by stride pixels, of which each phase computes one.
-constexpr int kPositions = C::position_rows * C::position_columns;  // of an image
-constexpr int kConsumers = C::consumers;                            // warpgroups, each with 64 rows
+// M is positions, of all images one after the other: output pixels; or for an input gradient with a
+// stride, groups of stride by stride pixels, one pixel for each residue.
+constexpr int kPositions = C::position_rows * C::position_columns;  // in an image
+constexpr int kConsumers = C::consumers;  // warpgroups, each with 64 positions
 constexpr int kTileRows = 64 * kConsumers;
 constexpr int kTileColumns = C::tile_columns;
 constexpr int kColumnTiles = ceil_div(C::out_channels, kTileColumns);
@@ -25,26 +25,26 @@ static_assert(kTileColumns % 16 == 0 && (kTileColumns % 64 == 0 || kColumnTiles 
 constexpr int kThreads = 128 * kConsumers + 32;
 constexpr int kConsumerWarps = 4 * kConsumers;
 
-// A step of the sum: 128 bytes of channels at one tap.
+// A step of K: 128 bytes of channels at one tap.
 constexpr int kDepth = 64;
 constexpr int kSpan = 128;  // bytes
 constexpr int kChunks = ceil_div(C::in_channels, kDepth);
-constexpr int kProductDepth = 16;
-constexpr int kLastProducts = ceil_div(C::in_channels - (kChunks - 1) * kDepth, kProductDepth);
+constexpr int kMmaDepth = 16;
+constexpr int kLastMmas = ceil_div(C::in_channels - (kChunks - 1) * kDepth, kMmaDepth);
 
 constexpr int kRowBytes = kTileRows * kSpan;
-// Columns that one copy has: of weights that are read across, and of what is stored.
+// Columns of a TMA box: of N-major weights, and of what is stored.
 constexpr int kBoxColumns = 64;
 constexpr int kBoxes = ceil_div(kTileColumns, kBoxColumns);
 constexpr int kWeightBytes = (C::transposed ? kBoxes * kBoxColumns : kTileColumns) * kSpan;
 constexpr int kStageBytes = kRowBytes + (C::resident ? 0 : kWeightBytes);
-constexpr int kStagedBytes = 16 * C::joined * kBoxColumns * 2;  // of 16 rows, a warp's
+constexpr int kStagedBytes = 16 * C::joined * kBoxColumns * 2;  // a warp's 16 positions
 
-// Weights of all steps may stay, where all tiles have the same.
+// With `resident`, the weights of all steps stay in shared memory: all tiles read the same ones.
 constexpr int kSteps = C::kernel_height * C::kernel_width * kChunks;
 constexpr int kResidentBytes = C::resident ? kSteps * kWeightBytes : 0;
 
-// Shared memory: weights that stay, stages, sums on their way out, barriers.
+// Shared memory: resident weights, stages, staging buffers of the epilogue, barriers.
 struct Shared {
   unsigned char* const start = shared_memory();
 
@@ -64,8 +64,8 @@ struct Shared {
   __device__ __forceinline__ Barrier* resident() const { return empty(C::stages); }
 };
 
-// Along an axis, the taps that a phase has: all of them, or of a gradient with a stride every
-// so many-th. `offset` is how far from its position a tap reads.
+// Along an axis, the taps of a residue: all of them, or for an input gradient with a stride only
+// those that reach the residue. `offset` is the distance from a position to what its tap reads.
 struct Axis {
   int kernel, stride, dilation, padding, lower, residue;
 
@@ -82,12 +82,12 @@ struct Axis {
   }
 };
 
-constexpr int kRowPhases = C::transposed ? C::stride_height : 1;
-constexpr int kColumnPhases = C::transposed ? C::stride_width : 1;
-constexpr int kPhases = kRowPhases * kColumnPhases;
-static_assert(!C::resident || kPhases * kColumnTiles == 1, "tiles have different weights");
+constexpr int kRowResidues = C::transposed ? C::stride_height : 1;
+constexpr int kColumnResidues = C::transposed ? C::stride_width : 1;
+constexpr int kResidues = kRowResidues * kColumnResidues;
+static_assert(!C::resident || kResidues * kColumnTiles == 1, "tiles have different weights");
 
-// A block's tile: positions from `row` on, output channels from `column` on, of one phase.
+// A block's tile: positions from `row` on and output channels from `column` on, of one residue.
 struct Tile {
   int row, column, row_residue, column_residue;
 
@@ -104,21 +104,21 @@ struct Tile {
   }
 };
 
-// The tiles of a block, in order. Phases with more taps come first, so that what is left at the end
-// is short; then tiles of the same rows, which read the same input.
+// The order of tiles. Residues with more taps come first, so that the last tiles are short. Tiles
+// of the same positions follow each other, because they read the same input.
 struct Walk {
   int positions, row_tiles, tiles;
 
   __device__ __forceinline__ explicit Walk(int batch)
       : positions(batch * kPositions),
         row_tiles(ceil_div(positions, kTileRows)),
-        tiles(kPhases * row_tiles * kColumnTiles) {}
+        tiles(kResidues * row_tiles * kColumnTiles) {}
 
   __device__ __forceinline__ Tile tile(int number) const {
     const int column = number % kColumnTiles, row = number / kColumnTiles % row_tiles;
     const int turn = number / kColumnTiles / row_tiles;
-    const int phase = C::last_phase_first ? kPhases - 1 - turn : turn;
-    return {row * kTileRows, column * kTileColumns, phase / kColumnPhases, phase % kColumnPhases};
+    const int both = C::last_residue_first ? kResidues - 1 - turn : turn;
+    return {row * kTileRows, column * kTileColumns, both / kColumnResidues, both % kColumnResidues};
   }
 };
 

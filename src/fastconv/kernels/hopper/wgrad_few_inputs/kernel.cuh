@@ -1,19 +1,19 @@
-// Weight gradients of few input channels on Hopper's tensor cores.
+// Weight gradients of layers with few input channels, on Hopper's tensor cores.
 //
-// A product's rows are 64 output channels, its sum runs over pixels of an output row, and the taps
-// of a kernel row with all input channels are its columns. Each element of grad_output is loaded
-// once, to the registers that it is multiplied from. The input is small; of each of its rows, a
-// block keeps in shared memory what each tap sees of it, side by side:
+// M is 64 output channels, N is the taps of a kernel row with all input channels, and K is the
+// pixels of an output row. Each element of grad_output is loaded once, to the registers of wgmma's
+// left operand. The input is small: of each of its rows, a block keeps in shared memory the im2col
+// matrix, what each tap reads of it, side by side:
 //
 //   input   [ring of rows][16 bytes of pixels][column: tap, channel][16 bytes]
 //
-// A block walks down strips of 64 pixels, one output row after the other; in the ring,
-// kernel_height rows are multiplied while the next ones are loaded. Its warpgroups have different
-// output channels and share the ring. From time to time a thread adds its sums to its own slots of
-// a workspace, and a second kernel adds up the slots of all blocks in a fixed order: the same bits
-// every time.
+// A block walks down strips of 64 pixels, one output row after the other. Of the ring,
+// kernel_height rows are multiplied while the next ones are loaded. The block's warpgroups have
+// different output channels and share the ring. After every flush_steps rows, a thread adds its
+// accumulators to its own slots of a workspace, and a second kernel reduces the slots of all blocks
+// in a fixed order, so results are the same bits every time.
 //
-// With `bias`, what is loaded of grad_output is added up as well, before it is rounded.
+// With `bias`, what is loaded of grad_output is also added up, before it is rounded.
 #pragma once
 #include "hopper/walk.cuh"
 #include "hopper/workspace.cuh"
@@ -23,28 +23,28 @@ namespace hopper {
 
 constexpr int kThreads = 128 * C::warpgroups;
 
-// --- Products ------------------------------------------------------------------------------------
+// --- MMAs ----------------------------------------------------------------------------------------
 
-constexpr int kOutputs = 64;  // channels of a product
+constexpr int kOutputs = 64;  // the M of a wgmma: output channels
 constexpr int kBlockOutputs = kOutputs * C::warpgroups;
 constexpr int kOutputBlocks = ceil_div(C::group_out, kBlockOutputs);
-constexpr int kColumns = round_up(C::kernel_width * C::group_in, 8);  // of a product
-constexpr int kSums = kColumns / 2;                   // of a thread and a kernel row
-constexpr int kSlots = C::kernel_height * kSums / 4;  // of a thread, four sums each
-static_assert(kColumns <= 256, "what a product can have");
+constexpr int kColumns = round_up(C::kernel_width * C::group_in, 8);  // the N of a wgmma
+constexpr int kAccs = kColumns / 2;                   // accumulators of a thread for a kernel row
+constexpr int kSlots = C::kernel_height * kAccs / 4;  // slots of a thread, four accumulators each
+static_assert(kColumns <= 256, "wgmma's largest N");
 
-constexpr int kPixels = 64;                    // of a strip
-constexpr int kStepPixels = 2 * kVector;       // of a product
-constexpr int kSteps = kPixels / kStepPixels;  // products of a strip's row
+constexpr int kPixels = 64;                    // pixels of a strip
+constexpr int kStepPixels = 2 * kVector;       // the K of a wgmma
+constexpr int kSteps = kPixels / kStepPixels;  // wgmmas of a strip's row
 constexpr int kUnits = kSteps / C::unit_steps;
 static_assert(kSteps % C::unit_steps == 0, "units are whole");
 
-using Sums = float[C::kernel_height][kSums];
+using Accumulators = float[C::kernel_height][kAccs];
 
 // --- Walks ---------------------------------------------------------------------------------------
 
-// Output rows of a walk are kRowStep apart; they start at one of as many residues. From one to the
-// next, input rows move on by kRowAdvance dilations.
+// Output rows of a walk are kRowStep apart and start at one of kRowStep residues. From one to the
+// next, input rows advance by kRowAdvance dilations.
 constexpr int kRowGcd = gcd(C::stride_height, C::dilation_height);
 constexpr int kRowStep = C::dilation_height / kRowGcd;
 constexpr int kRowAdvance = C::stride_height / kRowGcd;
@@ -54,7 +54,7 @@ constexpr int kRing = C::kernel_height + kNewRows;
 struct Item : Walk<kPixels, kRowStep> {
   using Walk::Walk;
 
-  // The input row that a tap row of an output row reads, both counted from the first.
+  // The input row that a tap row reads for the walk's step-th output row.
   __device__ int input_row(int step, int tap) const {
     return row * C::stride_height - C::padding_top +
            (step * kRowAdvance + tap) * C::dilation_height;
@@ -63,17 +63,18 @@ struct Item : Walk<kPixels, kRowStep> {
 
 // --- The input's rows ----------------------------------------------------------------------------
 
-// In units of 16 bytes. An odd number of them in a plane: lanes that write neighbouring planes hit
-// different banks.
+// Distances in units of 16 bytes. A plane has an odd number of them, so that lanes that write
+// neighbouring planes use different banks.
 constexpr int kPlaneVectors = kColumns | 1;
 constexpr int kPartVectors = 2 * kSteps * kPlaneVectors;
 constexpr int kRowVectors = C::parts * kPartVectors;
 static_assert(kRing * kRowVectors * 16 <= C::shared_bytes, "");
 
-constexpr int kRowTasks = ceil_div(2 * kSteps * kColumns, kThreads);  // vectors of a thread
+// Vectors of a row that a thread loads.
+constexpr int kRowTasks = ceil_div(2 * kSteps * kColumns, kThreads);
 
-// The place of element `i` of a vector among the strip's pixels. Of float32, a thread of the left
-// operand has pairs of pixels, in both halves of the product's sum.
+// The pixel of element `i` of a K vector, in the strip. For float32, a thread loads pairs of pixels
+// of grad_output, which go to both halves of wgmma's K; the input has the same order.
 __device__ __forceinline__ int pixel_of(int plane, int i) {
   if constexpr (kScalarBytes == 4) {
     return plane / 2 * kStepPixels + 2 * i + plane % 2;
@@ -86,8 +87,8 @@ constexpr int kInPixel = C::in_channels_last ? C::group_in : 1;
 constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
 static_assert(elements_of(C::group_in, C::in_height, C::in_width) < kMostElements, "");
 
-// Rows and columns that taps read, before or behind the input's first; and where the farthest
-// element would be.
+// The farthest rows and columns that taps read, before or behind the input's first, and an index
+// type that reaches every element there.
 constexpr int kFarRow =
     max_of(C::padding_top, C::out_height* C::stride_height + C::kernel_height * C::dilation_height);
 constexpr int kFarColumn = max_of(C::padding_left, (C::out_width + kPixels) * C::stride_width +
@@ -95,7 +96,7 @@ constexpr int kFarColumn = max_of(C::padding_left, (C::out_width + kPixels) * C:
 using InOffset = IndexTo<elements_of(kFarRow, C::in_width, kInPixel) +
                          elements_of(kFarColumn, kInPixel) + elements_of(C::group_in, kInChannel)>;
 
-// A thread's share of an input row, on its way to the ring.
+// A thread's share of an input row, in registers on its way to the ring.
 struct InputRow {
   unsigned elements[kRowTasks][kVector];
 
@@ -156,19 +157,19 @@ struct InputRow {
 constexpr int kOutPixel = C::grad_channels_last ? C::group_out : 1;
 constexpr int kOutChannel = C::grad_channels_last ? 1 : C::out_height * C::out_width;
 static_assert(elements_of(C::group_out, C::out_height, C::out_width) < kMostElements, "");
-// A walk looks one step ahead, and products have channels that do not exist.
+// A walk loads one step ahead, and MMA tiles have channels that do not exist.
 using OutOffset = IndexTo<elements_of(C::out_height + kRowStep, C::out_width, kOutPixel) +
                           elements_of(kBlockOutputs* kOutputBlocks + 8, kOutChannel)>;
 
 using Raw = unsigned[C::unit_steps][4];
 using Fragments = unsigned[C::parts][C::unit_steps][4];
 
-// What a thread loads of the rows of a walk: of two channels, 8 apart, two neighbouring pixels (two
-// pairs, of 16-bit types) for each product.
+// A thread's loads of grad_output: of two channels, 8 apart, two neighbouring pixels for each
+// wgmma, or two pairs of 16-bit types.
 struct GradLoader {
-  const Scalar* pixels;  // its first
+  const Scalar* pixels;  // the thread's first pixel
   int columns;           // from its first pixel to the row's end
-  bool exists[2];        // its channels
+  bool exists[2];        // whether its two channels exist
 
   __device__ GradLoader(const Scalar* grad_output, const Item& item, int output) {
     const int thread = static_cast<int>(threadIdx.x) % 128;
@@ -191,7 +192,7 @@ struct GradLoader {
         const int first = (unit * C::unit_steps + step) * kStepPixels;
         const bool there = wanted && exists[half];
         if constexpr (kScalarBytes == 2) {
-          // A pair, and the one 8 pixels further on.
+          // A pair, and the pair 8 pixels further on.
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int at = first + i * 8;
@@ -222,9 +223,10 @@ __device__ __forceinline__ float sum_of_word(unsigned word, Half) {
          widen(Half{static_cast<unsigned short>(word >> 16)});
 }
 
-// Left operands of what was loaded. Adds it up for the bias of the thread's two channels.
+// Converts what was loaded to left operands, and adds it up for the bias of the thread's two
+// channels.
 __device__ __forceinline__ void convert(Fragments& fragments, float (&bias)[2], const Raw& raw) {
-  float sums[2] = {0.0f, 0.0f};
+  float acc[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int step = 0; step < C::unit_steps; ++step) {
 #pragma unroll
@@ -237,19 +239,20 @@ __device__ __forceinline__ void convert(Fragments& fragments, float (&bias)[2], 
       } else {
         fragments[0][step][i] = __float_as_uint(round_operand_to_tf32(__uint_as_float(word)));
       }
-      if constexpr (C::bias) sums[i % 2] += sum_of_word(word, Scalar{});
+      if constexpr (C::bias) acc[i % 2] += sum_of_word(word, Scalar{});
     }
   }
-  bias[0] += sums[0];
-  bias[1] += sums[1];
+  bias[0] += acc[0];
+  bias[1] += acc[1];
 }
 
-// --- Products of a unit --------------------------------------------------------------------------
+// --- MMAs of a unit ------------------------------------------------------------------------------
 
-// Those of one part of the left operand with one part of the right one; `first_row` is in the ring.
+// Issues the MMAs of one part of the left operand with one part of the right one; `first_row` is a
+// position in the ring.
 template <int kLeftPart, int kRightPart>
-__device__ __forceinline__ void multiply(Sums& sums, const Fragments& fragments, int first_row,
-                                         int unit, bool accumulate) {
+__device__ __forceinline__ void multiply(Accumulators& acc, const Fragments& fragments,
+                                         int first_row, int unit, bool accumulate) {
   const Matrix ring = matrix(shared_memory(), kPlaneVectors * 16, 128);
 #pragma unroll
   for (int row = 0; row < C::kernel_height; ++row) {
@@ -259,52 +262,52 @@ __device__ __forceinline__ void multiply(Sums& sums, const Fragments& fragments,
                          unit * C::unit_steps * (2 * kPlaneVectors);
 #pragma unroll
     for (int step = 0; step < C::unit_steps; ++step) {
-      wgmma<kColumns>(Operand{}, sums[row], fragments[kLeftPart][step],
+      wgmma<kColumns>(Operand{}, acc[row], fragments[kLeftPart][step],
                       right + step * (2 * kPlaneVectors), accumulate || step > 0);
     }
   }
 }
 
-// Starts a unit's products.
-__device__ __forceinline__ void start(Sums& sums, const Fragments& fragments, int first_row,
-                                      int unit) {
+// Issues a unit's MMAs.
+__device__ __forceinline__ void issue_mmas(Accumulators& acc, const Fragments& fragments,
+                                           int first_row, int unit) {
   wgmma_fence();
   if constexpr (C::parts == 2) {
     constexpr int kLow = C::parts - 1;
-    // Large products come last: what small ones add is not lost.
-    multiply<kLow, 0>(sums, fragments, first_row, unit, false);
-    multiply<0, kLow>(sums, fragments, first_row, unit, true);
+    // Large products come last, so that what small ones add is not lost.
+    multiply<kLow, 0>(acc, fragments, first_row, unit, false);
+    multiply<0, kLow>(acc, fragments, first_row, unit, true);
   }
-  multiply<0, 0>(sums, fragments, first_row, unit, true);
+  multiply<0, 0>(acc, fragments, first_row, unit, true);
   wgmma_commit();
 }
 
-// Waits for them, and adds them to `totals`, which are `sums` themselves unless numbers are in two
-// parts.
-__device__ __forceinline__ void finish(Sums& sums, Sums& totals) {
+// Waits for the MMAs. With 3xTF32, adds their accumulators to `totals`, which otherwise are the
+// accumulators themselves.
+__device__ __forceinline__ void wait_for_mmas(Accumulators& acc, Accumulators& totals) {
   wgmma_wait<0>();
-  hold_sums(sums);
+  hold_accumulators(acc);
   if constexpr (C::parts == 2) {
 #pragma unroll
     for (int i = 0; i < C::kernel_height; ++i) {
 #pragma unroll
-      for (int j = 0; j < kSums; ++j) totals[i][j] += sums[i][j];
+      for (int j = 0; j < kAccs; ++j) totals[i][j] += acc[i][j];
     }
   }
 }
 
 // --- The workspace -------------------------------------------------------------------------------
 
-// A warpgroup's slots: [block][warpgroup][slot][thread].
+// Where a warpgroup's slots begin: [block][warpgroup][slot][thread].
 __device__ __forceinline__ long long slots_of(int block, int warpgroup) {
   return (static_cast<long long>(block) * C::warpgroups + warpgroup) * (kSlots * 128);
 }
-// Where the sums for the bias are, behind all slots: [block][channel].
+// Where a block's sums for the bias begin, behind all slots: [block][channel].
 __device__ __forceinline__ long long bias_of(int blocks, int block) {
   return slots_of(blocks, 0) * 4 + static_cast<long long>(block) * kBlockOutputs;
 }
 
-// Writes a warpgroup's sums for the bias; four lanes have pixels of a channel.
+// Writes a warpgroup's sums for the bias; four lanes have pixels of one channel.
 __device__ __forceinline__ void store_bias(const float (&bias)[2], float* target) {
   const int thread = static_cast<int>(threadIdx.x) % 128;
 #pragma unroll
@@ -314,18 +317,18 @@ __device__ __forceinline__ void store_bias(const float (&bias)[2], float* target
   }
 }
 
-// --- All together --------------------------------------------------------------------------------
+// --- The kernels ---------------------------------------------------------------------------------
 
-// Sums since the last flush, and of the bias also until then.
+// Accumulators since the last flush; for the bias also the total until then.
 struct State {
-  Sums sums, more;  // `more` collects the sums of numbers in two parts
+  Accumulators acc, more;  // `more` collects the accumulators of 3xTF32
   float bias[2] = {0.0f, 0.0f};
   float bias_total[2] = {0.0f, 0.0f};
-  int first_row = 0;  // of a step, in the ring
+  int first_row = 0;  // first row of a step, in the ring
   int steps = 0;      // since the last flush
   bool flushed = false;
 
-  __device__ Sums& totals() { return C::parts == 2 ? more : sums; }
+  __device__ Accumulators& totals() { return C::parts == 2 ? more : acc; }
 
   __device__ __forceinline__ void flush_to(float4* slots) {
     flush(totals(), slots, !flushed);
@@ -365,14 +368,15 @@ __device__ __forceinline__ void walk(State& state, const Scalar* grad_output, co
 #pragma unroll 1
     for (int unit = 0; unit < kUnits; ++unit) {
       convert(fragments, state.bias, raw);
-      // What comes next is loaded while this is multiplied; 16-bit words, which are multiplied as
-      // they are, have to leave their registers first.
+      // The next unit is loaded while this one is multiplied. 16-bit words are operands as they
+      // are: loading `raw` before the MMAs are issued makes the compiler keep the operands in other
+      // registers.
       constexpr bool kLoadFirst = kScalarBytes == 2;
       const bool last = unit == kUnits - 1;
       const int next_row = last ? row + kRowStep : row;
       const int next_unit = last ? 0 : unit + 1;
       if (kLoadFirst) grad.load(raw, next_row, next_unit, !last || more);
-      start(state.sums, fragments, state.first_row, unit);
+      issue_mmas(state.acc, fragments, state.first_row, unit);
       if (!kLoadFirst) grad.load(raw, next_row, next_unit, !last || more);
       if (unit == 0) {
 #pragma unroll
@@ -381,9 +385,9 @@ __device__ __forceinline__ void walk(State& state, const Scalar* grad_output, co
           rows[i].load(image, item, more ? item.input_row(step + 1, tap) : -1);
         }
       }
-      finish(state.sums, state.totals());
+      wait_for_mmas(state.acc, state.totals());
     }
-    // Rows that this step has not multiplied, but the one before it, make room.
+    // The new rows overwrite those that the step before has multiplied, but not this one.
 #pragma unroll
     for (int i = 0; i < kNewRows; ++i) {
       rows[i].store(ring_slot(state.first_row, C::kernel_height + i));
@@ -395,8 +399,8 @@ __device__ __forceinline__ void walk(State& state, const Scalar* grad_output, co
   }
 }
 
-__device__ __forceinline__ void collect(const Scalar* grad_output, const Scalar* input,
-                                        float4* workspace, int workers, int batch) {
+__device__ __forceinline__ void wgrad_few_inputs(const Scalar* grad_output, const Scalar* input,
+                                                 float4* workspace, int workers, int batch) {
   const int block = static_cast<int>(blockIdx.x);
   const int warpgroup = static_cast<int>(threadIdx.x) / 128;
   const int output = block % kOutputBlocks * kBlockOutputs + warpgroup * kOutputs;
@@ -416,7 +420,7 @@ __device__ __forceinline__ void collect(const Scalar* grad_output, const Scalar*
   }
 }
 
-// Adds up the slots of every weight, workers in order, and writes it where its strides say.
+// Reduces the slots of every weight, workers in order, and writes it where the strides say.
 __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, int workers) {
   constexpr int kBlockSlots = C::warpgroups * kSlots * 128;
   const int step = static_cast<int>(gridDim.x * blockDim.x);
@@ -426,10 +430,10 @@ __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, in
     const int thread = i % 128;
     const int slot = i / 128 % kSlots;
     const int channel = i / (kSlots * 128) * kOutputs + thread / 32 * 16 + thread % 32 / 4;
-    const int row = slot * 4 / kSums;
+    const int row = slot * 4 / kAccs;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const int column = slot * 4 % kSums * 2 + thread % 4 * 2 + j % 2;
+      const int column = slot * 4 % kAccs * 2 + thread % 4 * 2 + j % 2;
       const int tap = column / C::group_in;
       const int out = channel + j / 2 * 8;
       if (tap >= C::kernel_width || out >= C::group_out) continue;
@@ -438,17 +442,17 @@ __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, in
   }
 }
 
-// The same for the bias.
+// Reduces the bias's gradient of every channel, workers in order.
 __device__ __forceinline__ void reduce_bias(const float4* workspace, Scalar* bias_grad,
                                             int workers) {
   const int step = static_cast<int>(gridDim.x * blockDim.x);
-  const float* const sums =
+  const float* const acc =
       reinterpret_cast<const float*>(workspace) + bias_of(workers * kOutputBlocks, 0);
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < C::group_out; i += step) {
     float total = 0.0f;
 #pragma unroll 8
     for (int worker = 0; worker < workers; ++worker) {
-      total += sums[static_cast<long long>(worker) * (kOutputBlocks * kBlockOutputs) + i];
+      total += acc[static_cast<long long>(worker) * (kOutputBlocks * kBlockOutputs) + i];
     }
     bias_grad[i] = narrow<Scalar>(total);
   }
@@ -458,9 +462,9 @@ __device__ __forceinline__ void reduce_bias(const float4* workspace, Scalar* bia
 }  // namespace fastconv
 
 extern "C" __global__ void __launch_bounds__(128 * Config::warpgroups, 2 / Config::warpgroups)
-    collect(const Config::Scalar* grad_output, const Config::Scalar* input, float4* workspace,
-            int workers, int batch) {
-  fastconv::hopper::collect(grad_output, input, workspace, workers, batch);
+    wgrad_few_inputs(const Config::Scalar* grad_output, const Config::Scalar* input,
+                     float4* workspace, int workers, int batch) {
+  fastconv::hopper::wgrad_few_inputs(grad_output, input, workspace, workers, batch);
 }
 
 extern "C" __global__ void __launch_bounds__(256)

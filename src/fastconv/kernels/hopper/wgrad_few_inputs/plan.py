@@ -1,4 +1,4 @@
-"""Plans weight gradients of few input channels with ``collect.cuh``."""
+"""Plans weight gradients of few input channels with the wgrad_few_inputs kernel."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ from fastconv.kernels.planning.limits import (
 )
 from fastconv.problem import Problem
 
-PIXELS = 64  # of a strip
-MOST_COLUMNS = {1: 256, 2: 144}  # of all products, by parts: a thread's sums have to fit registers
+PIXELS = 64  # pixels of a strip
+# The N of all kernel rows, by parts: a thread's accumulators must fit registers.
+MOST_MMA_COLUMNS = {1: 256, 2: 144}
 MOST_NEW_WORDS = 24  # registers of a thread for the input's next rows
-# Split numbers' sums are added up after so many products: see ``weight_grad``.
+# MMAs that are accumulated before 3xTF32 adds them to totals, by parts; without 3xTF32, MMAs that
+# are issued at once.
 UNIT_STEPS = {1: 8, 2: 4}
 
-# Estimated cycles of one processor.
-LOAD_BYTES = 7.0  # of the output's gradient, a cycle: 32 bytes of each channel at a time
-INPUT_CYCLES = 3.0  # to load a vector of the input
+# Estimated cycles of one SM.
+LOAD_BYTES = 7.0  # bytes of grad_output a cycle: 32 bytes of each channel at a time
+INPUT_CYCLES = 3.0  # loading a vector of the input
 STEP_CYCLES = 300.0
 ITEM_CYCLES = 4000.0
-NARROW_CYCLES = 8.0  # of a product
+NARROW_CYCLES = 8.0  # extra cycles of a wgmma of small N
 
 
 @dataclass(frozen=True)
-class Collect:
-    """How blocks walk through the output's gradient."""
+class Layer:
+    """A weight gradient of few input channels, and how blocks walk through grad_output."""
 
     problem: Problem
     operands: Operands
@@ -52,13 +54,13 @@ class Collect:
         return limits.parts(self.operands)
 
     @property
-    def product_columns(self) -> int:
+    def mma_columns(self) -> int:
         return round_up(self.problem.kernel_size[1] * self.problem.in_channels, 8)
 
     @property
     def columns(self) -> int:
-        """Of all kernel rows."""
-        return self.problem.kernel_size[0] * self.product_columns
+        """The N of all kernel rows."""
+        return self.problem.kernel_size[0] * self.mma_columns
 
     @property
     def warpgroups(self) -> int:
@@ -70,7 +72,7 @@ class Collect:
 
     @property
     def steps(self) -> int:
-        """Products of a strip's row."""
+        """MMAs of a strip's row, for one kernel row."""
         return PIXELS // (2 * self.operands.vector)
 
     @property
@@ -79,7 +81,7 @@ class Collect:
 
     @property
     def pair_loads(self) -> bool:
-        """Whether two neighbouring pixels of the output's gradient are loaded at once."""
+        """Whether two neighbouring pixels of grad_output are loaded at once."""
         operands = self.operands
         width = self.problem.output_size[1]
         return not operands.output_channels_last and operands.widest_vector(width) > 1
@@ -95,12 +97,12 @@ class Collect:
     @property
     def row_tasks(self) -> int:
         """Vectors of an input row that a thread loads."""
-        return ceil_div(2 * self.steps * self.product_columns, 128 * self.warpgroups)
+        return ceil_div(2 * self.steps * self.mma_columns, 128 * self.warpgroups)
 
     @property
     def shared_bytes(self) -> int:
         rows = self.problem.kernel_size[0] + self.new_rows
-        return rows * self.parts * 2 * self.steps * (self.product_columns | 1) * 16
+        return rows * self.parts * 2 * self.steps * (self.mma_columns | 1) * 16
 
     @property
     def strips(self) -> int:
@@ -112,38 +114,38 @@ class Collect:
 
     @property
     def block_bytes(self) -> int:
-        """Of the workspace."""
+        """Bytes of a block's accumulators in the workspace."""
         channels = self.warpgroups * OUTPUTS
         return 4 * channels * (self.columns + self.operands.bias_grad)
 
     def workers(self, gpu: Gpu) -> int:
-        """Blocks that share the pixels: all that there is room for at once."""
+        """Blocks that share the pixels: all that run at once."""
         most = WORKSPACE_BYTES // (self.block_bytes * self.output_blocks)
         room = gpu.processors * (2 // self.warpgroups) // self.output_blocks
         return max(min(most, room), 1)
 
     def band_rows(self, gpu: Gpu) -> int:
-        """Output rows of a walk: so many that all blocks have equally much to do."""
+        """Output rows of a walk: so many that all blocks have about equally much to do."""
         walks = self.problem.batch * self.row_step * self.strips
         start = ITEM_CYCLES / self.step_cycles
         return limits.band_rows(walks, self.walk_rows, self.workers(gpu), start)
 
     @property
     def step_cycles(self) -> float:
-        """What a block takes for a row of a strip if it has a processor to itself."""
+        """Cycles of a strip's row, if a block has an SM to itself."""
         height = self.problem.kernel_size[0]
-        product = self.product_columns / 2 + (NARROW_CYCLES if self.product_columns < 48 else 0)
-        products = self.steps * height * (3 if self.parts == 2 else 1) * product
+        mma = self.mma_columns / 2 + (NARROW_CYCLES if self.mma_columns < 48 else 0)
+        mmas = self.steps * height * (3 if self.parts == 2 else 1) * mma
         channels = min(self.problem.out_channels, self.warpgroups * OUTPUTS)
-        inputs = 2 * self.steps * self.product_columns * self.new_rows * self.operands.vector / 4
+        inputs = 2 * self.steps * self.mma_columns * self.new_rows * self.operands.vector / 4
         return STEP_CYCLES + limits.together(
-            self.warpgroups * products,
+            self.warpgroups * mmas,
             PIXELS * channels * self.operands.scalar_bytes / LOAD_BYTES,
             inputs * INPUT_CYCLES,
         )
 
     def cycles(self, gpu: Gpu) -> float:
-        """What all of it takes, about."""
+        """Estimated cycles of the whole gradient."""
         walks = self.problem.batch * self.row_step * self.strips
         rows = self.band_rows(gpu)
         rounds = ceil_div(walks * ceil_div(self.walk_rows, rows), self.workers(gpu))
@@ -151,43 +153,43 @@ class Collect:
         return rounds * blocks * (rows * self.step_cycles + ITEM_CYCLES)
 
 
-def collect_of(problem: Problem, operands: Operands, gpu: Gpu) -> Collect:
-    """How the gradient is computed so.
+def layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
+    """The layer of a weight gradient.
 
     Raises:
-        Declined: it cannot be.
+        Declined: this kernel cannot compute it.
     """
     if problem.groups > 1:
         raise Declined(f"{problem.groups} groups")
-    collect = Collect(problem, operands)
-    if collect.columns > MOST_COLUMNS[collect.parts]:
-        raise Declined(f"{collect.columns} columns of taps and input channels")
-    if operands.scalar_bytes == 2 and not collect.pair_loads:
+    layer = Layer(problem, operands)
+    if layer.columns > MOST_MMA_COLUMNS[layer.parts]:
+        raise Declined(f"{layer.columns} columns of taps and input channels")
+    if operands.scalar_bytes == 2 and not layer.pair_loads:
         raise Declined("single 16-bit elements of the output's gradient")
-    if collect.row_tasks * collect.new_rows * operands.vector > MOST_NEW_WORDS:
+    if layer.row_tasks * layer.new_rows * operands.vector > MOST_NEW_WORDS:
         raise Declined("input rows of too many elements")
-    if collect.shared_bytes * (2 // collect.warpgroups) > gpu.shared_bytes_per_block - 1024:
+    if layer.shared_bytes * (2 // layer.warpgroups) > gpu.shared_bytes_per_block - 1024:
         raise Declined("input rows that do not fit shared memory")
-    if collect.output_blocks * collect.block_bytes > WORKSPACE_BYTES:
-        raise Declined("sums that do not fit the workspace")
-    return collect
+    if layer.output_blocks * layer.block_bytes > WORKSPACE_BYTES:
+        raise Declined("accumulators that do not fit the workspace")
+    return layer
 
 
-def plan(collect: Collect, gpu: Gpu) -> Plan:
+def plan(layer: Layer, gpu: Gpu) -> Plan:
     """The launches that compute the gradient."""
-    problem = collect.problem
-    workers, band_rows = collect.workers(gpu), collect.band_rows(gpu)
-    constants = tuple(_constants(collect, band_rows).items())
-    items = problem.batch * collect.row_step * ceil_div(collect.walk_rows, band_rows)
-    if items * collect.strips >= 2**30:
+    problem = layer.problem
+    workers, band_rows = layer.workers(gpu), layer.band_rows(gpu)
+    constants = tuple(_constants(layer, band_rows).items())
+    items = problem.batch * layer.row_step * ceil_div(layer.walk_rows, band_rows)
+    if items * layer.strips >= 2**30:
         raise Declined("more than 2^30 strips")
-    slots = collect.output_blocks * collect.block_bytes // 16
+    slots = layer.output_blocks * layer.block_bytes // 16
     launches = (
         Launch(
-            Kernel("hopper/wgrad_few_inputs/kernel.cuh", "collect", constants),
-            (workers * collect.output_blocks, 1, 1),
-            128 * collect.warpgroups,
-            collect.shared_bytes,
+            Kernel("hopper/wgrad_few_inputs/kernel.cuh", "wgrad_few_inputs", constants),
+            (workers * layer.output_blocks, 1, 1),
+            128 * layer.warpgroups,
+            layer.shared_bytes,
             ("grad_output", "input", "scratch", workers, problem.batch),
         ),
         Launch(
@@ -199,25 +201,23 @@ def plan(collect: Collect, gpu: Gpu) -> Plan:
         ),
     )
     why = (
-        f"tensor cores: {problem.kernel_size[0]} products of {collect.product_columns} columns, "
+        f"tensor cores: {problem.kernel_size[0]} MMAs of {layer.mma_columns} columns, "
         f"all taps and input channels; {band_rows} rows of {PIXELS} pixels at a time"
     )
-    scratch = workers * collect.output_blocks * collect.block_bytes
+    scratch = workers * layer.output_blocks * layer.block_bytes
     return Plan(launches, scratch, "hopper", why)
 
 
-def _constants(collect: Collect, band_rows: int) -> dict[str, Constant]:
-    units = collect.steps // collect.unit_steps
-    split = collect.parts == 2
+def _constants(layer: Layer, band_rows: int) -> dict[str, Constant]:
+    units = layer.steps // layer.unit_steps
+    split = layer.parts == 2
     return {
-        **weight_grad_constants(collect.problem, collect.operands),
-        "parts": collect.parts,
-        "warpgroups": collect.warpgroups,
-        "pair_loads": collect.pair_loads,
-        "unit_steps": collect.unit_steps,
+        **weight_grad_constants(layer.problem, layer.operands),
+        "parts": layer.parts,
+        "warpgroups": layer.warpgroups,
+        "pair_loads": layer.pair_loads,
+        "unit_steps": layer.unit_steps,
         "band_rows": band_rows,
-        "flush_steps": max(
-            1, FLUSH_ADDITIONS // units if split else FLUSH_PRODUCTS // collect.steps
-        ),
-        "shared_bytes": collect.shared_bytes,
+        "flush_steps": max(1, FLUSH_ADDITIONS // units if split else FLUSH_PRODUCTS // layer.steps),
+        "shared_bytes": layer.shared_bytes,
     }

@@ -1,14 +1,14 @@
-// The output's gradient: copied to shared memory as it is.
+// Producer warps of grad_output: copy it to shared memory as it is.
 #pragma once
 #include "hopper/wgrad_halo/tile.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-// Of the four warps that load.
+// How the four producer warps are divided.
 constexpr int kGradWarps = C::grad_boxes && !kClears ? 1 : 2;
 constexpr int kInputWarps = 4 - kGradWarps;
-constexpr int kGradArrivals = C::grad_boxes ? 1 : 32 * kGradWarps;  // when a stage is full
+constexpr int kGradArrivals = C::grad_boxes ? 1 : 32 * kGradWarps;  // arrivals that fill a stage
 constexpr int kInImage = C::groups * C::group_in * C::in_height * C::in_width;
 constexpr int kInColumn = C::in_channels_last ? C::groups * C::group_in : 1;
 constexpr int kInRow = C::in_width * kInColumn;
@@ -19,40 +19,41 @@ static_assert(elements_of(C::groups, C::group_in, C::in_height, C::in_width) < k
 static_assert(elements_of(C::groups, C::group_out, C::out_height, C::out_width) < kMostElements,
               "");
 
-// By how many columns a step begins early: all phases and channels of a class are aligned alike.
+// By how many columns a step begins early. It is the same for all members, and for all channels of
+// an alignment class.
 __device__ __forceinline__ int early(int output_row, int of_class = 0) {
-  // The row may be beyond the image, but the last bits are right in any case.
+  // The row may be beyond the image; the lowest bits are right in any case.
   const unsigned first = static_cast<unsigned>(output_row) * C::out_width +
                          static_cast<unsigned>(of_class) * kOutChannel;
   return C::lead == 0 ? 0 : static_cast<int>(first % static_cast<unsigned>(kVector));
 }
 
-// Where a phase of a step lies in grad_output.
-struct PhasePlace {
+// Where a member of a step lies in grad_output.
+struct MemberPlace {
   int image;
   int row;
   bool exists;
 
-  // From where phase 0 lies.
-  __device__ PhasePlace(int first_image, int first_row, int phase, int batch) {
-    image = first_image + phase % C::phase_images;
-    row = first_row + phase / C::phase_images * (kSteps * kRowStep);
+  // `first_image` and `first_row` are those of member 0.
+  __device__ MemberPlace(int first_image, int first_row, int member, int batch) {
+    image = first_image + member % C::interleaved_images;
+    row = first_row + member / C::interleaved_images * (kSteps * kRowStep);
     exists = image < batch && row < C::out_height;
   }
 };
 
-// Elements that lanes copy at once: of a row's ends, which has a whole number of them, or of a
-// pixel's channels. No copy is narrower than 4 bytes: fewer are written.
+// Elements that a lane copies at once: at a row's ends, which are whole multiples of them, or of a
+// pixel's channels. Less than 4 bytes are stored from registers, since cp.async cannot copy them.
 constexpr int kCopied = C::grad_channels_last ? C::grad_vector : gcd(C::out_width, C::grad_vector);
-// What lies inside of a row goes in whole units.
+// Inside of a row, lanes copy whole units of 16 bytes.
 constexpr int kMostCopied = C::grad_channels_last || kShifted ? kCopied : kVector;
 
-// Part of a step that fills a stage.
+// The part of a step that fills a stage.
 struct StagePlace {
-  int image;  // of phase 0
+  int image;  // image of member 0
   int row;
-  int column;   // first
-  int columns;  // that consumers read
+  int column;   // first column
+  int columns;  // columns that consumers read
 };
 
 // Elements from the last multiple of 16 bytes to an address.
@@ -60,15 +61,15 @@ __device__ __forceinline__ int misalignment(const Scalar* address) {
   return static_cast<int>(reinterpret_cast<unsigned long long>(address) / kScalarBytes % kVector);
 }
 
-// Units of 16 bytes of a row's stage, from `column` of the row on; [begin, end) is what a bulk copy
-// takes, all that lie in the row as a whole.
+// The units of 16 bytes of a row in a stage, beginning at `column` of the row. One bulk copy takes
+// [begin, end), all units that lie entirely in the row.
 struct Units {
   int column;
   int begin;
   int end;
   int count;
 
-  // `row` is any address that is aligned as the row's first column.
+  // `row` is any address with the alignment of the row's first column.
   __device__ Units(const Scalar* row, const StagePlace& place, bool exists) {
     column = place.column - (kShifted ? misalignment(row) : early(place.row));
     count = place.columns / kVector + (kShifted ? 1 : 0);
@@ -80,14 +81,15 @@ struct Units {
   __device__ int bytes() const { return (end - begin) * 16; }
 };
 
-// A warp's part of the copies of a stage: some channels' rows in all phases. Whole units inside of
-// a row go by one bulk copy; the others, and what lies beyond a row's ends, by lanes.
+// A warp's part of the copies of a stage: the rows of some channels, of all members. One bulk copy
+// brings the whole units inside of a row; lanes copy the others, and write zeros beyond a row's
+// ends.
 struct RowCopier {
   static constexpr int kChannels = kStageChannels / kGradWarps;
 
-  const Scalar* channels;  // the first, of image 0
-  int count;               // of channels that exist
-  int first;               // of the stage's channels
+  const Scalar* channels;  // the first channel, in image 0
+  int count;               // channels that exist
+  int first;               // index of the first among the stage's channels
   int lane;
 
   __device__ RowCopier(const Scalar* grad_output, const Tile& tile, int thread) {
@@ -103,12 +105,12 @@ struct RowCopier {
   __device__ __forceinline__ void copy(unsigned char* stage, Barrier* barrier, int batch,
                                        const StagePlace& place) const {
 #pragma unroll 1
-    for (int phase = 0; phase < kPhases; ++phase) {
-      const PhasePlace of(place.image, place.row, phase, batch);
+    for (int member = 0; member < kInterleave; ++member) {
+      const MemberPlace of(place.image, place.row, member, batch);
       const Scalar* const row =
           channels +
           (of.exists ? static_cast<long long>(of.image) * kOutImage + of.row * C::out_width : 0);
-      unsigned char* const target = stage + stage_row(first, phase) * kRowBytes;
+      unsigned char* const target = stage + stage_row(first, member) * kRowBytes;
       if constexpr (!C::grad_bulk) {
         copy_all(target, row, place, of.exists);
       } else {
@@ -118,7 +120,7 @@ struct RowCopier {
     }
   }
 
-  // Whether some row of the stage has other than whole units, or may have.
+  // Whether some row of the stage may have units that are not entirely inside of it.
   __device__ static __forceinline__ bool has_edges(const StagePlace& place) {
     const int first = place.column - (kShifted ? kVector - 1 : early(place.row));
     const int end = place.column - early(place.row) + place.columns + (kShifted ? kVector : 0);
@@ -129,7 +131,7 @@ struct RowCopier {
   __device__ __forceinline__ void copy_inside(unsigned char* target, const Scalar* row,
                                               Barrier* barrier, const StagePlace& place) const {
     if constexpr (!kShifted) {
-      const Units units(row, place, true);  // of any row
+      const Units units(row, place, true);  // the same for every row
       if (units.bytes() == 0) return;
       barrier_expect(barrier, count * units.bytes());
       const Scalar* source = row + (units.column + units.begin * kVector);
@@ -155,7 +157,7 @@ struct RowCopier {
     }
   }
 
-  // Copies what copy_inside leaves out, a row a lane; zeros beyond the row's ends.
+  // Copies what copy_inside leaves out, one row for each lane, with zeros beyond the row's ends.
   __device__ __forceinline__ void copy_edges(unsigned char* target, const Scalar* row,
                                              const StagePlace& place, bool exists) const {
 #pragma unroll 1
@@ -171,7 +173,7 @@ struct RowCopier {
     }
   }
 
-  // Copies everything: neighbouring lanes have neighbouring units.
+  // Copies all units without bulk copies: neighbouring lanes have neighbouring units.
   __device__ __forceinline__ void copy_all(unsigned char* target, const Scalar* row,
                                            const StagePlace& place, bool exists) const {
 #pragma unroll 2
@@ -187,8 +189,8 @@ struct RowCopier {
     }
   }
 
-  // Copies 16 bytes of a row, from a column on; zeros beyond its ends, or if it does not exist
-  // (then `row` is just an aligned address).
+  // Copies 16 bytes of a row, from a column on, with zeros beyond its ends, or everywhere if the
+  // row does not exist (then `row` is just an aligned address).
   __device__ static __forceinline__ void copy_unit(unsigned char* target, const Scalar* row,
                                                    int column, bool exists) {
     Scalar* const unit = reinterpret_cast<Scalar*>(target);
@@ -206,18 +208,18 @@ struct RowCopier {
   }
 };
 
-// The same for channels-last tensors: a warp has every other phase. If all channels of a pixel are
-// the block's, a phase's columns are one copy, otherwise each column.
+// The copies of channels-last tensors. The warps take turns at the members. A member's columns are
+// one bulk copy if all channels of a pixel are the block's, otherwise each column is one.
 struct PixelCopier {
   static constexpr int kOutChannels = C::groups * C::group_out;
-  // A pixel of several groups has other groups' channels between those of the block.
+  // With several groups, a pixel has channels of other groups between the block's.
   static constexpr bool kWholePixels = C::groups == 1 && kOutChannels == kStageChannels;
   static constexpr int kPixelVectors = kStageChannels / kVector;
   using Offset = IndexTo<elements_of(kCoveredRows, C::out_width, kOutChannels) +
                          elements_of(kStrips, kStripColumns, kOutChannels)>;
 
   const Scalar* channels;
-  int count;  // of channels that exist
+  int count;  // channels that exist
   int warp;
   int lane;
 
@@ -231,13 +233,13 @@ struct PixelCopier {
   __device__ __forceinline__ void copy(unsigned char* stage, Barrier* barrier, int batch,
                                        const StagePlace& place) const {
 #pragma unroll 1
-    for (int phase = warp; phase < kPhases; phase += kGradWarps) {
-      const PhasePlace of(place.image, place.row, phase, batch);
+    for (int member = warp; member < kInterleave; member += kGradWarps) {
+      const MemberPlace of(place.image, place.row, member, batch);
       const int columns = of.exists ? min(place.columns, C::out_width - place.column) : 0;
       const Scalar* const pixel =
           channels + static_cast<long long>(of.image) * kOutImage +
           (static_cast<Offset>(of.row) * C::out_width + place.column) * kOutChannels;
-      unsigned char* const target = stage + phase * kPhaseBytes;
+      unsigned char* const target = stage + member * kMemberBytes;
       if (C::grad_bulk && columns > 0 && is_elected()) copy_inside(target, pixel, columns, barrier);
       copy_rest(target, pixel, C::grad_bulk ? max(columns, 0) : 0, columns, place.columns);
     }
@@ -257,7 +259,7 @@ struct PixelCopier {
     }
   }
 
-  // Columns from `first` to `end`; zeros from `columns` on.
+  // Copies columns from `first` to `end`, with zeros from `columns` on.
   __device__ __forceinline__ void copy_rest(unsigned char* target, const Scalar* pixel, int first,
                                             int columns, int end) const {
     for (int i = first * kPixelVectors + lane; i < end * kPixelVectors; i += 32) {
@@ -284,7 +286,7 @@ struct CopierFor<true> {
 };
 using GradCopier = CopierFor<C::grad_channels_last>::type;
 
-// Arrives when all that this thread has written or copied to shared memory is there.
+// Arrives when everything that this thread has stored or copied to shared memory is visible.
 __device__ __forceinline__ void arrive_after_copies(Barrier* barrier) {
   constexpr bool kCopies = kMostCopied * kScalarBytes >= 4;
   constexpr bool kWrites = kCopied * kScalarBytes < 4;
@@ -298,11 +300,11 @@ __device__ __forceinline__ void arrive_after_copies(Barrier* barrier) {
   }
 }
 
-// Calls `fill` for every stage that the block needs, as soon as there is room for it, with its
-// position in the ring.
+// Calls `fill` for every stage that the block needs, when it is empty, with its position in the
+// ring.
 template <class Fill>
-__device__ __forceinline__ void for_stages(const Work& work, Fill fill) {
-  Share share = work.share();
+__device__ __forceinline__ void for_stages(const Partition& partition, Fill fill) {
+  Share share = partition.share();
   Ring<C::grad_stages> at(1);
   while (share.more()) {
     const Run run = share.next();
@@ -323,35 +325,38 @@ __device__ __forceinline__ unsigned char* grad_stage(const Ring<C::grad_stages>&
   return shared_memory() + kGradRing + at.stage() * kStageBytes;
 }
 
-// Two warps: copy grad_output.
-__device__ __forceinline__ void load_grad(const Scalar* grad_output, const Work& work) {
-  const GradCopier copier(grad_output, work.tile(), static_cast<int>(threadIdx.x));
-  for_stages(work, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
+// Copies grad_output with two warps.
+__device__ __forceinline__ void load_grad(const Scalar* grad_output, const Partition& partition) {
+  const GradCopier copier(grad_output, partition.tile(), static_cast<int>(threadIdx.x));
+  for_stages(partition, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
     Barrier* const full = &barriers().grad_full[at.stage()];
-    // Lanes may have written to the stage, where bulk copies will.
+    // Bulk copies will overwrite what lanes may have stored to the stage.
     fence_async_shared();
     __syncwarp();
-    copier.copy(grad_stage(at), full, work.batch, place);
+    copier.copy(grad_stage(at), full, partition.batch, place);
     __syncwarp();
     arrive_after_copies(full);
   });
 }
 
-// One lane: the same in boxes of all channels and phases. Zeros are beyond the tensor's ends.
-__device__ __forceinline__ void load_boxes(const TensorMap& grad_output, const Work& work) {
+// Copies grad_output with one lane, in TMA boxes of all channels and members. TMA gives zeros
+// beyond the tensor's ends.
+__device__ __forceinline__ void load_boxes(const TensorMap& grad_output,
+                                           const Partition& partition) {
   tensor_map_prefetch(grad_output);
-  const Tile tile = work.tile();
+  const Tile tile = partition.tile();
   const int channel = (tile.group * C::group_out + tile.output) / kClasses;
   const int plane = tile.of_class() * kOutChannel;
-  for_stages(work, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
+  for_stages(partition, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
     Barrier* const full = (kClears ? barriers().box_full : barriers().grad_full) + at.stage();
-    const int images = place.image / kLanePhases;
+    const int images = place.image / kLaneMembers;
     barrier_arrive_expect(full, kStageBytes);
     if constexpr (kClears) {
-      fence_async_shared();  // the stage was written to
+      fence_async_shared();  // clear_boxes has written to the stage
       const int first = place.column - early(place.row, tile.of_class());
-      // The map is of several planes, one behind the other. A row beyond the image would be the
-      // next plane's: its box lies behind all of them, where there are zeros.
+      // A row of the tensor map is several planes, one behind the other. A row beyond the image
+      // would be one of the next plane: its box goes behind all planes instead, where TMA gives
+      // zeros.
       const bool exists = kSteps * kRowStep <= C::out_height || place.row < C::out_height;
       const int pixel = exists ? plane + place.row * C::out_width + first : kClasses * kOutChannel;
       tensor_load(grad_stage(at), grad_output, {pixel, images, channel, 0}, full);
@@ -361,9 +366,9 @@ __device__ __forceinline__ void load_boxes(const TensorMap& grad_output, const W
   });
 }
 
-// Writes zeros to columns of a lane's rows.
+// Writes zeros to columns [begin, end) of a lane's rows.
 __device__ __forceinline__ void clear_columns(unsigned char* stage, int begin, int end) {
-  if (begin >= end) return;  // as in most stages, which consumers wait for
+  if (begin >= end) return;  // most stages have nothing to clear, and consumers wait for them
 #pragma unroll 1
   for (int row = static_cast<int>(threadIdx.x) % 32; row < kStageRows; row += 32) {
 #pragma unroll 1
@@ -374,19 +379,19 @@ __device__ __forceinline__ void clear_columns(unsigned char* stage, int begin, i
   }
 }
 
-// What a box has beyond its row's ends.
+// Clears what a box has beyond its row's ends.
 __device__ __forceinline__ void clear_box(unsigned char* stage, const StagePlace& place,
                                           int of_class) {
   const int first = place.column - early(place.row, of_class);
   clear_columns(stage, 0, -first);
-  // It may begin beyond the row's end.
+  // The box may begin beyond the row's end.
   clear_columns(stage, max(C::out_width - first, 0), place.columns);
 }
 
-// A warp: clears every box, and hands it over.
-__device__ __forceinline__ void clear_boxes(const Work& work) {
-  const int of_class = work.tile().of_class();
-  for_stages(work, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
+// Clears every box with one warp, and hands it to the consumers.
+__device__ __forceinline__ void clear_boxes(const Partition& partition) {
+  const int of_class = partition.tile().of_class();
+  for_stages(partition, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
     barrier_wait(&barriers().box_full[at.stage()], 1u - at.parity());
     clear_box(grad_stage(at), place, of_class);
     fence_async_shared();
@@ -395,15 +400,16 @@ __device__ __forceinline__ void clear_boxes(const Work& work) {
   });
 }
 
-__device__ __forceinline__ void load_grad(const TensorMap& grad_output, const Work& work) {
+__device__ __forceinline__ void load_grad(const TensorMap& grad_output,
+                                          const Partition& partition) {
   if (kClears && threadIdx.x >= 32) {
-    clear_boxes(work);
+    clear_boxes(partition);
   } else if (is_elected()) {
-    load_boxes(grad_output, work);
+    load_boxes(grad_output, partition);
   }
 }
 
-// What grad_output is to the kernel.
+// The kernel's parameter for grad_output.
 using Grad = Either<C::grad_boxes, TensorMap, const Scalar*>::type;
 __device__ __forceinline__ int misalignment(const TensorMap&) { return 0; }
 

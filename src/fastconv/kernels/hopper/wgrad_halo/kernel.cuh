@@ -1,51 +1,50 @@
-// Weight gradient on Hopper's tensor cores.
+// Weight gradient with halo tiles on Hopper's tensor cores.
 //
 // grad[m, i, tap] = sum over images and output pixels of
-// grad_output[m, pixel] * input[i, pixel * stride + tap * dilation - padding].
+//   grad_output[m, pixel] * input[i, pixel * stride + tap * dilation - padding].
 //
-// A warpgroup multiplies 64 output channels (rows of wgmma) by input channels and taps (columns),
-// and sums over pixels. wgmma wants 16 bytes of the sum's index side by side. Were they
-// neighbouring pixels, every tap would need the input shifted by another number of bytes. So they
-// are the same pixel of 4 images, or of 4 strips of rows of one image (8 for 16-bit types): the
-// phases.
+// M is 64 output channels for each warpgroup, N is input channels and taps, and K is pixels. wgmma
+// reads 16 contiguous bytes along K. If these were neighbouring pixels, every tap would need the
+// input shifted by a different number of bytes. So a K vector interleaves the same pixel of 4
+// images, or of 4 strips of rows of one image (8 for 16-bit types). These images or strips are its
+// members. In shared memory lie
 //
-//   input       [kernel row][plane][column][octet][8 channels][phases]       in shared memory
-//   grad_output [64 channels][phases][columns]                               there as it is, or
-//               [phases][column][64 channels]                                if it is channels-last
+//   input       [kernel row][plane][column][octet][8 channels][members]
+//   grad_output [64 channels][members][columns]      copied as it is, or
+//               [members][column][64 channels]       if it is channels-last
 //
-// One tap of 8 channels in one column is 128 bytes, a core matrix, and a tap is nothing but another
-// start address. A product takes two neighbouring columns of all phases, for product_taps taps of
-// one kernel row and product_octets octets of channels. The output's gradient goes through
-// registers, where it is rounded or split.
+// 8 channels of one column are 128 bytes, a core matrix, and another tap is merely another start
+// address. One wgmma takes two neighbouring columns of all members, for mma_taps taps of one kernel
+// row and mma_octets octets of channels. grad_output goes through registers, where it is rounded or
+// split.
 //
-// A block walks down the image, in steps: one output row of every phase, over a strip of columns.
-// Steps that follow each other share input rows (dilated rows: a walk takes every dilation-th
-// output row), so input rows are in a ring, and each is loaded once for a walk.
+// A block walks down the image in steps: one output row of every member, over a strip of columns.
+// Consecutive steps share input rows (with dilation, a walk takes every dilation-th output row), so
+// input rows are in a ring, and each is loaded once for a walk.
 //
-// A segment is a kernel row of a plane of channels: one product wide. A warpgroup has the sums of
-// `segments` of them. The block's two warpgroups either have different segments, or, with
-// channel_groups = 2, the same of different output channels.
+// A segment is a kernel row of a plane of channels: the N of one wgmma. A warpgroup accumulates
+// `segments` of them. The block's two consumer warpgroups have different segments, or, with
+// channel_groups = 2, the same segments of different output channels.
 //
-// One block per processor and three warpgroups, that work at the same time:
-//   producers  warps 0 and 1 copy grad_output to a ring of stages of a few columns, by bulk copies
-//              of a row's columns; warps 2 and 3 load input rows to registers, transpose and round
-//              or split them, and write them to theirs. Padding is part of the copy. Where tensor
-//              copies can describe a stage (`grad_boxes`), warp 0 issues one for each, and three
-//              warps load input.
-//   consumers  two warpgroups multiply.
+// There is one block for each SM, with three warpgroups that work at the same time:
+//   producers  Warps 0 and 1 copy grad_output to a ring of stages of a few columns, by bulk copies
+//              of a row's columns. Warps 2 and 3 load input rows to registers, transpose, round or
+//              split them, and write them to their ring. Padding is part of the copy. Where a TMA
+//              box can describe a stage (`grad_boxes`), warp 0 issues one for each stage, and three
+//              warps load input, or two if boxes must be cleared beyond a row's ends.
+//   consumers  Two warpgroups multiply.
 //
-// The tensor core truncates as it accumulates, so that errors grow with the length of its sums.
-// After every flush_steps steps sums are added to the block's own slots of a workspace. float32
-// with `parts` = 2 (x = high + low, both with TF32's mantissa, and three products): they are added
-// to totals in registers first, after every few columns. A second kernel adds the slots of all
-// blocks in a fixed order: the same bits every time.
+// The tensor core truncates as it accumulates, so errors grow with the number of MMAs. After every
+// flush_steps steps, accumulators are added to the block's own slots of a workspace. With 3xTF32
+// (`parts` = 2), they are first added to totals in registers, after every few columns. A second
+// kernel reduces the slots of all blocks in a fixed order, so results are the same bits every time.
 //
-// Where float16 has the range, float32 is multiplied as such (`halves`), and filters for which it
-// has not are computed once more by a kernel without (`repairs`): see scale.cuh.
+// Where numbers are in float16's range, float32 is multiplied as scaled fp16 (`halves`), and
+// filters for which they are not are computed again in TF32 (`repairs`): see scale.cuh.
 //
-// With `bias`, consumers also add up what they load of grad_output, as it is before it is rounded:
-// the gradient of the bias. All of them do, since they have no time for conditions; the second
-// kernel takes the sums of one of those that see the same channels.
+// With `bias`, consumers also add up what they load of grad_output, before it is rounded: the
+// gradient of the bias. All of them do, since a condition would cost them time; the second kernel
+// takes the result of one of the consumers that load the same channels.
 #pragma once
 #include "hopper/wgrad_halo/copy.cuh"
 #include "hopper/wgrad_halo/load.cuh"
@@ -57,9 +56,9 @@ namespace fastconv {
 namespace hopper {
 
 __device__ __forceinline__ void weight_grad(const Grad& grad_output, const Scalar* input,
-                                            const Tables& tables, const Work& work) {
+                                            const Tables& tables, const Partition& partition) {
   if constexpr (C::repairs) {
-    if (!is_marked(tables, work.tile())) return;
+    if (!is_marked(tables, partition.tile())) return;
   }
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (threadIdx.x == 0) {
@@ -78,13 +77,13 @@ __device__ __forceinline__ void weight_grad(const Grad& grad_output, const Scala
   if (warp < 4) {
     give_back_registers<C::producer_registers>();
     if (warp < kGradWarps) {
-      load_grad(grad_output, work);
+      load_grad(grad_output, partition);
     } else {
-      load_input(input, tables, work);
+      load_input(input, tables, partition);
     }
   } else {
     take_registers<C::consumer_registers>();
-    consume(grad_output, tables, work);
+    consume(grad_output, tables, partition);
   }
 }
 

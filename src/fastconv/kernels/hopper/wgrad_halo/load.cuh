@@ -1,4 +1,5 @@
-// The input: loaded to registers, transposed, rounded or split, and written to shared memory.
+// Producer warps of the input: load rows to registers, transpose, round or split them, and write
+// them to shared memory.
 #pragma once
 #include "hopper/wgrad_halo/copy.cuh"
 #include "hopper/wgrad_halo/scale.cuh"
@@ -8,12 +9,12 @@ namespace hopper {
 
 using Quad = Vector<Scalar, kQuad>;
 
-// A warp's unit: 8 channels of 16 columns. A lane has 4 columns of a channel, in all phases; of
-// channels-last tensors 4 channels of a column.
-constexpr int kBlockOctets = kBlockPlanes * C::product_octets;
+// A warp loads units of 8 channels by 16 columns. A lane has 4 columns of a channel, of all
+// members; for channels-last tensors 4 channels of a column.
+constexpr int kBlockOctets = kBlockPlanes * C::mma_octets;
 constexpr int kUnitColumns = 16;
 
-// Of an input row, for so many columns of an output row.
+// The units of an input row that this many columns of an output row read.
 __host__ __device__ constexpr int units_of(int columns) {
   return kBlockOctets * ceil_div(tile_columns(columns), kUnitColumns);
 }
@@ -22,13 +23,13 @@ constexpr int kUnits = units_of(kStripColumns);
 // Input rows from a strip of rows to the next.
 constexpr int kStripRows = kSteps * kRowStep * C::stride_height;
 
-// Rows and columns that the first strip of rows reads, before or behind the input's first; and
-// where the farthest element would be.
+// The farthest rows and columns that the first strip of rows reads, before or behind the input's
+// first, and an index type that reaches every element there.
 constexpr int kFarRow = max_of(
     C::padding_top, kStripRows + round_up(C::kernel_height, C::kernel_rows) * C::dilation_height);
 constexpr int kFarColumn =
     max_of(kShift - kFirstColumn, kStrips * kStripColumns * C::stride_width + kTileColumns +
-                                      kPieces * C::product_taps * C::dilation_width);
+                                      kPieces * C::mma_taps * C::dilation_width);
 using InOffset = IndexTo<elements_of(kFarRow, kInRow) + elements_of(kFarColumn, kInColumn) +
                          elements_of(kBlockOctets, kOctet, kInChannel)>;
 
@@ -36,8 +37,8 @@ __device__ __forceinline__ bool is_below(int value, int bound) {
   return static_cast<unsigned>(value) < static_cast<unsigned>(bound);
 }
 
-// Starts loading 4 neighbours, of which the first is number `first` of `count`; zeros where there
-// are none. A vector is there as a whole or not at all.
+// Starts loading 4 consecutive elements, the first of which has index `first` of `count`; elements
+// that do not exist are zero. All elements of a vector load exist, or none.
 __device__ __forceinline__ Quad load_quad(const Scalar* source, int first, int count) {
   Quad quad;
   if constexpr (C::vector_input && kScalarBytes == 4) {
@@ -55,42 +56,42 @@ __device__ __forceinline__ Quad load_quad(const Scalar* source, int first, int c
   return quad;
 }
 
-using Phases = Vector<Scalar, kPhases>;
+using KVector = Vector<Scalar, kInterleave>;
 
-// What a lane has of a unit: 4 neighbours in all phases, and what they are multiplied by.
+// A lane's part of a unit: 4 consecutive elements of all members, and the power that scales them.
 struct Loaded {
-  Quad quads[kPhases];
+  Quad quads[kInterleave];
   float power;
 };
 
-// Writes one column's phases as the tensor core wants them: rounded to TF32, or in two such parts.
-__device__ __forceinline__ void store_phases(unsigned char* target, Vector<float, 4> phases) {
+// Writes the K vector of one column, rounded to TF32 or split for 3xTF32.
+__device__ __forceinline__ void store_k_vector(unsigned char* target, Vector<float, 4> members) {
   Vector<float, 4> low;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float value = phases.element[i];
+    const float value = members.element[i];
     if constexpr (C::parts == 2) {
       unsigned bits[2];
       split(value, bits[0], bits[1]);
-      phases.element[i] = __uint_as_float(bits[0]);
+      members.element[i] = __uint_as_float(bits[0]);
       low.element[i] = __uint_as_float(bits[1]);
     } else {
-      phases.element[i] = round_factor(value);
+      members.element[i] = round_factor(value);
     }
   }
   if constexpr (C::parts == 2) {
     *reinterpret_cast<Vector<float, 4>*>(target + kPartVectors * 16) = low;
   }
-  *reinterpret_cast<Vector<float, 4>*>(target) = phases;
+  *reinterpret_cast<Vector<float, 4>*>(target) = members;
 }
-// As float16, or in two such parts.
-__device__ __forceinline__ void store_phases(unsigned char* target, Vector<float, 8> phases) {
+// Writes the K vector of one column as scaled fp16, in one or two parts.
+__device__ __forceinline__ void store_k_vector(unsigned char* target, Vector<float, 8> members) {
   using Words = Vector<unsigned, 4>;
   Words high, low;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float first = phases.element[2 * i];
-    const float second = phases.element[2 * i + 1];
+    const float first = members.element[2 * i];
+    const float second = members.element[2 * i + 1];
     high.element[i] = floats_to_halves(first, second);
     if constexpr (C::parts == 2) {
       low.element[i] = low_halves(first, second, high.element[i], kLowFactor);
@@ -99,21 +100,21 @@ __device__ __forceinline__ void store_phases(unsigned char* target, Vector<float
   if constexpr (C::parts == 2) *reinterpret_cast<Words*>(target + kPartVectors * 16) = low;
   *reinterpret_cast<Words*>(target) = high;
 }
-// 16-bit types as they are.
+// Writes the K vector of one column, of a 16-bit type.
 template <class Half>
-__device__ __forceinline__ void store_phases(unsigned char* target, Vector<Half, 8> phases) {
-  *reinterpret_cast<Vector<Half, 8>*>(target) = phases;
+__device__ __forceinline__ void store_k_vector(unsigned char* target, Vector<Half, 8> members) {
+  *reinterpret_cast<Vector<Half, 8>*>(target) = members;
 }
 
-// What a lane loads: its place in the first of its warp's units. Units follow each other along
-// octets, then along columns.
+// A lane's place in the first of its warp's units. Consecutive units go along octets, then along
+// columns.
 struct InputLoader {
-  const Scalar* row;  // row 0 of image 0, of the lane's channel
+  const Scalar* row;  // row 0 of image 0, in the lane's channel
   Tables tables;
-  int channel;        // in an octet
-  int channels_left;  // in the group, from there on
-  int column;         // in a unit
-  int first_column;   // of the tile, if the strip is the first
+  int channel;        // the lane's, in an octet
+  int channels_left;  // channels of the group from that one on
+  int column;         // the lane's, in a unit
+  int first_column;   // first column of the tile in the first strip
   int group;
   int warp;
   int lane;
@@ -126,7 +127,7 @@ struct InputLoader {
     column = C::in_channels_last ? lane / 2 : lane / kOctet * kQuad;
     const int first_channel = tile.plane() * kPlaneChannels + channel;
     channels_left = C::group_in - first_channel;
-    first_column = kFirstColumn - kShift + tile.piece * (C::product_taps * C::dilation_width);
+    first_column = kFirstColumn - kShift + tile.piece * (C::mma_taps * C::dilation_width);
     group = C::groups == 1 ? 0 : tile.group;
     row = input + static_cast<long long>(group * C::group_in + first_channel) * kInChannel;
   }
@@ -138,31 +139,31 @@ struct InputLoader {
            (kTileColumns % kUnitColumns == 0 || unit_column(unit) + column < kTileColumns);
   }
 
-  // Of a unit's channel, among all groups'.
+  // The index of a unit's channel among those of all groups.
   __device__ int number(int unit) const {
     return (group + 1) * C::group_in - channels_left + octet(unit) * kOctet;
   }
 
-  // Starts loading a lane's part of a unit, of input row y for the first strip of rows. `images`
-  // are left, from the first on; `first` is the strip's column.
+  // Starts loading a lane's part of a unit, from input row y in the first strip of rows. `images`
+  // exist from this one on; `first` is the strip's first column.
   __device__ __forceinline__ void load(const Scalar* image, int images, int y, int first, int unit,
                                        Loaded& loaded) const {
     const int x = first + first_column + unit_column(unit) + column;
     const int left = channels_left - octet(unit) * kOctet;
     const bool valid = exists(unit) && (C::in_channels_last ? is_below(x, C::in_width) : left > 0);
-    // The neighbours are channels, or columns.
+    // Consecutive elements are channels of a channels-last tensor, else columns.
     const int neighbour = C::in_channels_last ? 0 : x;
     const int count = !valid ? 0 : C::in_channels_last ? max(left, 0) : C::in_width;
     const Scalar* const source =
         image + (static_cast<InOffset>(octet(unit) * kOctet) * kInChannel +
                  static_cast<InOffset>(y) * kInRow + static_cast<InOffset>(x) * kInColumn);
 #pragma unroll
-    for (int phase = 0; phase < kPhases; ++phase) {
+    for (int member = 0; member < kInterleave; ++member) {
       constexpr long long kImage = kInImage;
-      const int of_image = phase % C::phase_images;
-      const int below = phase / C::phase_images * kStripRows;
+      const int of_image = member % C::interleaved_images;
+      const int below = member / C::interleaved_images * kStripRows;
       const bool exists = of_image < images && is_below(y + below, C::in_height);
-      loaded.quads[phase] =
+      loaded.quads[member] =
           load_quad(source + (of_image * kImage + static_cast<long long>(below) * kInRow),
                     neighbour, exists ? count : 0);
     }
@@ -171,22 +172,22 @@ struct InputLoader {
     }
   }
 
-  // Writes it to a row of the ring.
+  // Writes a lane's part of a unit to a row of the ring.
   __device__ __forceinline__ void store(unsigned char* ring_row, int unit,
                                         const Loaded& loaded) const {
     if (!exists(unit)) return;
-    const int plane = octet(unit) / C::product_octets;
-    const int vector = plane * kPlaneVectors + octet(unit) % C::product_octets * kOctet + channel +
+    const int plane = octet(unit) / C::mma_octets;
+    const int vector = plane * kPlaneVectors + octet(unit) % C::mma_octets * kOctet + channel +
                        (unit_column(unit) + column) * kColumnVectors;
     constexpr int kNeighbour = C::in_channels_last ? 1 : kColumnVectors;
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
-      Phases phases;
+      KVector members;
 #pragma unroll
-      for (int phase = 0; phase < kPhases; ++phase) {
-        phases.element[phase] = scaled(loaded.quads[phase].element[i], loaded.power);
+      for (int member = 0; member < kInterleave; ++member) {
+        members.element[member] = scaled(loaded.quads[member].element[i], loaded.power);
       }
-      store_phases(ring_row + (vector + i * kNeighbour) * 16, phases);
+      store_k_vector(ring_row + (vector + i * kNeighbour) * 16, members);
     }
     if constexpr (C::halves) count_lossy(unit, loaded);
   }
@@ -203,7 +204,7 @@ struct InputLoader {
     }
   }
 
-  // Loads units of a row and writes them to the ring, as soon as there is room.
+  // Loads the warp's units of a row, and writes them to the ring when the stage is empty.
   __device__ __forceinline__ void copy_row(const Scalar* image, int images, int y, int first,
                                            int units, const Ring<C::input_stages>& at) const {
     unsigned char* const ring_row = shared_memory() + kInputRing + at.stage() * (kRowVectors * 16);
@@ -218,16 +219,16 @@ struct InputLoader {
 #pragma unroll
       for (int k = 0; k < C::batch; ++k) store(ring_row, unit + kInputWarps * k, loaded[k]);
     }
-    // With one unit there is nothing to do for the second warp but to wait.
+    // A warp without units still has to wait: it must not arrive at `input_full` a phase early.
     if (warp >= units) barrier_wait(&barriers().input_empty[at.stage()], at.parity());
   }
 };
 
-// Warps that load the rows of every run.
+// Loads the input rows of every run.
 __device__ __forceinline__ void load_input(const Scalar* input, const Tables& tables,
-                                           const Work& work) {
-  const Tile tile = work.tile();
-  Share share = work.share();
+                                           const Partition& partition) {
+  const Tile tile = partition.tile();
+  Share share = partition.share();
   const InputLoader loader(input, tables, tile, static_cast<int>(threadIdx.x) - 32 * kGradWarps);
   const int tap_row = tile.kernel_row * C::dilation_height - C::padding_top;
   Ring<C::input_stages> at(1);
@@ -241,13 +242,13 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Tables& ta
     int until_skip = kNewRows;
 #pragma unroll 1
     for (int i = 0; i < rows; ++i) {
-      loader.copy_row(image, work.batch - run.image, y, first_column, units, at);
+      loader.copy_row(image, partition.batch - run.image, y, first_column, units, at);
       fence_async_shared();
       __syncwarp();
       if (loader.lane == 0) barrier_arrive(&barriers().input_full[at.stage()]);
       at.advance();
       y += C::dilation_height;
-      // Rows that no tap reads are left out.
+      // Skip rows that no tap reads.
       if (kRowAdvance > kNewRows && --until_skip == 0) {
         y += (kRowAdvance - kNewRows) * C::dilation_height;
         until_skip = kNewRows;

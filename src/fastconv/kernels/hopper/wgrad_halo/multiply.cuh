@@ -1,4 +1,4 @@
-// Consumers: warpgroups that multiply, and add their sums to a workspace.
+// Consumer warpgroups: multiply, and add their accumulators to a workspace.
 #pragma once
 #include "hopper/wgrad_halo/copy.cuh"
 #include "hopper/wgrad_halo/scale.cuh"
@@ -7,28 +7,30 @@
 namespace fastconv {
 namespace hopper {
 
-using Sums = float[C::segments][kSums];
-// Of a thread, in groups of four that lie together in the workspace.
-constexpr int kSlots = C::segments * kSums / 4;
+using Accumulators = float[C::segments][kAccs];
+// Slots of a thread: four accumulators that lie together in the workspace.
+constexpr int kSlots = C::segments * kAccs / 4;
 
-// 4 columns of grad_output as left operands: two products, each in `parts` parts.
+// 4 columns of grad_output as left operands: two MMAs, each in `parts` parts.
 constexpr int kGroupColumns = 4;
-constexpr int kGroupProducts = 2;
-using Fragments = unsigned[C::parts][kGroupProducts][4];
+constexpr int kGroupMmas = 2;
+using Fragments = unsigned[C::parts][kGroupMmas][4];
 
-// Where a thread's rows begin, in bytes of a stage: of two channels, 8 apart, in its phases.
+// Where a thread's rows begin, in bytes of a stage: those of two channels, 8 apart, for its
+// members.
 constexpr int kNextHalf = C::grad_channels_last ? 8 * kScalarBytes : 8 * 4 * kRowBytes;
-constexpr int kNextPhase = kStageChannels * 4 * kRowBytes;
+constexpr int kNextMember = kStageChannels * 4 * kRowBytes;
 struct FragmentRows {
-  int first;                   // with its swizzle, which is the same for all of them
-  int shifts[2][kLanePhases];  // of rows that begin as far beyond it as in global memory
+  int first;  // with its swizzle, which is the same for all of the thread's rows
+  // Byte offsets of rows that begin as far beyond a multiple of 16 bytes as in global memory.
+  int shifts[2][kLaneMembers];
 };
 
-// 4 columns of a channel and phase, in pieces as wide as its start allows.
+// Loads 4 columns of a channel and member, in pieces as wide as the alignment of its row allows.
 template <class T>
 __device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned char* stage,
                                                                  const FragmentRows& rows, int half,
-                                                                 int phase, int column) {
+                                                                 int member, int column) {
   Vector<T, kGroupColumns> columns;
   if constexpr (C::grad_channels_last) {
 #pragma unroll
@@ -41,8 +43,8 @@ __device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned 
     using Piece = Vector<T, kPiece>;
     const int at = column * kScalarBytes;
     const unsigned char* const row = stage + (C::grad_boxes ? rows.first ^ at : rows.first + at) +
-                                     half * kNextHalf + phase * kNextPhase +
-                                     rows.shifts[half][phase];
+                                     half * kNextHalf + member * kNextMember +
+                                     rows.shifts[half][member];
 #pragma unroll
     for (int i = 0; i < kGroupColumns; i += kPiece) {
       const Piece piece = *reinterpret_cast<const Piece*>(row + i * kScalarBytes);
@@ -53,14 +55,15 @@ __device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned 
   return columns;
 }
 
-// What a thread knows of its two channels, and finds out about them.
+// The state of a thread's two channels.
 struct Channels {
   float bias[2] = {0.0f, 0.0f};  // sums of what was loaded since the last flush
-  float power[2];                // as float16: what numbers are multiplied by
-  bool looks = false;            // for numbers that float16 has not all bits of
+  float power[2];                // scaled fp16: what numbers are multiplied by
+  bool counts_lossy = false;     // whether to count numbers that are subnormal in float16
 };
 
-// Of float32, a thread has one phase of two channels, 8 apart. Adds what it loads to their `bias`.
+// Loads the fragments of float32: a thread has one member of two channels, 8 apart. Adds what it
+// loads to their `bias`.
 __device__ __forceinline__ void load_rounded(Fragments& fragments, Channels& channels,
                                              const unsigned char* stage, const FragmentRows& rows,
                                              int column) {
@@ -83,16 +86,16 @@ __device__ __forceinline__ void load_rounded(Fragments& fragments, Channels& cha
   }
 }
 
-// The same as float16, two neighbouring phases.
+// Loads the fragments of scaled fp16: a thread has two consecutive members of two channels.
 __device__ __forceinline__ void load_scaled(Fragments& fragments, Channels& channels,
                                             const unsigned char* stage, const FragmentRows& rows,
                                             int column) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const auto even = load_columns<float>(stage, rows, half, 0, column);
-    const auto odd = load_columns<float>(stage, rows, half, kLanePhases - 1, column);
+    const auto odd = load_columns<float>(stage, rows, half, kLaneMembers - 1, column);
     const float power = channels.power[half];
-    if (channels.looks) {
+    if (channels.counts_lossy) {
       unsigned least = ~0u;
 #pragma unroll
       for (int i = 0; i < kGroupColumns; ++i) {
@@ -118,23 +121,23 @@ __device__ __forceinline__ void load_scaled(Fragments& fragments, Channels& chan
     }
   }
 }
-static_assert(kGradGroup == 2 * kGroupColumns, "what is looked at together");
+static_assert(kGradGroup == 2 * kGroupColumns, "numbers that are checked together");
 
-// Of 16-bit types, two neighbouring phases of two channels.
+// Loads the fragments of a 16-bit type: a thread has two consecutive members of two channels.
 template <class Half>
-__device__ __forceinline__ void load_halves(Fragments& fragments, Channels& channels,
+__device__ __forceinline__ void load_16_bit(Fragments& fragments, Channels& channels,
                                             const unsigned char* stage, const FragmentRows& rows,
                                             int column) {
   if constexpr (C::grad_channels_last) {
 #pragma unroll
-    for (int k = 0; k < kGroupProducts; ++k) {
+    for (int k = 0; k < kGroupMmas; ++k) {
       load_transposed(fragments[0][k], stage + rows.first + (column + 2 * k) * kPixelBytes);
     }
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const auto even = load_columns<Half>(stage, rows, half, 0, column);
-      const auto odd = load_columns<Half>(stage, rows, half, kLanePhases - 1, column);
+      const auto odd = load_columns<Half>(stage, rows, half, kLaneMembers - 1, column);
 #pragma unroll
       for (int i = 0; i < kGroupColumns; ++i) {
         fragments[0][i / 2][half + i % 2 * 2] =
@@ -166,36 +169,37 @@ __device__ __forceinline__ void load_fragments(Fragments& fragments, Channels& c
   } else if constexpr (sizeof(Element) == 4) {
     load_rounded(fragments, channels, stage, rows, column);
   } else {
-    load_halves<Element>(fragments, channels, stage, rows, column);
+    load_16_bit<Element>(fragments, channels, stage, rows, column);
   }
 }
 
-// Where in a stage a thread's fragments begin; `channel` is the warp's first.
+// The byte offset of a thread's first fragment in a stage; `channel` is the warp's first.
 __device__ __forceinline__ int first_fragment(int channel, int lane) {
   if constexpr (!C::grad_channels_last) {
-    const int row = stage_row(channel + lane / 4, lane % 4 * kLanePhases);
+    const int row = stage_row(channel + lane / 4, lane % 4 * kLaneMembers);
     return row * kRowBytes + swizzle_of(row);
   } else if constexpr (kScalarBytes == 4) {
-    return lane % 4 * kPhaseBytes + (channel + lane / 4) * kScalarBytes;
+    return lane % 4 * kMemberBytes + (channel + lane / 4) * kScalarBytes;
   } else {
-    // load_transposed wants of a lane a row of one of four matrices, phases by channels: of 8
-    // channels and of the next 8, in a column and in the next.
-    return lane % 8 * kPhaseBytes + lane / 16 * kPixelBytes +
+    // load_transposed takes from each lane the address of a row of one of four matrices, members by
+    // channels: for 8 channels and the next 8, in a column and in the next.
+    return lane % 8 * kMemberBytes + lane / 16 * kPixelBytes +
            (channel + lane / 8 % 2 * 8) * kScalarBytes;
   }
 }
 
 __device__ __forceinline__ bool is_first_lane() { return threadIdx.x % 32 == 0; }
 
-// A warpgroup that multiplies. Sums take nearly all registers: what is easily found again is not
-// kept.
+// A consumer warpgroup. Accumulators take nearly all registers, so values that are easily
+// recomputed are not kept.
 struct Consumer {
-  int fragment;     // where in a stage the thread's first fragment begins, in bytes
-  int segment;      // first, from the first of the block's first plane
-  unsigned origin;  // where in grad_output its first row begins, in elements: the last bits
+  int fragment;  // byte offset of the thread's first fragment in a stage
+  int segment;   // first segment, counted from the first of the block's first plane
+  // Offset of its first row in grad_output, in elements: only the lowest bits matter.
+  unsigned origin;
   bool accumulate = false;
   Channels channels;
-  float bias_total[2] = {0.0f, 0.0f};  // until the last flush
+  float bias_total[2] = {0.0f, 0.0f};  // sums until the last flush
   Ring<C::input_stages> row{0};        // the first row of a step
   Ring<C::grad_stages> grad{0};
 
@@ -207,8 +211,8 @@ struct Consumer {
     segment = tile.segment - tile.plane() * C::kernel_rows +
               (C::channel_groups == 2 ? 0 : warpgroup * C::segments);
     const unsigned first = tile.group * C::group_out + tile.output + channel + thread % 32 / 4;
-    origin =
-        misalignment(grad_output) + first * kOutChannel + phase_distance(thread % 4 * kLanePhases);
+    origin = misalignment(grad_output) + first * kOutChannel +
+             member_distance(thread % 4 * kLaneMembers);
     if constexpr (C::halves) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -228,18 +232,18 @@ struct Consumer {
     }
   }
 
-  // Whether it looks for numbers that float16 has not all bits of, in a step of this output row.
-  // Consumers of the same output channels see the same numbers, and take turns: those of a launch,
-  // for who adds up its sums wants to know of all of them.
-  __device__ static bool has_turn(const Work& work, int output_row) {
-    const int before = work.tile().number();
-    const int in_launch = static_cast<int>(blockIdx.x) % work.tiles;
-    const int turns = min(kSameOutputs, work.tiles - in_launch + before) * kSlices;
+  // Whether this consumer counts subnormal numbers in a step of this output row. Consumers of the
+  // same output channels load the same numbers, so they take turns. Only those of one launch do:
+  // its reduction needs a complete count.
+  __device__ static bool has_turn(const Partition& partition, int output_row) {
+    const int before = partition.tile().number();
+    const int in_launch = static_cast<int>(blockIdx.x) % partition.tiles;
+    const int turns = min(kSameOutputs, partition.tiles - in_launch + before) * kSlices;
     const int turn = before * kSlices + static_cast<int>(threadIdx.x) / 128 % kSlices;
     return before <= in_launch && output_row % turns == turn;
   }
 
-  // Tells what it has found of its channels.
+  // Adds the thread's counts to those of its channels.
   __device__ __forceinline__ void count_lossy(const Tables& tables, const Tile& tile) const {
     const int thread = static_cast<int>(threadIdx.x) - 128;
     const int channel_group = C::channel_groups == 2 ? thread / 128 : 0;
@@ -247,17 +251,18 @@ struct Consumer {
     unsigned* const counts = tables.lossy() + kInputs + tile.group * C::group_out;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // What is loaded of channels that do not exist is nobody's.
+      // Channels that do not exist have no count.
       const int channel = tile.channel(first + 8 * half);
       const unsigned lossy = counters()[half];
       if (channel < C::group_out && lossy > 0) add_to_memory(counts + channel, lossy);
     }
   }
 
-  // Elements of grad_output from phase 0 to another one.
-  __device__ static unsigned phase_distance(int phase) {
-    return static_cast<unsigned>(phase % C::phase_images) * kOutImage +
-           static_cast<unsigned>(phase / C::phase_images) * (kSteps * kRowStep) * C::out_width;
+  // Elements of grad_output from member 0 to another member.
+  __device__ static unsigned member_distance(int member) {
+    return static_cast<unsigned>(member % C::interleaved_images) * kOutImage +
+           static_cast<unsigned>(member / C::interleaved_images) * (kSteps * kRowStep) *
+               C::out_width;
   }
 
   // The thread's rows in the stages of a step.
@@ -269,26 +274,26 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int i = 0; i < kLanePhases; ++i) {
+      for (int i = 0; i < kLaneMembers; ++i) {
         const unsigned element =
-            origin + moved + half * 8u * kOutChannel + (i > 0 ? phase_distance(1) : 0u);
+            origin + moved + half * 8u * kOutChannel + (i > 0 ? member_distance(1) : 0u);
         rows.shifts[half][i] = kShifted ? static_cast<int>(element % kVector) * kScalarBytes : 0;
       }
     }
     return rows;
   }
 
-  // The ring of input rows. Along the sum comes the neighbouring column, across it the next octet,
-  // or if there is but one, the next tap, of several.
+  // The descriptor of the ring of input rows. Along K comes the neighbouring column; along N the
+  // next octet, or the next tap if there is only one octet.
   __device__ static Matrix ring() {
-    constexpr bool kNextTap = C::product_octets == 1 && C::product_taps > 1;
+    constexpr bool kNextTap = C::mma_octets == 1 && C::mma_taps > 1;
     constexpr int kAlong = C::stride_width * kColumnVectors * 16;
     constexpr int kAcross = 128 * (kNextTap ? C::dilation_width : 1);
-    static_assert(max_of(kAlong, kAcross) < 1 << 18, "what a matrix has room for");
+    static_assert(max_of(kAlong, kAcross) < 1 << 18, "offsets fit a matrix descriptor");
     return matrix(shared_memory() + kInputRing, kAlong, kAcross);
   }
 
-  // Waits for rows of this step.
+  // Waits for input rows of this step.
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void wait_for_rows() const {
 #pragma unroll
@@ -298,7 +303,7 @@ struct Consumer {
     }
   }
 
-  // Gives back the step's first rows.
+  // Releases the step's first input rows.
   __device__ __forceinline__ void release_rows(int count) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -307,11 +312,11 @@ struct Consumer {
     }
   }
 
-  // Where each segment's products begin in the rows of this step: the lower half of a matrix, the
-  // only one that differs.
+  // Where each segment begins in the rows of this step: the lower 32 bits of its matrix descriptor,
+  // the only ones that differ.
   __device__ __forceinline__ void find_segments(unsigned (&starts)[C::segments],
                                                 int early_columns) const {
-    // Known at compile time where a warpgroup's first segment is a plane's first.
+    // The plane is a compile-time constant where a warpgroup's first segment is a plane's first.
     constexpr bool kWholePlanes = C::segments % C::kernel_rows == 0;
     const int column = kShift + (C::lead - early_columns) * C::stride_width;
     const unsigned first = static_cast<unsigned>(ring()) + column * kColumnVectors +
@@ -324,27 +329,27 @@ struct Consumer {
     }
   }
 
-  // The products of 4 columns, `column` after where the segments start.
+  // Issues the MMAs of 4 columns, `column` columns after the starts of the segments.
   template <int kLeftPart, int kRightPart>
-  __device__ __forceinline__ void multiply(Sums& sums, const Fragments& fragments,
+  __device__ __forceinline__ void multiply(Accumulators& acc, const Fragments& fragments,
                                            const unsigned (&starts)[C::segments], int column,
                                            bool accumulate_first) const {
 #pragma unroll
-    for (int k = 0; k < kGroupProducts; ++k) {
+    for (int k = 0; k < kGroupMmas; ++k) {
 #pragma unroll
       for (int i = 0; i < C::segments; ++i) {
         const int offset =
             (column + 2 * k) * (C::stride_width * kColumnVectors) + kRightPart * kPartVectors;
         const Matrix right = ring() >> 32 << 32 | (starts[i] + offset);
-        wgmma<kColumns>(Factor{}, sums[i], fragments[kLeftPart][k], right,
+        wgmma<kColumns>(Factor{}, acc[i], fragments[kLeftPart][k], right,
                         k > 0 || accumulate_first);
       }
     }
   }
 
-  // The products of a stage. While one group of them is computed, the next one's left operands are
-  // loaded to other registers.
-  __device__ __forceinline__ void multiply_stage(Sums& sums, Fragments (&fragments)[2],
+  // Multiplies a stage. While one group of MMAs runs, the next group's left operands are loaded to
+  // other registers.
+  __device__ __forceinline__ void multiply_stage(Accumulators& acc, Fragments (&fragments)[2],
                                                  unsigned (&starts)[C::segments],
                                                  const unsigned char* stage,
                                                  const FragmentRows& rows, int columns) {
@@ -355,7 +360,7 @@ struct Consumer {
         load_fragments<Scalar>(fragments[group], channels, stage, rows,
                                column + group * kGroupColumns);
         wgmma_fence();
-        multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns,
+        multiply<0, 0>(acc, fragments[group], starts, group * kGroupColumns,
                        group > 0 || accumulate);
         wgmma_commit();
         wgmma_wait<1>();
@@ -365,9 +370,9 @@ struct Consumer {
     }
   }
 
-  // The same in two levels, for numbers in two parts. Large products come last: what small ones add
-  // is not lost.
-  __device__ __forceinline__ void multiply_stage_split(Sums& sums, Sums& totals,
+  // Multiplies a stage of numbers in two parts, whose accumulators are added to totals. Large
+  // products come last, so that what small ones add is not lost.
+  __device__ __forceinline__ void multiply_stage_split(Accumulators& acc, Accumulators& totals,
                                                        Fragments (&fragments)[2],
                                                        unsigned (&starts)[C::segments],
                                                        const unsigned char* stage,
@@ -380,38 +385,39 @@ struct Consumer {
         load_fragments<Scalar>(fragments[group], channels, stage, rows,
                                column + group * kGroupColumns);
         wgmma_fence();
-        multiply<kLow, 0>(sums, fragments[group], starts, group * kGroupColumns, group > 0);
-        multiply<0, kLow>(sums, fragments[group], starts, group * kGroupColumns, true);
+        multiply<kLow, 0>(acc, fragments[group], starts, group * kGroupColumns, group > 0);
+        multiply<0, kLow>(acc, fragments[group], starts, group * kGroupColumns, true);
         if constexpr (!C::halves) {
-          multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns, true);
+          multiply<0, 0>(acc, fragments[group], starts, group * kGroupColumns, true);
         }
         wgmma_commit();
       }
       if constexpr (C::halves) {
-        // Low parts are enlarged, so these products have sums of their own.
-        add_to_totals(totals, sums, 1.0f / kLowFactor);
+        // Low parts are enlarged, so their products are accumulated separately.
+        add_to_totals(totals, acc, 1.0f / kLowFactor);
         wgmma_fence();
 #pragma unroll
         for (int group = 0; group < 2; ++group) {
-          multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns, group > 0);
+          multiply<0, 0>(acc, fragments[group], starts, group * kGroupColumns, group > 0);
         }
         wgmma_commit();
       }
-      add_to_totals(totals, sums, 1.0f);
+      add_to_totals(totals, acc, 1.0f);
       move_on(starts);
     }
   }
 
-  // Waits for the products, and adds their sums, times `factor`.
-  __device__ static __forceinline__ void add_to_totals(Sums& totals, Sums& sums, float factor) {
+  // Waits for the MMAs, and adds their accumulators, times `factor`, to the totals.
+  __device__ static __forceinline__ void add_to_totals(Accumulators& totals, Accumulators& acc,
+                                                       float factor) {
     wgmma_wait<0>();
-    hold_sums(sums);
+    hold_accumulators(acc);
 #pragma unroll
     for (int i = 0; i < C::segments; ++i) {
 #pragma unroll
-      for (int j = 0; j < kSums; ++j) {
+      for (int j = 0; j < kAccs; ++j) {
         totals[i][j] =
-            factor == 1.0f ? totals[i][j] + sums[i][j] : fmaf(sums[i][j], factor, totals[i][j]);
+            factor == 1.0f ? totals[i][j] + acc[i][j] : fmaf(acc[i][j], factor, totals[i][j]);
       }
     }
   }
@@ -423,25 +429,25 @@ struct Consumer {
     }
   }
 
-  // The products of a step.
-  __device__ __forceinline__ void compute(Sums& sums, Sums& totals, int image, int output_row,
-                                          int of_class, int columns) {
+  // Multiplies a step.
+  __device__ __forceinline__ void compute(Accumulators& acc, Accumulators& totals, int image,
+                                          int output_row, int of_class, int columns) {
     unsigned starts[C::segments];
     Fragments fragments[2];
     find_segments(starts, early(output_row, of_class));
     const FragmentRows rows = fragment_rows(image, output_row);
 #pragma unroll 1
     for (int column = 0; column < columns; column += C::stage_columns) {
-      // Known at compile time where all stages are whole.
+      // The width is a compile-time constant where all stages are whole.
       const int stage_columns = kRowColumns % C::stage_columns == 0
                                     ? C::stage_columns
                                     : min(C::stage_columns, columns - column);
       barrier_wait(&barriers().grad_full[grad.stage()], grad.parity());
       const unsigned char* const stage = shared_memory() + kGradRing + grad.stage() * kStageBytes;
       if constexpr (C::parts == 2) {
-        multiply_stage_split(sums, totals, fragments, starts, stage, rows, stage_columns);
+        multiply_stage_split(acc, totals, fragments, starts, stage, rows, stage_columns);
       } else {
-        multiply_stage(sums, fragments, starts, stage, rows, stage_columns);
+        multiply_stage(acc, fragments, starts, stage, rows, stage_columns);
       }
       __syncwarp();
       if (is_first_lane()) barrier_arrive(&barriers().grad_empty[grad.stage()]);
@@ -451,18 +457,18 @@ struct Consumer {
   }
 };
 
-// Where the sums for the bias are in the workspace, behind all slots: [block][warpgroup][channel].
+// Where the bias's sums begin in the workspace, behind all slots: [block][warpgroup][channel].
 __device__ __forceinline__ long long bias_slots(int blocks, int block, int warpgroup) {
   return static_cast<long long>(blocks) * (kConsumers * kSlots * 128 * 4) +
          (block * kConsumers + warpgroup) * kOutputs;
 }
 
-// Writes a consumer's sums for the bias; four lanes have the phases of a channel.
+// Writes a consumer's sums for the bias; four lanes have the members of a channel.
 __device__ __forceinline__ void store_bias(const Consumer& consumer, float4* workspace,
-                                           const Work& work) {
+                                           const Partition& partition) {
   const int thread = static_cast<int>(threadIdx.x) - 128;
   float* const target = reinterpret_cast<float*>(workspace) +
-                        bias_slots(work.tiles * work.workers, blockIdx.x, thread / 128);
+                        bias_slots(partition.tiles * partition.workers, blockIdx.x, thread / 128);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float total = sum_of_four_lanes(consumer.bias_total[half] + consumer.channels.bias[half]);
@@ -470,20 +476,20 @@ __device__ __forceinline__ void store_bias(const Consumer& consumer, float4* wor
   }
 }
 
-// A block's slots: [warpgroup][slot][thread].
+// Where a warpgroup's slots begin: [block][warpgroup][slot][thread].
 __device__ __forceinline__ long long slots_of(int block, int warpgroup) {
   return (static_cast<long long>(block) * kConsumers + warpgroup) * (kSlots * 128);
 }
 
 __device__ __forceinline__ void consume(const Grad& grad_output, const Tables& tables,
-                                        const Work& work) {
-  Share share = work.share();
-  Consumer consumer(grad_output, tables, work.tile());
+                                        const Partition& partition) {
+  Share share = partition.share();
+  Consumer consumer(grad_output, tables, partition.tile());
   const int thread = static_cast<int>(threadIdx.x) - 128;
   float4* const slots = tables.workspace() + slots_of(blockIdx.x, thread / 128) + thread % 128;
-  Sums sums, more;
-  // Where numbers are in two parts, `more` collects the sums.
-  Sums& totals = C::parts == 2 ? more : sums;
+  Accumulators acc, more;
+  // With numbers in two parts, `more` collects the accumulators.
+  Accumulators& totals = C::parts == 2 ? more : acc;
   clear(totals);
   if constexpr (C::halves) counters()[0] = counters()[1] = 0u;
   int steps = 0;  // since the last flush
@@ -495,9 +501,9 @@ __device__ __forceinline__ void consume(const Grad& grad_output, const Tables& t
     for (int step = 0; step < run.steps; ++step) {
       consumer.wait_for_rows<kOldRows, C::kernel_rows>();
       if constexpr (C::halves) {
-        consumer.channels.looks = Consumer::has_turn(work, run.output_row(step));
+        consumer.channels.counts_lossy = Consumer::has_turn(partition, run.output_row(step));
       }
-      consumer.compute(sums, totals, run.image, run.output_row(step), work.tile().of_class(),
+      consumer.compute(acc, totals, run.image, run.output_row(step), partition.tile().of_class(),
                        columns_of(run.strip));
       consumer.release_rows(kNewRows);
       if (++steps == C::flush_steps) {
@@ -512,8 +518,8 @@ __device__ __forceinline__ void consume(const Grad& grad_output, const Tables& t
     consumer.release_rows(kOldRows);
   }
   if (steps > 0 || !flushed) flush(totals, slots, !flushed);
-  if constexpr (C::bias) store_bias(consumer, tables.workspace(), work);
-  if constexpr (C::halves) consumer.count_lossy(tables, work.tile());
+  if constexpr (C::bias) store_bias(consumer, tables.workspace(), partition);
+  if constexpr (C::halves) consumer.count_lossy(tables, partition.tile());
 }
 
 }  // namespace hopper

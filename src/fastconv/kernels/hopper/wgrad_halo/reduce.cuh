@@ -1,11 +1,11 @@
-// The second kernel: adds up what the blocks have left in the workspace.
+// The reduction kernel: adds up the slots that blocks have written to the workspace.
 #pragma once
 #include "hopper/wgrad_halo/multiply.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-// One of four neighbouring sums of a thread: which weight it is.
+// The weight that one of the four accumulators in a slot belongs to.
 struct Weight {
   int output;  // channels, in the group
   int input;
@@ -14,18 +14,18 @@ struct Weight {
 
   __device__ Weight(const Tile& tile, int warpgroup, int slot, int thread, int element) {
     const int segment =
-        tile.segment + slot * 4 / kSums + (C::channel_groups == 2 ? 0 : warpgroup * C::segments);
-    const int core = slot * 4 % kSums / 4;  // of the product: octets of taps
+        tile.segment + slot * 4 / kAccs + (C::channel_groups == 2 ? 0 : warpgroup * C::segments);
+    const int core = slot * 4 % kAccs / 4;  // core matrix of the wgmma: an octet of a tap
     const int lane = thread % 32;
     output = tile.channel((C::channel_groups == 2 ? warpgroup * kOutputs : 0) + thread / 32 * 16 +
                           lane / 4 + element / 2 * 8);
-    input = segment / C::kernel_rows * kPlaneChannels + core % C::product_octets * kOctet +
+    input = segment / C::kernel_rows * kPlaneChannels + core % C::mma_octets * kOctet +
             lane % 4 * 2 + element % 2;
     row = tile.kernel_row + segment % C::kernel_rows;
-    column = tile.piece * C::product_taps + core / C::product_octets;
+    column = tile.piece * C::mma_taps + core / C::mma_octets;
   }
 
-  // Whether there is such a weight, and this kernel is to compute it.
+  // Whether the weight exists, and this kernel is to compute it.
   __device__ bool is_wanted(const Tables& tables, int group) const {
     const bool exists = output < C::group_out && input < C::group_in && row < C::kernel_height &&
                         column < C::kernel_width;
@@ -36,7 +36,7 @@ struct Weight {
   }
 };
 
-// Four neighbouring sums, of all workers.
+// The four accumulators of a slot, reduced over all workers.
 struct Totals {
   float sums[4];
 
@@ -52,7 +52,7 @@ struct Totals {
   }
 };
 
-// The same of scaled numbers, with the sums of the parts' magnitudes.
+// The reduced slot for scaled fp16, with the sums of the magnitudes of the workers' parts.
 struct ScaledTotals {
   float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   float sizes[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -69,7 +69,7 @@ struct ScaledTotals {
       }
     }
   }
-  // Scaled back; marks the filter if it is not as good as TF32's.
+  // The weight, scaled back. Marks its filter if the result is less accurate than TF32's.
   __device__ __forceinline__ float weight(int i, const Tables& tables, int group,
                                           const Weight& weight) const {
     const int output = group * C::group_out + weight.output;
@@ -80,7 +80,7 @@ struct ScaledTotals {
   }
 };
 
-// Adds up the slots of every weight, workers in order, and writes it where its strides say.
+// Reduces the slots of every weight, workers in order, and writes it where the strides say.
 __device__ __forceinline__ void reduce(const Tables& tables, Scalar* grad, int first_tile,
                                        int tiles, int workers) {
   using Sum = Either<C::halves, ScaledTotals, Totals>::type;
@@ -107,7 +107,7 @@ __device__ __forceinline__ void reduce(const Tables& tables, Scalar* grad, int f
   }
 }
 
-// Adds up the sums for the bias of every channel, workers in order.
+// Reduces the bias's gradient of every channel, workers in order.
 __device__ __forceinline__ void reduce_bias(const float4* workspace, Scalar* bias_grad,
                                             int first_tile, int tiles, int workers) {
   const int step = static_cast<int>(gridDim.x * blockDim.x);

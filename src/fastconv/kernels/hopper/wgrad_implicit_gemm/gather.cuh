@@ -1,10 +1,10 @@
-// Loading warps, for what tensor copies cannot bring: taps of planes begin anywhere, copies at
-// multiples of 16 bytes; and few channels are less than a copy's 128 bytes.
+// Producer warps that gather operands that TMA cannot copy: taps of planes begin at any element,
+// but TMA boxes at multiples of 16 bytes; and few channels are less than the 128 bytes of a box.
 //
-// A lane has a position of a step (two of 16-bit types), which is four bytes of each row of a
-// stage: a warp loads a channel's neighbours at once, and writes them side by side, swizzled as a
-// copy would. The loads of a step are under way while those of the step before are written; and
-// teams of warps take turns, for a warp that waits for one of its loads waits for all.
+// A lane has one position of a step (two for 16-bit types), which is four bytes of each row of a
+// stage: a warp loads a channel's neighbouring positions at once, and writes them side by side,
+// with the swizzle of TMA. The loads of a step are in flight while those of the step before are
+// written. Teams of warps take turns, since a warp that waits for one of its loads waits for all.
 #pragma once
 #include "hopper/wgrad_implicit_gemm/load.cuh"
 #include "hopper/wgrad_implicit_gemm/store.cuh"
@@ -16,20 +16,22 @@ constexpr int kLanePositions = 4 / static_cast<int>(sizeof(Scalar));
 constexpr int kWarpRows = C::grad_copied ? 0 : kTileRows / C::team_warps;
 constexpr int kWarpColumns = kTileColumns / C::team_warps;
 
-// Warps of a team take turns at eight rows each, and so at columns; but few columns are neighbours,
-// so that a warp looks at few rows of the kernel. Where the i-th of a warp lies after its first:
-constexpr int kFirstPitch = C::few ? kWarpColumns : 8;  // from a warp's first column to the next's
+// Warps of a team take turns at eight rows each, and likewise at columns. With few channels, a
+// warp's columns are contiguous, so that it reads few rows of the kernel.
+constexpr int kFirstPitch = C::few ? kWarpColumns : 8;  // columns from a warp's first to the next's
+// The place of a warp's i-th row or column after its first.
 __host__ __device__ constexpr int row_place(int i) { return i / 8 * 8 * C::team_warps + i % 8; }
 __host__ __device__ constexpr int column_place(int i) { return C::few ? i : row_place(i); }
 
-// Elements of the input from a channel to the next, and from a pixel to the next in a row.
+// Strides of the input in elements: from a channel to the next, and from a pixel to the next in a
+// row.
 constexpr int kInPixels = C::in_height * C::in_width;
 constexpr int kInChannels = C::groups * C::group_in;
 constexpr int kChannelStride = C::channels_last ? 1 : kInPixels;
 constexpr int kPixelStride = C::channels_last ? kInChannels : 1;
 
-// Rows, columns and channels that taps read, before or behind the input's first, channels that only
-// columns of the product have included; and what counts the elements to there.
+// The farthest rows, columns and channels that taps read, before or behind the input's first, with
+// channels that exist only as GEMM columns; and an index type that reaches every element there.
 constexpr long long kFarRow = max_of<long long>(
     C::padding_top, tensor::elements_of(C::out_height, C::stride_height) +
                         tensor::elements_of(C::kernel_height, C::dilation_height));
@@ -41,11 +43,11 @@ constexpr int kFarChannel =
 using InOffset = IndexTo<tensor::elements_of(kFarRow, C::in_width, kPixelStride) +
                          tensor::elements_of(kFarColumn, kPixelStride) +
                          tensor::elements_of(kFarChannel, kChannelStride)>;
-// The same of the output's gradient, to channels that only rows of the product have.
+// The index type of grad_output, up to channels that exist only as GEMM rows.
 using OutOffset = IndexTo<tensor::elements_of(kRowTiles, kTileRows, kPositions)>;
 
-// What a position has of a group: its element of the first output channel; and where its first tap
-// reads the first input channel, which may be outside of the image.
+// A position: its element of the group's first output channel, and where its first tap reads the
+// first input channel, which may be outside of the image.
 struct Position {
   const Scalar* grad;
   const Scalar* first_tap;
@@ -68,7 +70,7 @@ struct Position {
                 (InOffset{group * kIn} * kChannelStride +
                  (InOffset{row} * C::in_width + column) * kPixelStride);
   }
-  // Whether what lies so far from its first tap is in the image.
+  // Whether the row or column at this offset from the first tap is in the image.
   __device__ __forceinline__ bool has_row(int offset) const {
     return exists && static_cast<unsigned>(row + offset) < C::in_height;
   }
@@ -77,7 +79,7 @@ struct Position {
   }
 };
 
-// How far from a position's first tap another one is.
+// The distance of a tap from a position's first tap.
 struct Tap {
   int row, column;
 
@@ -85,13 +87,13 @@ struct Tap {
       : row(tap / C::kernel_width * C::dilation_height),
         column(tap % C::kernel_width * C::dilation_width) {}
 
-  // Elements, of the first channel.
+  // The distance in elements, in the first channel.
   __device__ __forceinline__ InOffset offset() const {
     return (InOffset{row} * C::in_width + column) * kPixelStride;
   }
 };
 
-// Columns of the kernel that a position reads, one bit each.
+// The columns of the kernel that a position reads inside of the image, one bit each.
 __device__ __forceinline__ unsigned columns_read(const Position& position) {
   unsigned bits = 0;
 #pragma unroll
@@ -101,7 +103,7 @@ __device__ __forceinline__ unsigned columns_read(const Position& position) {
   return bits;
 }
 
-// Eight columns, which have the same tap.
+// Eight GEMM columns, which have the same tap.
 struct Octet {
   Column first;
   Tap tap;
@@ -118,15 +120,15 @@ struct Octet {
   }
 };
 
-// Of few channels, a warp has instructions of its own for each row, and a cache holds so many: it
-// splits numbers in a loop, once they are written.
+// With few channels, every row has its own unrolled instructions, and the instruction cache is
+// small: numbers are written whole, and then split for 3xTF32 in a loop.
 constexpr bool kSplitsLater = C::parts == 2 && C::few;
 
-// Splits so many rows of a stage.
+// Splits kRows rows of a stage for 3xTF32.
 template <int kRows, int kPitch>
 __device__ __forceinline__ void split_rows(unsigned char* first, int lane) {
   constexpr int kLaneBytes = 16, kPieceBytes = 32 * kLaneBytes;
-  constexpr int kPieces = 8 * kSpan / kPieceBytes;  // of eight rows
+  constexpr int kPieces = 8 * kSpan / kPieceBytes;  // pieces of eight rows
   static_assert(kRows % 8 == 0, "they lie side by side");
 #pragma unroll 2
   for (int i = 0; i < kRows / 8 * kPieces; ++i) {
@@ -142,14 +144,14 @@ __device__ __forceinline__ void split_rows(unsigned char* first, int lane) {
   }
 }
 
-// A warp's share of a tile: so many rows of a stage, then so many columns.
+// A warp's share of a tile: kWarpRows rows of a stage, then kWarpColumns columns.
 template <class Sources>
 struct Gatherer {
   const Sources& sources;
   const Tile& tile;
   int warp, lane, end;
   Position positions[kLanePositions];
-  unsigned bits[kWarpRows + kWarpColumns][kLanePositions];  // under way
+  unsigned bits[kWarpRows + kWarpColumns][kLanePositions];  // loads in flight
 
   __device__ __forceinline__ Gatherer(const Sources& sources, const Tile& tile, int warp, int batch)
       : sources(sources),
@@ -158,7 +160,7 @@ struct Gatherer {
         lane(static_cast<int>(threadIdx.x) % 32),
         end(batch * kPositions) {}
 
-  // A step's positions; of none, no position exists.
+  // Finds the lane's positions of a step; if the step does not exist, neither do they.
   __device__ __forceinline__ void find(int step, bool exists) {
 #pragma unroll
     for (int i = 0; i < kLanePositions; ++i) {
@@ -166,7 +168,8 @@ struct Gatherer {
                         exists ? end : 0);
     }
   }
-  // Writes what was loaded for a row of a stage; float32 as it is in two parts, now or later.
+  // Writes what was loaded for a row of a stage. float32 is rounded to TF32, or split for 3xTF32,
+  // here or later.
   __device__ __forceinline__ void store(unsigned char* first, int row, int index) const {
     unsigned char* const target = first + row * kSpan + (lane * 4 ^ row % 8 * 16);
     if constexpr (kSplitsLater) {
@@ -207,7 +210,9 @@ struct Gatherer {
   template <bool kStores>
   __device__ __forceinline__ void move_columns(unsigned char* target) {
     unsigned first[1] = {static_cast<unsigned>(tile.column / 8 + warp)};
-    hold_registers(first);  // what follows from it would need more registers than instructions
+    // Expressions that depend on it would take more registers than recomputing them takes
+    // instructions.
+    hold_registers(first);
 #pragma unroll
     for (int number = 0; number < kWarpColumns / 8; ++number) {
       const Octet octet(static_cast<int>(first[0] + number * C::team_warps) * 8);
@@ -233,7 +238,7 @@ struct Gatherer {
     }
   }
 
-  // The same if each column has a tap of its own, known when this is compiled: from kFirst on.
+  // Moves columns whose taps are compile-time constants, from column kFirst on (few channels).
   template <bool kStores, int kFirst>
   __device__ __forceinline__ void move_few_columns(unsigned char* target) {
     const Scalar* sources[kLanePositions];
@@ -263,8 +268,8 @@ struct Gatherer {
     }
   }
 
-  // Stores to a stage what was loaded, and loads the positions that were found. Of few channels,
-  // kFirst is the warp's first column.
+  // Stores to a stage what was loaded, and starts loading the positions that were found. With few
+  // channels, kFirst is the warp's first column.
   template <bool kStores, int kFirst>
   __device__ __forceinline__ void move(const Shared& shared, int stage) {
     move_rows<kStores>(shared.rows(stage) + warp * 8 * kSpan);
@@ -276,7 +281,7 @@ struct Gatherer {
     }
   }
 
-  // Splits what it has written there.
+  // Splits what the warp has written to a stage.
   __device__ __forceinline__ void split(const Shared& shared, int stage) const {
     __syncwarp();
     split_rows<kWarpRows, 8 * C::team_warps>(shared.rows(stage) + warp * 8 * kSpan, lane);
@@ -284,8 +289,8 @@ struct Gatherer {
   }
 };
 
-// A warp's share of a run's steps, of which it begins with the `ahead`-th, and is then ahead of the
-// next run's.
+// A warp's share of a run's steps. It begins with step `ahead`, and leaves in `ahead` by how many
+// steps it is then ahead in the next run.
 template <int kFirst, class Sources>
 __device__ __forceinline__ void gather_run(const Shared& shared, Ring& ring, const Run& run,
                                            int& ahead, Gatherer<Sources>& gatherer) {
@@ -312,7 +317,8 @@ __device__ __forceinline__ void gather_run(const Shared& shared, Ring& ring, con
   ahead = step - run.end;
 }
 
-// The same of the warp that is the `number`-th, counted through all columns of a group's tiles.
+// Calls gather_run with a compile-time kFirst: that of the `number`-th warp, counted through all
+// columns of a group's tiles.
 template <int kNumber, class Sources>
 __device__ __forceinline__ void gather_share(int number, const Shared& shared, Ring& ring,
                                              const Run& run, int& ahead,
@@ -331,7 +337,7 @@ __device__ __forceinline__ void gather_steps(const Shared& shared, const Sources
                                              const Share& share, int batch) {
   const int number = static_cast<int>(threadIdx.x) / 32 - kConsumerWarps;
   const int warp = number % C::team_warps;
-  int ahead = number / C::team_warps;  // a team's first step
+  int ahead = number / C::team_warps;  // the team's first step
   Ring ring(1);
   for (int i = 0; i < ahead; ++i) ring.advance();
   for_runs(share, static_cast<int>(blockIdx.x), [&](const Run& run, int) {

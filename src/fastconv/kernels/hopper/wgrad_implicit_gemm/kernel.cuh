@@ -1,5 +1,6 @@
-// A weight gradient as a product of matrices: output channels by positions of all images, and
-// positions by input channels at a tap. See docs/kernels/hopper.md.
+// Weight gradient as an implicit GEMM: M is output channels, N is input channels at taps, and K is
+// the positions (output pixels) of all images. Stream-K divides K among the blocks. See
+// docs/kernels/hopper.md.
 #pragma once
 #include "hopper/wgrad_implicit_gemm/gather.cuh"
 #include "hopper/wgrad_implicit_gemm/multiply.cuh"
@@ -11,10 +12,10 @@ namespace hopper {
 using GradOutput = Source<C::grad_copied>;
 using Input = Source<C::input_copied>;
 using Sources = SourcesOf<C::grad_copied, C::input_copied>;
-constexpr int kCopiers = C::grad_copied || C::input_copied ? 1 : 0;  // lanes
-constexpr int kGatherers = C::input_copied ? 0 : C::team_warps;      // warps
+constexpr int kCopiers = C::grad_copied || C::input_copied ? 1 : 0;  // lanes that issue TMA copies
+constexpr int kGatherers = C::input_copied ? 0 : C::team_warps;      // warps that gather
 
-__device__ __forceinline__ void begin(const Shared& shared) {
+__device__ __forceinline__ void init_shared(const Shared& shared) {
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < C::stages; ++stage) {
       barrier_init(shared.full(stage), kCopiers + kGatherers);
@@ -32,7 +33,7 @@ __device__ __forceinline__ void begin(const Shared& shared) {
 }
 
 template <class Sources>
-__device__ __forceinline__ void prefetch(const Sources& sources) {
+__device__ __forceinline__ void prefetch_maps(const Sources& sources) {
   if (threadIdx.x != 32 * kConsumerWarps) return;
   if constexpr (C::grad_copied) tensor_map_prefetch(sources.grad_output);
   if constexpr (C::input_copied) tensor_map_prefetch(sources.input);
@@ -53,16 +54,16 @@ __device__ __forceinline__ void load_steps(const Shared& shared, const Sources& 
 
 extern "C" __global__ void __cluster_dims__(Config::cluster, 1, 1)
     __launch_bounds__(fastconv::hopper::kThreads, Config::blocks)
-        gemm_weights(const __grid_constant__ fastconv::hopper::GradOutput grad_output,
-                     const __grid_constant__ fastconv::hopper::Input input, float4* workspace,
-                     Config::Scalar* grad, Config::Scalar* bias_grad, int group_tiles,
-                     int group_blocks, int most_runs, int batch) {
+        wgrad_implicit_gemm(const __grid_constant__ fastconv::hopper::GradOutput grad_output,
+                            const __grid_constant__ fastconv::hopper::Input input,
+                            float4* workspace, Config::Scalar* grad, Config::Scalar* bias_grad,
+                            int group_tiles, int group_blocks, int most_runs, int batch) {
   using namespace fastconv::hopper;
   const Shared shared;
   const Share share(batch, group_tiles, group_blocks, most_runs);
   const Sources sources{grad_output, input};
-  prefetch(sources);
-  begin(shared);
+  prefetch_maps(sources);
+  init_shared(shared);
   fastconv::wait_for_earlier_launch();
   if constexpr (Config::whole || Config::cluster > 1) fastconv::allow_later_launch();
   if (static_cast<int>(threadIdx.x) / 32 < kConsumerWarps) {

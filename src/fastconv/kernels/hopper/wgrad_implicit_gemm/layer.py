@@ -1,4 +1,4 @@
-"""What is multiplied: a weight gradient as a product of matrices, summed over positions."""
+"""The GEMM of a weight gradient: its M, N and K, and how its operands reach shared memory."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass, replace
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu, Operands
 from fastconv.kernels.hopper import block
-from fastconv.kernels.hopper.implicit_gemm_nhwc import layer as pixels
+from fastconv.kernels.hopper import im2col as pixels
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import limits
 from fastconv.problem import Problem
 
-SPAN = 128  # bytes of a row of shared memory
-OCTET = 8  # columns that have one tap, but for few channels
-MOST_POSITIONS = 2**31 - 1024  # of all images
-MOST_FEW_COLUMNS = 1024  # taps and channels together, each of which has instructions of its own
-MOST_FEW_WIDTH = 32  # taps of a kernel row, a bit each
+SPAN = 128  # bytes of a row of a stage, which is also TMA's swizzle span
+OCTET = 8  # columns that share one tap, unless channels are few
+MOST_POSITIONS = 2**31 - 1024  # output pixels of all images: the kernel counts them in 32 bits
+MOST_FEW_COLUMNS = 1024  # taps times channels, each of which has its own unrolled instructions
+MOST_FEW_WIDTH = 32  # taps of a kernel row, of which the kernel keeps one bit each
 MOST_JOINED = 64  # channels of groups that are multiplied as one
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A weight gradient: rows are output channels, columns are input channels, tap after tap.
+    """A weight gradient as a GEMM: rows are output channels, columns input channels at taps.
 
-    Both operands come by tensor copies, or warps gather what those cannot bring: the input, or
-    both. Positions are output pixels of all images one after the other; of planes that are copied,
-    an image's.
+    TMA copies both operands, or warps gather what it cannot copy: the input, or both. Positions,
+    the K of the GEMM, are the output pixels of all images one after the other; where TMA copies
+    planes, each image has its own.
     """
 
     problem: Problem
@@ -34,10 +34,9 @@ class Layer:
     channels_last: bool
     input_copied: bool
     grad_copied: bool
-    pixels: pixels.Layer | None = (
-        None  # the forward pass, without groups, of pixels that are copied
-    )
-    mirrored: bool = False  # the tensors are in each other's roles, see mirrored_layer_of
+    # The forward pass without groups, whose tensor map TMA copies pixels of the input with.
+    pixels: pixels.Layer | None = None
+    mirrored: bool = False  # input and grad_output have exchanged roles, see mirrored_layer_of
 
     @property
     def span_elements(self) -> int:
@@ -45,7 +44,7 @@ class Layer:
 
     @property
     def parts(self) -> int:
-        """That numbers are multiplied in."""
+        """TF32 parts that a number is multiplied as."""
         return limits.parts(self.operands)
 
     @property
@@ -54,7 +53,7 @@ class Layer:
 
     @property
     def flat(self) -> bool:
-        """Whether all images are one matrix, or planes are copied."""
+        """Whether the input is one matrix: all images of a pointwise layer, or copied planes."""
         return self.input_copied and (not self.pixels or self.pixels.flat)
 
     @property
@@ -63,7 +62,7 @@ class Layer:
 
     @lazy
     def joined(self) -> int:
-        """Groups that are multiplied as one, of whose weights most are then not stored."""
+        """Groups that are multiplied as one; most of the products are then not stored."""
         groups = self.problem.groups
         widest = max(self.problem.in_channels, self.problem.out_channels) // groups
         fitting = range(1, MOST_JOINED // widest + 1)
@@ -83,7 +82,7 @@ class Layer:
 
     @property
     def few(self) -> bool:
-        """Whether columns are channels of taps that follow each other without a gap."""
+        """Whether channels are so few that columns have no padding between taps."""
         return (
             self.gathered
             and self.group_in % OCTET > 0
@@ -99,16 +98,16 @@ class Layer:
 
     @property
     def columns(self) -> int:
-        """Of a group."""
+        """Columns of a group."""
         return self.taps * self.tap_columns
 
     @lazy
     def positions(self) -> int:
-        """Of an image."""
+        """Positions of an image."""
         return self.problem.output_size[0] * self.problem.output_size[1]
 
     def steps(self, depth: int) -> int:
-        """Of a tile's sum, each of so many positions."""
+        """Steps of a tile's K, each of this many positions."""
         batch = self.problem.batch
         if self.input_copied and not self.channels_last:
             return batch * ceil_div(self.positions, depth)
@@ -116,23 +115,23 @@ class Layer:
 
     @property
     def lane_positions(self) -> int:
-        """Of a step, that a lane gathers: four bytes of each channel."""
+        """Positions of a step that a lane gathers: four bytes of each channel."""
         return 4 // self.operands.scalar_bytes
 
     @property
-    def product_depth(self) -> int:
-        """Positions of a product."""
+    def mma_depth(self) -> int:
+        """The K of one MMA: positions."""
         return 32 // self.operands.scalar_bytes
 
     @property
     def sums_bias(self) -> bool:
-        """Whether products give the bias's gradient: not if operands are rounded, or mirrored."""
+        """Whether MMAs give the bias's gradient: not if operands are rounded, or mirrored."""
         rounded = self.operands.scalar_bytes == 4
         return self.operands.bias_grad and not (rounded or self.mirrored)
 
     @property
     def grad_output(self) -> tuple[int, tuple[int, int], bool]:
-        """Channels and size of the output's gradient, and whether channels come last."""
+        """Channels and size of grad_output, and whether it is channels-last."""
         problem, operands = self.problem, self.operands
         if self.mirrored:
             return problem.in_channels, problem.input_size, operands.input_channels_last
@@ -140,13 +139,13 @@ class Layer:
 
     @property
     def weight_start(self) -> int:
-        """Elements from a filter's first in memory to that of tap 0."""
+        """Elements from a filter's first element in memory to that of tap 0."""
         taps = zip(self.problem.kernel_size, self.operands.weight_strides[2:], strict=True)
         return sum((count - 1) * -stride for count, stride in taps) if self.mirrored else 0
 
     @lazy
     def bytes(self) -> float:
-        """Of both tensors in memory, that are used."""
+        """Bytes of both tensors in memory that are read."""
         size = self.problem.out_channels * self.positions
         read = self.problem.in_channels * self.problem.input_size[0] * self.problem.input_size[1]
         rows, columns = zip(self.problem.stride, self.problem.kernel_size, strict=True)
@@ -166,7 +165,7 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
         raise Declined(f"{problem.batch} images of {problem.output_size}, 2^31 pixels and more")
     channels = (problem.in_channels // problem.groups, problem.out_channels // problem.groups)
     limits.check(operands, problem.groups, channels, problem.input_size, problem.output_size)
-    # Images of one pixel, or of one channel, lie in memory either way.
+    # Images of one pixel, or of one channel, have both layouts at once.
     in_either = problem.input_size == (1, 1) or problem.in_channels == 1
     out_either = problem.output_size == (1, 1) or problem.out_channels == 1
     in_last, out_last = operands.input_channels_last, operands.output_channels_last
@@ -184,10 +183,10 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
 
 
 def mirrored_layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
-    """The same weight gradient with rows for input channels, where those are more.
+    """The same weight gradient with input channels as rows, for layers that have more of those.
 
-    It is also a sum over the input's pixels, of what the output's gradient has before them, tap by
-    tap: that is a weight gradient again, whose input is the output's gradient, of taps in reverse.
+    The gradient is also a sum over the input's pixels: of grad_output's pixels that read them, tap
+    by tap. That is a weight gradient again, whose input is grad_output, with the taps in reverse.
 
     Raises:
         Declined: this kernel cannot compute it so.
@@ -214,7 +213,7 @@ def mirrored_layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
 
 
 def _of_pixels(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
-    """Of channels-last tensors: the output's gradient is copied, and the input where it can be."""
+    """The layer of channels-last tensors: TMA copies grad_output, and the input where it can."""
     group_out, group_in = problem.weight_shape[0] // problem.groups, problem.weight_shape[1]
     if not operands.aligned or group_out % operands.vector:
         raise Declined(f"{group_out} channels that are not aligned")
@@ -228,9 +227,9 @@ def _of_pixels(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
 
 
 def _has_copied_planes(problem: Problem, operands: Operands) -> bool:
-    """Whether copies bring what positions read: they begin at multiples of 16 bytes."""
+    """Whether TMA can copy what positions read: its boxes begin at multiples of 16 bytes."""
     if limits.parts(operands) > 1:
-        return False  # warps split numbers
+        return False  # warps split numbers for 3xTF32
     plane = problem.input_size[0] * problem.input_size[1] * operands.scalar_bytes
     moved = problem.kernel_size != (1, 1) or problem.stride != (1, 1) or any(problem.padding)
     return operands.aligned and problem.groups == 1 and not moved and plane % 16 == 0

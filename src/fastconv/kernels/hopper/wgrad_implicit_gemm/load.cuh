@@ -1,11 +1,11 @@
-// One lane's work: tensor copies of operands into a ring of stages.
+// The producer lane: TMA copies of operands to the ring of stages.
 #pragma once
 #include "hopper/wgrad_implicit_gemm/tile.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-// What a tensor is given as: copies need a map of it.
+// The kernel's parameter for a tensor: TMA copies need a tensor map.
 template <bool kCopied>
 using Source = typename tensor::Either<kCopied, TensorMap, const Scalar*>::type;
 
@@ -15,11 +15,12 @@ struct SourcesOf {
   const Source<kInputCopied>& input;
 };
 
-constexpr int kCopiedBytes =  // of a stage
+constexpr int kCopiedBytes =  // bytes of a stage that TMA copies
     (C::grad_copied ? kRowBytes : 0) + (C::input_copied ? kColumnBytes : 0);
 
-// Channels-last: 128 bytes of channels of kDepth positions, one box after the other. Positions
-// beyond the last are zeros; channels beyond a group's may be another's, whose sums are not stored.
+// Channels-last tensors: each TMA box is 128 bytes of channels of kDepth positions. TMA gives zeros
+// for positions beyond the last. Channels beyond a group's may be another group's; their
+// accumulators are not stored.
 template <class Sources>
 __device__ __forceinline__ void copy_pixel_rows(const Shared& shared, const Sources& sources,
                                                 int stage, const Tile& tile, int step) {
@@ -40,7 +41,7 @@ __device__ __forceinline__ void copy_pixel_columns(const Shared& shared, const S
   for (int i = 0; i < kTileColumns / kSpanElements; ++i) {
     unsigned char* const target = shared.columns(stage) + i * kBoxBytes;
     const int first = tile.column + i * kSpanElements;
-    // Beyond the last tap, the sums of any channels would do.
+    // Columns beyond the last tap are not stored, so any channels will do.
     const int tap = first / kTapColumns < kTaps ? first / kTapColumns : 0;
     const int channel = tile.group * kIn + first - tap * kTapColumns;
     if constexpr (C::flat) {
@@ -56,7 +57,7 @@ __device__ __forceinline__ void copy_pixel_columns(const Shared& shared, const S
   }
 }
 
-// Planes: 128 bytes of an image of each channel.
+// Contiguous tensors: 128 bytes of an image's positions of each channel.
 template <class Sources>
 __device__ __forceinline__ void copy_planes(const Shared& shared, const Sources& sources, int stage,
                                             const Tile& tile, int step) {
@@ -65,12 +66,12 @@ __device__ __forceinline__ void copy_planes(const Shared& shared, const Sources&
               shared.full(stage));
 #pragma unroll
   for (int i = 0; i < C::column_groups; ++i) {
-    tensor_load(shared.columns(stage) + i * C::product_columns * kSpan, sources.input,
-                {position, tile.column + i * C::product_columns, image}, shared.full(stage));
+    tensor_load(shared.columns(stage) + i * C::mma_columns * kSpan, sources.input,
+                {position, tile.column + i * C::mma_columns, image}, shared.full(stage));
   }
 }
 
-// A stage that is empty.
+// Fills an empty stage.
 template <class Sources>
 __device__ __forceinline__ void copy_step(const Shared& shared, const Sources& sources, int stage,
                                           const Tile& tile, int step) {

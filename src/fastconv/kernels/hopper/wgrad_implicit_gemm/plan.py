@@ -1,4 +1,4 @@
-"""Plans weight gradients with ``gemm_weights.cuh``."""
+"""Plans weight gradients with the wgrad_implicit_gemm kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastconv.kernels.family import (
     TensorMap,
     problem_constants,
 )
-from fastconv.kernels.hopper.implicit_gemm_nhwc.plan import input_map
+from fastconv.kernels.hopper.im2col import input_map
 from fastconv.kernels.hopper.wgrad_implicit_gemm.layer import (
     Layer,
     layer_of,
@@ -32,12 +32,12 @@ BIAS_BLOCKS = 1024
 
 
 def plan(tile: Tile, gpu: Gpu) -> Plan:
-    """The launches that compute a layer so."""
+    """The launches that compute a layer with a tile."""
     layer = tile.layer
     share = (tile.group_tiles, tile.group_blocks, tile.most_runs, layer.problem.batch)
     constants = tuple(_constants(tile).items())
     multiply = Launch(
-        Kernel(SOURCE, "gemm_weights", constants),
+        Kernel(SOURCE, "wgrad_implicit_gemm", constants),
         (tile.grid, 1, 1),
         tile.threads,
         tile.shared_bytes,
@@ -55,7 +55,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
     bias, bias_bytes = _bias(tile)
     why = (
         f"tensor cores: {tile.rows} by {tile.columns} channels a block, "
-        f"as a product of matrices over {layer.steps(1)} pixels"
+        f"as an implicit GEMM over {layer.steps(1)} pixels"
     )
     return Plan(
         (*bias, multiply, *([reduce] if tile.is_reduced else [])),
@@ -68,7 +68,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
 
 
 def _bias(tile: Tile) -> tuple[tuple[Launch, ...], int]:
-    """Launches for the bias's gradient where products do not give it; and their workspace."""
+    """Launches for the bias's gradient where MMAs do not give it, and their workspace in bytes."""
     layer, problem = tile.layer, tile.layer.problem
     if not layer.operands.bias_grad or layer.sums_bias:
         return (), 0
@@ -99,7 +99,7 @@ def _bias(tile: Tile) -> tuple[tuple[Launch, ...], int]:
 
 
 def _scalar(tile: Tile) -> str:
-    """What copies make of elements."""
+    """The element type of a tensor map: TMA rounds float32 to TF32."""
     scalar = tile.layer.operands.scalar
     return "tf32" if scalar == "float" else scalar
 
@@ -142,7 +142,7 @@ def _input_source(tile: Tile) -> TensorMap | Im2colMap | str:
         return name
     if tile.layer.pixels:
         return replace(input_map(tile.layer.pixels, tile.depth, promotion=128), tensor=name)
-    return _plane_map(name, tile, tile.layer.problem.in_channels, tile.product_columns)
+    return _plane_map(name, tile, tile.layer.problem.in_channels, tile.mma_columns)
 
 
 def _constants(tile: Tile) -> dict[str, Constant]:
@@ -169,7 +169,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "aligned": layer.operands.aligned,
         "row_groups": tile.row_groups,
         "column_groups": tile.column_groups,
-        "product_columns": tile.product_columns,
+        "mma_columns": tile.mma_columns,
         "depth": tile.depth,
         "blocks": tile.blocks,
         "teams": tile.teams,

@@ -1,4 +1,4 @@
-// The second kernel: adds up what runs have left in the workspace.
+// The reduction kernel of stream-K: adds up the accumulators that runs have left in the workspace.
 #pragma once
 #include "hopper/wgrad_implicit_gemm/store.cuh"
 
@@ -6,9 +6,9 @@ namespace fastconv {
 namespace hopper {
 
 constexpr int kReduceThreads = 256;
-constexpr int kReduceSlots = kReduceThreads / C::reduce_parts;  // of a block
+constexpr int kReduceSlots = kReduceThreads / C::reduce_parts;  // slots of a block
 
-// The blocks that have steps of a tile. The first may have begun with another tile.
+// The blocks that have steps of a tile. The first of them may have begun with another tile.
 struct Blocks {
   int first, last, first_run;
 
@@ -18,7 +18,7 @@ struct Blocks {
         first_run(tile - share.first(first) / share.steps) {}
 };
 
-// Of a slot of a tile: every reduce_parts-th of its runs, from `part` on.
+// Adds up one slot over every reduce_parts-th of the tile's runs, from `part` on.
 __device__ __forceinline__ float4 part_of(const float4* workspace, const Share& share,
                                           const Blocks& blocks, int slot, int part) {
   float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -30,29 +30,30 @@ __device__ __forceinline__ float4 part_of(const float4* workspace, const Share& 
   return total;
 }
 
-// One of four neighbouring sums of a thread: where in the tile it is.
-__device__ __forceinline__ void store_sum(Scalar* grad, const Tile& tile, int slot, int element,
-                                          float value) {
+// Stores the weight of one of the four accumulators in a slot.
+__device__ __forceinline__ void store_accumulator(Scalar* grad, const Tile& tile, int slot,
+                                                  int element, float value) {
   const int thread = slot % 128, consumer = slot / 128 / kSlots;
   const int row = tile.row + consumer / C::column_groups * 64 + thread / 32 * 16 + thread % 32 / 4 +
                   element / 2 * 8;
-  const int column = tile.column + consumer % C::column_groups * C::product_columns +
+  const int column = tile.column + consumer % C::column_groups * C::mma_columns +
                      slot / 128 % kSlots * 8 + thread % 4 * 2 + element % 2;
   store_weight(grad, tile, row, Column(column), value);
 }
 
 __device__ __forceinline__ void store_slot(Scalar* grad, Scalar* bias_grad, const Tile& tile,
                                            int slot, const float4& total) {
-  if (slot >= kSumSlots) {
-    if (tile.has_bias()) store_biases(bias_grad, tile, (slot - kSumSlots) * 4, total);
+  if (slot >= kAccSlots) {
+    if (tile.has_bias()) store_biases(bias_grad, tile, (slot - kAccSlots) * 4, total);
     return;
   }
   const float values[4] = {total.x, total.y, total.z, total.w};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) store_sum(grad, tile, slot, i, values[i]);
+  for (int i = 0; i < 4; ++i) store_accumulator(grad, tile, slot, i, values[i]);
 }
 
-// A block's slots, side by side; its threads take parts of their runs, which are added in order.
+// Reduces a block's slots. Several threads share a slot, each with a part of the runs; their
+// results are added in order.
 __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, Scalar* bias_grad,
                                        const Share& share) {
   auto* const parts = reinterpret_cast<float4*>(shared_memory());
@@ -61,7 +62,7 @@ __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, Sc
   const int at = static_cast<int>(blockIdx.x) * kReduceSlots + index;
   const int tile = min(at / kRunSlots, kTiles - 1), slot = at - tile * kRunSlots;
   const Blocks blocks(share, tile);
-  const bool exists = slot < (Tile(tile).has_bias() ? kRunSlots : kSumSlots);
+  const bool exists = slot < (Tile(tile).has_bias() ? kRunSlots : kAccSlots);
   float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (exists) total = part_of(workspace, share, blocks, slot, part);
   if constexpr (C::reduce_parts > 1) {

@@ -1,13 +1,13 @@
-// Where sums end up: a place of the product is a weight, a row's own sum that of a bias.
+// Where accumulators are stored: each belongs to a weight, or to the bias of a row.
 #pragma once
 #include "hopper/wgrad_implicit_gemm/tile.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-// What a column of the product is: tap after tap, if copies bring their channels, or if those are
-// few; otherwise eight channels of all taps, then the next eight, for what neighbouring taps read
-// is then found in the L1 cache.
+// The tap and channel of a GEMM column. Columns go tap by tap if TMA copies their channels or if
+// channels are few; otherwise eight channels of all taps come first, then the next eight, so that
+// what neighbouring taps read is found in the L1 cache.
 struct Column {
   int tap, channel;
 
@@ -23,7 +23,7 @@ struct Column {
   }
 };
 
-// Of a group's row and column, whether they have a weight: of joined groups, most have not.
+// Whether a row and a column of a group have a weight: of joined groups, most have none.
 __device__ __forceinline__ bool has_weight(int row, const Column& column) {
   const bool own = C::joined == 1 || row / C::group_out == column.channel / C::group_in;
   return row < kOut && column.tap < kTaps && column.channel < kIn && own;
@@ -36,28 +36,27 @@ __device__ __forceinline__ long long offset_of(const Tile& tile, int row, const 
 }
 
 __device__ __forceinline__ void store_weight(Scalar* grad, const Tile& tile, int row,
-                                             const Column& column, float sum) {
-  if (has_weight(row, column)) grad[offset_of(tile, row, column)] = narrow<Scalar>(sum);
+                                             const Column& column, float value) {
+  if (has_weight(row, column)) grad[offset_of(tile, row, column)] = narrow<Scalar>(value);
 }
 
-// Whether four columns, from a multiple of four on, are neighbours in memory at a multiple of their
-// bytes, all or none of which exist.
+// Whether four columns, from a multiple of four on, are contiguous and aligned in memory, and exist
+// all or none.
 constexpr bool kVectorWeights =
     C::aligned && C::weight_stride_in == 1 && C::group_in % 4 == 0 && kTapColumns % 4 == 0 &&
     C::weight_start % 4 == 0 && C::weight_stride_out % 4 == 0 &&
     (kTaps == 1 || (C::weight_stride_height % 4 == 0 && C::weight_stride_width % 4 == 0));
 
-// The four columns from `first` of the tile on.
+// Stores the four columns from `first` of the tile on.
 __device__ __forceinline__ void store_four(Scalar* grad, const Tile& tile, int row, int first,
-                                           const float4& sums) {
+                                           const float4& acc) {
   if constexpr (kVectorWeights) {
     const Column column(tile.column + first);
     if (!has_weight(row, column)) return;
     *reinterpret_cast<Vector<Scalar, 4>*>(grad + offset_of(tile, row, column)) = {
-        narrow<Scalar>(sums.x), narrow<Scalar>(sums.y), narrow<Scalar>(sums.z),
-        narrow<Scalar>(sums.w)};
+        narrow<Scalar>(acc.x), narrow<Scalar>(acc.y), narrow<Scalar>(acc.z), narrow<Scalar>(acc.w)};
   } else {
-    const float four[4] = {sums.x, sums.y, sums.z, sums.w};
+    const float four[4] = {acc.x, acc.y, acc.z, acc.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       store_weight(grad, tile, row, Column(tile.column + first + i), four[i]);
@@ -65,10 +64,10 @@ __device__ __forceinline__ void store_four(Scalar* grad, const Tile& tile, int r
   }
 }
 
-// Those of the rows from `first` of the tile on.
+// Stores the biases of the four rows from `first` of the tile on.
 __device__ __forceinline__ void store_biases(Scalar* bias_grad, const Tile& tile, int first,
-                                             const float4& sums) {
-  const float four[4] = {sums.x, sums.y, sums.z, sums.w};
+                                             const float4& acc) {
+  const float four[4] = {acc.x, acc.y, acc.z, acc.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int row = tile.row + first + i;

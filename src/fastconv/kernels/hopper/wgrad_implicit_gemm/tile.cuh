@@ -1,9 +1,10 @@
-// What a block of gemm_weights has: its share of the products, its stages in shared memory.
+// The tile of a block of wgrad_implicit_gemm, its share of the work, and its stages in shared
+// memory.
 #pragma once
-#include "hopper/workspace.cuh"
+#include "device/tensor/ring.cuh"
 #include "device/tile.cuh"
 #include "device/wgmma.cuh"
-#include "device/tensor/ring.cuh"
+#include "hopper/workspace.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -13,54 +14,56 @@ using tensor::Operand;
 using Ring = tensor::Ring<C::stages>;
 using tensor::Scalar;
 
-// Rows of the product are output channels; its columns input channels at taps. Both are of one
-// group, or of a few narrow ones that are multiplied as if they were one.
+// Rows of the GEMM are output channels, its columns input channels at taps. Both belong to one
+// group, or to a few narrow groups (`joined`) that are multiplied as if they were one.
 constexpr int kTileRows = 64 * C::row_groups;
-constexpr int kTileColumns = C::product_columns * C::column_groups;
-constexpr int kConsumers = C::row_groups * C::column_groups;  // warpgroups
+constexpr int kTileColumns = C::mma_columns * C::column_groups;
+constexpr int kConsumers = C::row_groups * C::column_groups;  // consumer warpgroups
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kThreads = 128 * kConsumers + 32 * C::teams * C::team_warps;
 constexpr int kTaps = C::kernel_height * C::kernel_width;
 constexpr int kOut = C::joined * C::group_out;
 constexpr int kIn = C::joined * C::group_in;
 
-// A step of the sum: kDepth positions, which are output pixels. An operand's elements come by
-// tensor copies, or warps gather them. They lie along the sum, 128 bytes of each channel; or
-// across it, as copies bring pixels of channels-last tensors, 128 bytes of channels of each.
-constexpr bool kRowsAcross = C::grad_copied && C::channels_last;
-constexpr bool kColumnsAcross = C::input_copied && C::channels_last;
+// A step is kDepth positions along K. TMA copies an operand, or warps gather it. It is K-major, 128
+// bytes of positions of each channel; or, where TMA copies pixels of a channels-last tensor,
+// MN-major, 128 bytes of channels of each position.
+constexpr bool kRowsMnMajor = C::grad_copied && C::channels_last;
+constexpr bool kColumnsMnMajor = C::input_copied && C::channels_last;
 constexpr int kSpan = 128;
 constexpr int kSpanElements = kSpan / static_cast<int>(sizeof(Scalar));
-constexpr int kDepth = kColumnsAcross ? C::depth : kSpanElements;
-constexpr int kPositions = C::out_height * C::out_width;  // of an image
-// Positions of all images one after the other, or, of planes that are copied, an image's.
+constexpr int kDepth = kColumnsMnMajor ? C::depth : kSpanElements;
+constexpr int kPositions = C::out_height * C::out_width;  // positions of an image
+// Whether K runs through the positions of all images one after the other. Where TMA copies planes,
+// every image has steps of its own.
 constexpr bool kOfAllImages = C::channels_last || !C::input_copied;
 constexpr int kImageSteps = ceil_div(kPositions, kDepth);
-constexpr int kProductDepth = 32 / static_cast<int>(sizeof(Scalar));
-constexpr int kProducts = kDepth / kProductDepth;  // of a step
-constexpr int kLastProducts =                      // of an image's last
-    ceil_div(kPositions - (kImageSteps - 1) * kDepth, kProductDepth);
-constexpr int kBoxBytes = kDepth * kSpan;  // of a copy of pixels
+constexpr int kMmaDepth = 32 / static_cast<int>(sizeof(Scalar));
+constexpr int kMmas = kDepth / kMmaDepth;  // MMAs of a step
+constexpr int kLastMmas =                  // MMAs of an image's last step
+    ceil_div(kPositions - (kImageSteps - 1) * kDepth, kMmaDepth);
+constexpr int kBoxBytes = kDepth * kSpan;  // bytes of a TMA box of pixels
 
-constexpr int kTapColumns = kColumnsAcross ? round_up(kIn, kSpanElements)
-                            : C::few       ? kIn
-                                           : round_up(kIn, 8);
+constexpr int kTapColumns = kColumnsMnMajor ? round_up(kIn, kSpanElements)
+                            : C::few        ? kIn
+                                            : round_up(kIn, 8);
 constexpr bool kOctets = !C::input_copied && !C::few;
 constexpr int kRowTiles = ceil_div(kOut, kTileRows);
 constexpr int kColumnTiles = ceil_div(kTaps * kTapColumns, kTileColumns);
 constexpr int kGroupTiles = kRowTiles * kColumnTiles;
 constexpr int kTiles = C::groups / C::joined * kGroupTiles;
 static_assert(kOfAllImages || kTaps == 1, "copied planes have one tap");
-static_assert(C::parts == 1 || (!C::grad_copied && !C::input_copied), "warps split numbers");
-static_assert(!kColumnsAcross || C::product_columns % kSpanElements == 0, "boxes are whole");
+static_assert(C::parts == 1 || (!C::grad_copied && !C::input_copied),
+              "gathering warps split numbers");
+static_assert(!kColumnsMnMajor || C::mma_columns % kSpanElements == 0, "boxes are whole");
 
 constexpr int kRowBytes = kTileRows * kDepth * static_cast<int>(sizeof(Scalar));
 constexpr int kColumnBytes = kTileColumns * kDepth * static_cast<int>(sizeof(Scalar));
 constexpr int kPartBytes = kRowBytes + kColumnBytes;
-constexpr int kStageBytes = C::parts * kPartBytes;  // low parts behind high ones
+constexpr int kStageBytes = C::parts * kPartBytes;  // low parts of 3xTF32 behind high ones
 constexpr int kOnesBytes = C::bias ? 256 : 0;
 
-// Shared memory: stages, ones, barriers.
+// Shared memory: the stages, a matrix of ones for the bias, and the barriers.
 struct Shared {
   unsigned char* const start = shared_memory();
 
@@ -78,7 +81,7 @@ struct Shared {
 };
 
 struct Tile {
-  int group, row, column;  // of joined groups; the first of the group's
+  int group, row, column;  // group of joined groups; first row and column, in the group
 
   __device__ __forceinline__ explicit Tile(int number) : group(number / kGroupTiles) {
     const int in_group = number - group * kGroupTiles;
@@ -88,19 +91,21 @@ struct Tile {
   __device__ __forceinline__ bool has_bias() const { return C::bias && column == 0; }
 };
 
-// The workspace, in units of 16 bytes: for each run its consumers' sums, then those of the bias.
-constexpr int kSlots = C::product_columns / 8;  // of a thread
-constexpr int kSumSlots = kConsumers * kSlots * 128;
-constexpr int kRunSlots = kSumSlots + (C::bias ? kTileRows / 4 : 0);
+// The workspace holds, for each run, its consumers' accumulators, then those of the bias, in slots
+// of 16 bytes.
+constexpr int kSlots = C::mma_columns / 8;  // slots of a thread
+constexpr int kAccSlots = kConsumers * kSlots * 128;
+constexpr int kRunSlots = kAccSlots + (C::bias ? kTileRows / 4 : 0);
 
-// Who does what. Tiles come in groups, each of which has its own blocks. The steps of a group, tile
-// after tile, are dealt out evenly: some blocks, the group's first, have one more. A block has a
-// run of steps of one tile, then perhaps of the next, each with sums of its own.
+// Stream-K: how blocks share the steps of all tiles. Tiles come in groups, each with its own
+// blocks. The steps of a group, tile after tile, are dealt out evenly; the group's first `longer`
+// blocks have one more. A block has a run of steps of one tile, then perhaps one of the next tile,
+// each with its own accumulators.
 struct Share {
-  int steps;                      // of a tile
-  int group_steps, group_blocks;  // of a group
+  int steps;                      // steps of a tile
+  int group_steps, group_blocks;  // steps and blocks of a group
   int least, longer;              // steps of a block; blocks of a group with one more
-  int most_runs;                  // of a block
+  int most_runs;                  // most runs of a block
 
   __device__ __forceinline__ Share(int batch, int group_tiles, int group_blocks, int most_runs)
       : steps(kOfAllImages ? ceil_div(batch * kPositions, kDepth) : batch * kImageSteps),
@@ -110,7 +115,7 @@ struct Share {
         longer(group_steps % group_blocks),
         most_runs(most_runs) {}
 
-  // The first of a block's steps among those of all tiles.
+  // A block's first step among those of all tiles.
   __device__ __forceinline__ int first(int block) const {
     const int group = block / group_blocks, in_group = block - group * group_blocks;
     return group * group_steps + in_group * least + min(in_group, longer);
@@ -121,14 +126,14 @@ struct Share {
     const int rest = in_group - longer * (least + 1);
     return group * group_blocks + (rest < 0 ? in_group / (least + 1) : longer + rest / least);
   }
-  // Where the sums of a block's run lie in the workspace.
+  // Where the slots of a block's run begin in the workspace.
   __device__ __forceinline__ long long slots(int block, int run) const {
     return (1LL * block * most_runs + run) * kRunSlots;
   }
 };
 
 struct Run {
-  int tile, first, end;  // steps of the tile
+  int tile, first, end;  // first and end are steps of the tile
 };
 
 // Calls visit(run, number) for the runs of a block, in order.

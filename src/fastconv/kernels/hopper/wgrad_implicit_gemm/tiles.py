@@ -1,4 +1,4 @@
-"""What a block multiplies at once, who does which steps of the sum, and what that should take."""
+"""Tiles: what a block multiplies at once, how blocks share K, and the estimated time."""
 
 from __future__ import annotations
 
@@ -14,53 +14,58 @@ from fastconv.kernels.hopper.wgrad_implicit_gemm.layer import OCTET, SPAN, Layer
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import limits
 
-ROWS = 64  # of a consumer
-GROUPS = ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (2, 2), (1, 4))  # of rows, of columns
-COLUMNS = (64, 128, 192, 256)  # of a product
-DEPTHS = (32, 64)  # of a step, of pixels that are copied
-TEAMS = ((1, 4), (1, 8), (2, 4))  # of warps that gather, and how many each has
-MOST_GATHERED_STAGES = 4  # what is left of shared memory is the L1 cache
-MOST_BLOCKS = 2  # of a processor
+ROWS = 64  # rows of a consumer: wgmma's M
+# Consumer warpgroups of a block, along rows and columns.
+GROUPS = ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (2, 2), (1, 4))
+COLUMNS = (64, 128, 192, 256)  # the N of a wgmma
+DEPTHS = (32, 64)  # positions of a step, where TMA copies pixels
+TEAMS = ((1, 4), (1, 8), (2, 4))  # teams of gathering warps, and the warps of each
+MOST_GATHERED_STAGES = 4  # the rest of shared memory is the L1 cache, which gathering needs
+MOST_BLOCKS = 2  # blocks of an SM
 MOST_STAGES = 8
 FEWEST_STAGES = 3
-OTHER_REGISTERS = 30  # of a thread, beside its sums
-GATHER_REGISTERS = (46, 62)  # beside what is under way, of one position a lane and of two
+OTHER_REGISTERS = 30  # registers of a thread, beside its accumulators
+# Registers beside the loads in flight, for one position a lane and for two.
+GATHER_REGISTERS = (46, 62)
 ONES_BYTES = 256
-BARRIER_BYTES = 16  # of a stage
-# Blocks that add up their sums by themselves, and the share of a GPU's processors that surely has
-# room for them at once. A cluster's processors are neighbours, and not all neighbourhoods are
-# complete: on an H200, 32 clusters of 4 took two turns.
+BARRIER_BYTES = 16  # barriers of a stage
+# Blocks of a cluster, and the share of a GPU's SMs that surely has room for all clusters at once. A
+# cluster needs SMs of one GPC, and not all GPCs are complete: on an H200, 32 clusters of 4 took two
+# waves.
 CLUSTERS = {2: 1.0, 4: 0.85}
-MOST_VALUES = 80  # of a lane under way: with 96, steps took a third longer
-FLUSH_PRODUCTS = 256  # that are added up in a row: tensor cores cut off what does not fit a sum
-REDUCE_PARTS = (32, 8)  # threads that add up a sum, if each has two runs of a tile at least
+MOST_VALUES = 80  # values that a lane has in flight: with 96, steps took a third longer
+# MMAs that are accumulated in a row: tensor cores truncate what does not fit the accumulator.
+FLUSH_PRODUCTS = 256
+# Threads that share the reduction of a slot, if each has two runs of a tile at least.
+REDUCE_PARTS = (32, 8)
 WORKSPACE_BYTES = 1 << 30
-MOST_STEPS = 2**31 - 1024  # of all tiles
-# Estimates: fitted to 476 measured tiles of ResNet-50's layers and others on an H200, in cycles of
+MOST_STEPS = 2**31 - 1024  # steps of all tiles
+# Estimates, fitted to 476 measured tiles of ResNet-50's layers and others on an H200, in cycles of
 # 1.755 GHz. See docs/kernels/hopper.md.
-SHARED_BYTES = 128.0  # a cycle, that products read of shared memory
-PRODUCT_SHARE = 0.88  # of what products and copies take by themselves
-CACHE_BYTES = 54.6  # a cycle and processor, if all of them load
-RAGGED_LOSS = 1.47  # of planes that are no multiple of 128 bytes
-MEMORY_BYTES = 19.65  # as CACHE_BYTES, of the GPU's memory
-KEPT_BYTES = 40 << 20  # of what the L2 cache keeps
-EVEN_LOSS = 1.07  # of several tiles that are at the same positions at the same time
-UNEVEN_LOSS = 1.67  # of those that are not
-LATENCY = 223.0  # of a load, as far as it is seen
-GATHER_CYCLES = 1.55  # of a warp's access to 128 bytes of memory or shared memory
-GATHER_LATENCY = 400.0  # of the loads of a step, as far as it is seen
-PARTS_LOSS = 1.35  # of steps of numbers in two parts, as measured: 1.1 to 1.5
-FEW_SHARES = (0.42, 0.3)  # of loads of few channels that the L1 cache has not; channels-last
-PIXEL_CYCLES = 2.75  # of 128 bytes of a pixel that are copied in im2col mode
+SHARED_BYTES = 128.0  # bytes a cycle that MMAs read from shared memory
+MMA_SHARE = 0.88  # share of the time that MMAs and copies take by themselves
+CACHE_BYTES = 54.6  # bytes a cycle and SM from the L2 cache, if all SMs load
+RAGGED_LOSS = 1.47  # planes that are no multiple of 128 bytes
+MEMORY_BYTES = 19.65  # bytes a cycle and SM from the GPU's memory
+KEPT_BYTES = 40 << 20  # bytes that the L2 cache keeps
+EVEN_LOSS = 1.07  # several tiles that read the same positions at the same time
+UNEVEN_LOSS = 1.67  # several tiles that do not
+LATENCY = 223.0  # latency of a load that is not hidden
+GATHER_CYCLES = 1.55  # a warp's access to 128 bytes of memory or shared memory
+GATHER_LATENCY = 400.0  # latency of a step's loads that is not hidden
+PARTS_LOSS = 1.35  # steps with 3xTF32, measured: 1.1 to 1.5
+# Share of loads that miss the L1 cache with few channels; the second is channels-last.
+FEW_SHARES = (0.42, 0.3)
+PIXEL_CYCLES = 2.75  # 128 bytes of a pixel that an im2col TMA copy brings
 OVERLAP_LOSS = 0.64
 GATHER_OVERLAP_LOSS = 0.3
-FLUSH_BYTES = 18.1  # a cycle, of a block's sums on their way out
-RUN_CYCLES = 255.0  # to begin and end one
-REDUCED_BYTES = 72.9  # a cycle and processor, that are read again
-REDUCE_CYCLES = 11000.0  # to wait for all blocks, and to launch it
-# Of clusters: guesses, near which two layers were measured (14.1 us for 14.9, 43 for 46).
-EXCHANGE_CYCLES = 1500.0  # to wait for the cluster's blocks, twice
-EXCHANGE_BYTES = 25.0  # a cycle, of a block's sums through shared memory
+FLUSH_BYTES = 18.1  # bytes a cycle of a block's accumulators on their way to memory
+RUN_CYCLES = 255.0  # beginning and ending a run
+REDUCED_BYTES = 72.9  # bytes a cycle and SM that the reduction reads
+REDUCE_CYCLES = 11000.0  # waiting for all blocks and launching the reduction
+# Clusters: guesses, near which two layers were measured (14.1 us for 14.9, 43 for 46).
+EXCHANGE_CYCLES = 1500.0  # synchronising the cluster twice
+EXCHANGE_BYTES = 25.0  # bytes a cycle of a block's accumulators through DSMEM
 
 
 @dataclass(frozen=True)
@@ -70,14 +75,14 @@ class Tile:
     layer: Layer
     row_groups: int
     column_groups: int
-    product_columns: int
+    mma_columns: int
     depth: int  # positions of a step
-    blocks: int  # of a processor
-    teams: int = 1  # of warps that load
+    blocks: int  # blocks of an SM
+    teams: int = 1  # teams of warps that load
     team_warps: int = 1
-    grid: int = 1  # blocks of all
+    grid: int = 1  # blocks of the grid
     stages: int = 0
-    cluster: int = 1  # blocks that share a tile and add up its sums through shared memory
+    cluster: int = 1  # blocks that share a tile and reduce it through DSMEM
 
     @property
     def name(self) -> str:
@@ -101,11 +106,11 @@ class Tile:
 
     @property
     def columns(self) -> int:
-        return self.product_columns * self.column_groups
+        return self.mma_columns * self.column_groups
 
     @lazy
     def count(self) -> int:
-        """Tiles of all the weights."""
+        """Tiles of all weights."""
         layer = self.layer
         of_group = ceil_div(layer.group_out, self.rows) * ceil_div(layer.columns, self.columns)
         return layer.groups * of_group
@@ -116,11 +121,11 @@ class Tile:
 
     @property
     def flush_steps(self) -> int:
-        return FLUSH_PRODUCTS * self.layer.product_depth // self.depth
+        return FLUSH_PRODUCTS * self.layer.mma_depth // self.depth
 
     @property
     def group_tiles(self) -> int:
-        """That blocks share, as few as can be."""
+        """Tiles of a group, which has its own blocks: as few as possible."""
         return self.count // gcd(self.count, self.grid)
 
     @property
@@ -134,7 +139,7 @@ class Tile:
 
     @property
     def most_runs(self) -> int:
-        """Of a block: tiles of which it has steps."""
+        """The most tiles of which a block has steps."""
         if self.is_even:
             return 1
         steps = ceil_div(self.group_tiles * self.steps, self.group_blocks)
@@ -147,12 +152,12 @@ class Tile:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether sums go to a workspace, and a second launch adds them."""
+        """Whether accumulators go to a workspace, and a second launch reduces them."""
         return self.cluster == 1 and not self.is_whole
 
     @property
     def run_bytes(self) -> int:
-        """A run's sums."""
+        """Bytes of a run's accumulators."""
         return self.rows * 4 * (self.columns + self.layer.sums_bias)
 
     @property
@@ -161,7 +166,7 @@ class Tile:
 
     @property
     def exchanged_bytes(self) -> int:
-        """What a cluster's block has of its stages for its sums, whose rows lie a bit apart."""
+        """Bytes that a cluster's block needs for its accumulators, with padding between rows."""
         return self.rows * 4 * (self.columns // 16 * 16 + 8 + self.layer.sums_bias)
 
     @property
@@ -171,26 +176,26 @@ class Tile:
 
     @property
     def gathered_rows(self) -> int:
-        """Rows of a stage that loaders write."""
+        """Rows of a stage that are gathered."""
         layer = self.layer
         return (0 if layer.grad_copied else self.rows) + (self.columns if layer.gathered else 0)
 
     @property
     def gathered_values(self) -> int:
-        """Of a step, that a lane has under way."""
+        """Values of a step that a lane has in flight."""
         return self.gathered_rows * self.layer.lane_positions // self.team_warps
 
     @property
     def stage_bytes(self) -> int:
-        """With its barriers."""
+        """Bytes of a stage, with its barriers."""
         elements = (self.rows + self.columns) * self.depth
         return self.layer.parts * elements * self.layer.operands.scalar_bytes + BARRIER_BYTES
 
     @property
     def registers(self) -> int:
-        """That a thread needs."""
-        sums = self.layer.parts * self.product_columns // 2
-        consumer = sums + OTHER_REGISTERS + 4 * self.layer.sums_bias
+        """Registers that a thread needs."""
+        accumulators = self.layer.parts * self.mma_columns // 2
+        consumer = accumulators + OTHER_REGISTERS + 4 * self.layer.sums_bias
         if not self.layer.gathered:
             return consumer
         other = GATHER_REGISTERS[self.layer.lane_positions - 1]
@@ -201,7 +206,7 @@ class Tile:
         return self.stages * self.stage_bytes + ONES_BYTES * self.layer.sums_bias
 
     def fitted(self, gpu: Gpu) -> Tile | None:
-        """With as many stages as fit; None if too few do."""
+        """The tile with as many stages as fit; None if too few do."""
         if self.registers > block.most_registers(self.blocks, self.threads):
             return None
         if self.gathered_values > MOST_VALUES:
@@ -212,10 +217,10 @@ class Tile:
         return replace(self, stages=stages) if stages >= FEWEST_STAGES else None
 
     def in_clusters(self, cluster: int) -> Tile | None:
-        """The same with so many blocks for each tile, a cluster, all of whose sums fit at the end.
+        """The tile with a cluster of blocks for each of the layer's tiles.
 
-        None if a block had none of a tile's steps, or more than are added up in a row, or not the
-        shared memory.
+        None if a block had none of a tile's steps, or more than are accumulated in a row, or if the
+        accumulators did not fit the stages.
         """
         room = self.stages * (self.stage_bytes - BARRIER_BYTES)
         steps = ceil_div(self.steps, cluster)
@@ -225,17 +230,17 @@ class Tile:
 
     @lazy
     def _step_cycles(self) -> float:
-        """Of a step, if a processor has one block."""
+        """Cycles of a step's MMAs and copies, if an SM has one block."""
         layer = self.layer
-        product = max(self.product_columns / 2, (ROWS + self.product_columns) * 32 / SHARED_BYTES)
-        products = self.consumers * self.depth / layer.product_depth * product
-        products *= 3 if layer.parts > 1 else 1
+        mma = max(self.mma_columns / 2, (ROWS + self.mma_columns) * 32 / SHARED_BYTES)
+        mmas = self.consumers * self.depth / layer.mma_depth * mma
+        mmas *= 3 if layer.parts > 1 else 1
         boxes = 0 if layer.flat or layer.gathered else self.columns // layer.span_elements
-        return max(products, boxes * self.depth * PIXEL_CYCLES)
+        return max(mmas, boxes * self.depth * PIXEL_CYCLES)
 
     @property
     def _gather_cycles(self) -> float:
-        """Of a step's loads and stores, of which each 128 bytes that a warp touches count."""
+        """Cycles of a step's gathering: each 128 bytes that a warp reads or writes count."""
         layer = self.layer
         pixel = layer.problem.in_channels if layer.channels_last else 1
         lines = 1 + min(4 * pixel * layer.problem.stride[1] * 32 / SPAN, 32)
@@ -245,13 +250,13 @@ class Tile:
         return GATHER_CYCLES * (stores + layer.lane_positions * loads)
 
     def cycles(self, gpu: Gpu) -> float:
-        """What the layer takes, estimated."""
+        """Estimated cycles of the layer."""
         blocks = ceil_div(self.grid, gpu.processors)
         steps = ceil_div(self.count * self.steps, self.grid)
         waited = LATENCY / (self.stages - 1)
         if self.layer.gathered:
             waited = self._gather_cycles + GATHER_LATENCY / self.teams / min(self.blocks, blocks)
-        computed = max(self._step_cycles * PRODUCT_SHARE, waited)
+        computed = max(self._step_cycles * MMA_SHARE, waited)
         computed *= PARTS_LOSS if self.layer.parts > 1 else 1.0
         loaded = max(blocks * steps * self._cache_cycles, self._memory_cycles / gpu.processors)
         loss = GATHER_OVERLAP_LOSS if self.layer.gathered else OVERLAP_LOSS
@@ -259,18 +264,18 @@ class Tile:
         return multiplied + self._end_cycles(blocks, steps, gpu) + self._bias_cycles(gpu)
 
     def _bias_cycles(self, gpu: Gpu) -> float:
-        """Of a bias's gradient that products do not give."""
+        """Cycles of the bias's gradient, where MMAs do not give it."""
         layer = self.layer
         if not layer.operands.bias_grad or layer.sums_bias:
             return 0.0
         channels, (height, width), channels_last = layer.grad_output
         bytes_ = layer.problem.batch * channels * height * width * layer.operands.scalar_bytes
-        # Of channels-last tensors, each channel's block reads what lies beside it, 32 bytes.
+        # The block of a channel of a channels-last tensor reads 32 bytes for each element.
         again = min(channels, 32 // layer.operands.scalar_bytes) if channels_last else 1
         return REDUCE_CYCLES + again * bytes_ / MEMORY_BYTES / gpu.processors
 
     def _end_cycles(self, blocks: int, steps: int, gpu: Gpu) -> float:
-        """Of a processor's blocks, for what is done with sums."""
+        """Cycles of an SM's blocks to store or reduce their accumulators."""
         if self.cluster > 1:
             return EXCHANGE_CYCLES + blocks * (RUN_CYCLES + self.run_bytes / EXCHANGE_BYTES)
         runs = self.most_runs
@@ -283,17 +288,17 @@ class Tile:
 
     @property
     def _cache_cycles(self) -> float:
-        """To load what a step needs, from the L2 cache."""
+        """Cycles to load a step from the L2 cache."""
         layer = self.layer
         if layer.gathered:
-            return 0.0  # part of what gathering takes
+            return 0.0  # part of the cycles of gathering
         plane = layer.positions * layer.operands.scalar_bytes
         ragged = layer.pixels is None and plane % SPAN > 0
         return self.stage_bytes / CACHE_BYTES * (RAGGED_LOSS if ragged else 1.0)
 
     @property
     def _memory_cycles(self) -> float:
-        """To read both tensors from memory, of one processor."""
+        """Cycles of one SM to read both tensors from memory."""
         loss = 1.0
         if self.count > 1 and self.layer.bytes > KEPT_BYTES:
             loss = EVEN_LOSS if self.is_even else UNEVEN_LOSS
@@ -301,7 +306,7 @@ class Tile:
 
 
 def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
-    """All tiles that fit, the best first.
+    """All tiles that fit, the fastest first.
 
     Raises:
         Declined: there are none.
@@ -313,7 +318,7 @@ def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
 def _tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
     depths = DEPTHS if layer.pixels else (layer.span_elements,)
     teams: tuple[tuple[int, int], ...] = TEAMS if layer.gathered else ((1, 1),)
-    if layer.few:  # a team's warps have different instructions, of which a cache holds so many
+    if layer.few:  # A team's warps have different instructions, and the instruction cache is small.
         teams = tuple(team for team in TEAMS if team[1] == 4)
     found = []
     for groups, depth, blocks, team in product(GROUPS, depths, range(1, MOST_BLOCKS + 1), teams):
@@ -333,19 +338,19 @@ def _tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
 
 
 def _widths(layer: Layer, groups: int, warps: int) -> list[int]:
-    """Columns of a product: whole boxes, or as many octets as warps."""
+    """The possible N of a wgmma: whole TMA boxes, or as many octets as warps."""
     unit = layer.span_elements if layer.pixels else OCTET * warps
     own = round_up(ceil_div(layer.columns, groups), unit)
     return [columns for columns in COLUMNS if columns < own] + [own] * (own <= COLUMNS[-1])
 
 
 def _is_idle(tile: Tile) -> bool:
-    """Whether a group has no channels at all, in any tile."""
+    """Whether a consumer has no channels at all, in any tile."""
     return tile.rows >= tile.layer.group_out + ROWS
 
 
 def _grids(tile: Tile, gpu: Gpu) -> list[int]:
-    """How many blocks share the steps: all that fit, or so many that none has two tiles' steps."""
+    """Sizes of the grid: all blocks that fit, or as many as leave none with steps of two tiles."""
     room = gpu.processors * tile.blocks
     all_steps = tile.count * tile.steps
     even = room // tile.count * tile.count
@@ -353,7 +358,7 @@ def _grids(tile: Tile, gpu: Gpu) -> list[int]:
 
 
 def _clustered(tile: Tile, gpu: Gpu) -> list[Tile]:
-    """With clusters for all tiles at once, on processors that have as many blocks as they could."""
+    """The tile in clusters, if all of them run at once and fill the SMs."""
     found = []
     for cluster, share in CLUSTERS.items():
         per_processor = tile.count * cluster / gpu.processors

@@ -1,0 +1,1 @@
+"""The subcommands of ``fastconv``, a module each: from parsed arguments to exit status."""

@@ -1,0 +1,74 @@
+"""``fastconv bench --networks``: measures whole networks before and after ``optimize``."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+
+from fastconv import files
+from fastconv.bench import contestants, environment, networks, report
+from fastconv.bench.console import extra, work_through
+from fastconv.bench.networks import NetworkCase
+from fastconv.bench.results import NetworkResults
+from fastconv.commands import common, rows
+from fastconv.commands.common import INTERRUPTED, UsageError
+from fastconv.network.preparation import is_gpu
+
+# The arguments of `fastconv bench` that have no meaning with --networks.
+EXCLUDED = (
+    "shape", "suite", "model", "divisor", "passes", "precision", "format", "commands"
+)  # fmt: skip
+
+
+def bench_networks(arguments: Namespace) -> int:
+    """Measures every selected network; the exit status."""
+    accepted = (
+        "they take --mode, --dtype, --batch, --image, --peer, --device, --repeats, --row-seconds, "
+        "--time-limit, --output, --json and --quiet"
+    )
+    rows.refuse_options(arguments, "--networks have rows of their own", EXCLUDED, accepted)
+    selected, device = _select_networks(arguments), common.select_device(arguments.device)
+    if not is_gpu(device):
+        raise UsageError(f"fastconv.optimize measures on a GPU, and {device} is none")
+    if not arguments.json:
+        extra("rich")
+    files.check_outputs([arguments.output])
+    contestants.settle(device)
+    found = NetworkResults(environment.describe(device))
+    deadline, effort = rows.deadline(arguments), rows.effort(arguments)
+    with_compile = arguments.peer == "compile"
+
+    def work(case: NetworkCase) -> str:
+        if time.perf_counter() >= deadline:
+            found.rows.append(case.outcome(error=rows.TOO_LATE))
+        else:
+            found.rows.append(networks.row(case, device, effort, with_compile))
+        rows.write_so_far(arguments, found)
+        return report.network_brief(found.rows[-1])
+
+    try:
+        finished = work_through(selected, lambda case: case.label, work, arguments.quiet)
+    finally:
+        rows.hand_over(arguments, found)  # after an error or Ctrl-C, too
+    if not finished:
+        return INTERRUPTED
+    return 1 if any(row.error for row in found.rows) else 0
+
+
+def _select_networks(arguments: Namespace) -> list[NetworkCase]:
+    """The networks that the arguments select, in every mode and configuration."""
+    for name in arguments.dtype or ():
+        if name not in networks.CONFIGURATIONS:
+            known = " and ".join(networks.CONFIGURATIONS)
+            raise UsageError(f"--networks are measured in {known}, not in {name}")
+    if arguments.peer == "best":
+        raise UsageError(
+            "each row of --networks has one memory format: --peer best has no other to compare"
+        )
+    return networks.cases(
+        arguments.networks or networks.NETWORKS,
+        arguments.mode or networks.MODES,
+        arguments.dtype or list(networks.CONFIGURATIONS),
+        arguments.batch,
+        arguments.image,
+    )

@@ -1,0 +1,413 @@
+"""Tile shapes of the halo kernel: what follows from a tile's channels and pixels alone.
+
+A shape fixes how many output channels and pixels a block computes at once. How the input reaches
+shared memory, and how many pipeline stages fit there, is decided for each shape by ``tiles``.
+Cycles are estimates for one SM.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fastconv.kernels.arithmetic import ceil_div, round_up
+from fastconv.kernels.hopper.block import CONSUMERS, OUTPUTS, PRODUCT_BYTES
+from fastconv.kernels.hopper.layers import MOST_RESIDENT_BYTES, Layer
+from fastconv.kernels.lazy import lazy
+from fastconv.kernels.planning.limits import together
+
+# Bounds of the ring of weight stages, where weights do not stay in shared memory.
+MOST_WEIGHT_STAGES = 10
+ENOUGH_WEIGHT_STAGES = 6  # the most that the latency of loads asks for
+WEIGHTS_LATENCY = 1500.0  # cycles from the copy of a weight stage to its arrival
+
+# Bytes of outputs that an SM stores per cycle.
+STORE_BYTES = 15.0
+LINE_STORE_BYTES = 16.2  # strips of whole cache lines (four sectors)
+WRAPPED_GAIN = 1.13  # factor where the ends of rows share no sector either
+SHARED_SECTOR_BYTES = 7.0  # neighbouring tiles write to the same 32-byte sector
+SINGLE_STORE_BYTES = 6.0  # element by element, because rows are not aligned alike
+STRIDED_STORE_BYTES = 3.0  # element by element, to parts of sectors
+# Cycles to load 16 bytes of channels, by (channels in 16 bytes, bytes of a channel in memory). The
+# columns are: vectors; staged pieces; pixel by pixel of one row, of several rows, and with strides.
+LOAD_CYCLES = {
+    (4, 4): (2.8, 0.7, 3.2, 2.6, 4.5),
+    (8, 2): (2.0, 0.9, 5.0, 5.0, 5.0),
+    (8, 4): (5.6, 1.6, 6.4, 8.8, 6.4),
+}
+PIECE_CYCLES = {(4, 4): 450.0, (8, 2): 600.0, (8, 4): 800.0}  # a piece's bulk copies
+# Cycles of a piece copied with cp.async: always; if lines begin anywhere; per 16 bytes of a warp.
+COPY_CYCLES = (150.0, 200.0, 40.0)
+MOST_COPIED_BYTES = 1024  # of a line that is copied with cp.async; longer ones take bulk copies
+FOLDED_LOSS = {(4, 4): 1.3, (8, 2): 1.3, (8, 4): 0.9}  # factor of loads with space-to-depth
+SPLIT_CYCLES = {4: 0.8, 8: 1.6}  # added per 16 bytes to split operands into two parts
+# How input is loaded: the pieces that a loading warp has in flight (0: pixel by pixel), and whether
+# bulk copies fetch them.
+LOAD_METHODS = ((0, False), (1, True), (2, True), (2, False))
+ONE_SLOT_LOSS = 1.25  # factor of loads if a warp has a single slot, and waits for it
+WEIGHT_BYTES = 24.0  # bytes of weights that an SM loads per cycle
+TILE_CYCLES = 1500.0  # prologue and epilogue of a tile
+SHARED_BYTES = 128.0  # bytes of shared memory that the tensor cores read per cycle
+
+
+class SharedLayout(NamedTuple):
+    """One way to divide shared memory: the fewest stages, and how accumulators are staged."""
+
+    weight_stages: int
+    input_stages: int
+    pass_pixels: int
+    buffers: int
+    bytes: int  # everything except the weight stages
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The channels and pixels of a tile.
+
+    A consumer computes ``rows`` rows of ``columns`` pixels, for 64 rows of M; ``channel_groups`` is
+    the number of consumers with different channels. ``lead`` is the number of columns by which a
+    strip may begin before its first one, to begin at a multiple of ``lead`` elements in memory.
+    """
+
+    layer: Layer
+    channel_groups: int
+    rows: int
+    columns: int
+    lead: int = 0
+
+    @lazy
+    def pixels(self) -> int:
+        """N of the MMA, with the gaps between rows."""
+        return round_up((self.rows - 1) * self.pitch + self.lead + self.columns, 8)
+
+    @lazy
+    def tile_rows(self) -> int:
+        """Output rows of a block."""
+        return CONSUMERS // self.channel_groups * self.rows * self.layer.stack
+
+    @lazy
+    def halo_rows(self) -> int:
+        """Input rows that a tile reads, of each residue of a row stride."""
+        return self.tile_rows + (self.layer.kernel[0] - 1) // self.layer.row_phases
+
+    @lazy
+    def stage_rows(self) -> int:
+        """Rows of an input stage, of each residue."""
+        return 1 if self.layer.rolling else self.halo_rows
+
+    @lazy
+    def pitch(self) -> int:
+        """Pixels from one row of the halo tile to the next, in shared memory."""
+        vector, interleave = self.layer.vector, self.layer.interleave
+        pitch = self.lead + self.columns + self.layer.column_halo
+        stored = self.layer.stored_width if self.layer.unfolds else interleave * self.columns
+        whole = self.rows > 1 and stored % vector == 0 and self.layer.whole_rows
+        return round_up(pitch, vector // math.gcd(vector, interleave)) if whole else pitch
+
+    @lazy
+    def raw_aligned(self) -> bool:
+        """Whether raw pieces are whole rows that all begin at multiples of 16 bytes."""
+        layer = self.layer
+        whole = self.strips == 1 and layer.padding[1] >= 0
+        return whole and layer.in_size[1] % layer.vector == 0
+
+    @lazy
+    def plane_padding(self) -> int:
+        """Pixels of padding after a plane, so that lanes write planes to different banks."""
+        return self.layer.plane_padding(self.layer.slots * self.stage_rows * self.pitch)
+
+    @lazy
+    def input_bytes(self) -> int:
+        """Bytes of an input stage, with what the last MMA reads beyond its last row."""
+        layer = self.layer
+        plane = layer.slots * self.stage_rows * self.pitch + self.plane_padding
+        reach = self.pixels + layer.column_halo
+        slack = max(reach - self.rows * self.pitch, 0)
+        return 16 * (layer.parts * 2 * layer.k_steps * plane + slack)
+
+    @lazy
+    def units(self) -> int:
+        """Units that the loading threads distribute among themselves, for one part of a stage."""
+        layer = self.layer
+        vectors = (
+            2 * layer.k_steps * (layer.slots * self.stage_rows * self.pitch + self.plane_padding)
+        )
+        return vectors // (1 if layer.vector_loads else 2)
+
+    @lazy
+    def tap_bytes(self) -> int:
+        """Bytes of a tap's packed weights for a chunk of channels."""
+        return self.layer.k_steps * self.layer.weight_parts * self.channel_groups * PRODUCT_BYTES
+
+    @lazy
+    def weight_bytes(self) -> int:
+        """Bytes of a weight stage."""
+        return self.layer.stage_taps * self.tap_bytes
+
+    @lazy
+    def fewest_weight_stages(self) -> int:
+        """Stages in flight that hide the latency of a load behind the MMAs of the others."""
+        layer = self.layer
+        cycles = CONSUMERS * layer.stage_taps * layer.k_steps * layer.products * self.pixels / 2
+        stages = min(1 + math.ceil(WEIGHTS_LATENCY / cycles), ENOUGH_WEIGHT_STAGES)
+        return min(stages, self.layer.weight_stages)
+
+    @lazy
+    def most_weight_stages(self) -> int:
+        """All weights where they may stay in shared memory, else at most a few stages."""
+        if self.weight_bytes * self.layer.weight_stages <= MOST_RESIDENT_BYTES:
+            return self.layer.weight_stages
+        return min(MOST_WEIGHT_STAGES, self.layer.weight_stages)
+
+    @lazy
+    def output_groups(self) -> int:
+        """Tiles that divide a group's output channels."""
+        return ceil_div(self.layer.group_out, self.channel_groups * self.layer.mma_channels)
+
+    @lazy
+    def input_stage_bytes(self) -> int:
+        """Bytes of an input stage with its mbarriers and its marks of infinite numbers."""
+        return self.input_bytes + 16 + (4 if self.layer.watched else 0)
+
+    @lazy
+    def strips(self) -> int:
+        """Tiles that divide a row."""
+        return ceil_div(self.layer.out_size[1] + max(self.lead - 1, 0), self.columns)
+
+    @lazy
+    def row_tiles(self) -> int:
+        """Tiles that divide the rows of one residue of the dilation."""
+        return ceil_div(ceil_div(self.layer.out_size[0], self.layer.row_step), self.tile_rows)
+
+    @lazy
+    def image_tiles(self) -> int:
+        layer = self.layer
+        return self.output_groups * self.strips * self.row_tiles * layer.row_step * layer.groups
+
+    @lazy
+    def tiles(self) -> int:
+        return self.image_tiles * self.layer.batch
+
+    @lazy
+    def stores_pixels(self) -> bool:
+        """Whether stores write the channels of a pixel together, rather than rows of pixels."""
+        return self.layer.operands.output_channels_last and not self.layer.unfolds
+
+    @lazy
+    def bulk_stores(self) -> bool:
+        """Whether bulk copies store rows: single rows, or rows with the same alignment."""
+        vector = self.layer.vector
+        pitch = self.layer.interleave * self.pitch
+        alike = self.layer.stored_width % vector == pitch % vector == 0
+        return self.layer.whole_rows and (self.rows == 1 or alike)
+
+    @lazy
+    def shares_sectors(self) -> bool:
+        """Whether neighbouring strips write to the same 32 bytes."""
+        operands = self.layer.operands
+        if self.strips == 1 or self.lead or self.stores_pixels:
+            return False
+        sector = 32 // operands.scalar_bytes
+        columns = self.layer.interleave * self.columns
+        return columns % sector != 0 or self.layer.stored_width % sector != 0
+
+    @lazy
+    def mma_cycles(self) -> float:
+        """Cycles of a tile's MMAs: bound by the tensor cores, or by reading shared memory."""
+        layer = self.layer
+        one = max(self.pixels / 2, (PRODUCT_BYTES + 32 * self.pixels) / SHARED_BYTES)
+        steps = layer.chunks * layer.taps * layer.k_steps * layer.products
+        return CONSUMERS * steps * one
+
+    @lazy
+    def vectors(self) -> int:
+        """Vectors of 16 bytes of channels that a tile loads."""
+        layer = self.layer
+        rows = self.tile_rows if layer.rolling else self.halo_rows
+        return 2 * layer.steps * layer.slots * rows * self.pitch
+
+    @lazy
+    def outputs(self) -> float:
+        """Elements that a tile writes, on average."""
+        layer = self.layer
+        columns = min(self.columns, layer.out_size[1] / self.strips)
+        return CONSUMERS * layer.mma_outputs * self.rows * columns * layer.written
+
+    @property
+    def load_methods(self) -> Iterator[tuple[int, bool]]:
+        """The ``LOAD_METHODS`` that the shape allows."""
+        size = self.pitch * self.layer.operands.scalar_bytes
+        for raw_slots, bulk in LOAD_METHODS if self.layer.lines else LOAD_METHODS[:1]:
+            if raw_slots == 0 or bulk or size <= MOST_COPIED_BYTES:
+                yield raw_slots, bulk
+
+    def raw_vectors(self, wraps: bool) -> int:
+        """16-byte vectors of a raw piece: a line of the channels of two vectors of the tile."""
+        layer = self.layer
+        pixels = self.pitch if wraps else min(self.pitch, layer.in_size[1])
+        pixels += 0 if self.raw_aligned else layer.vector - 1
+        return 2 * layer.vector_channels * ceil_div(pixels, layer.vector)
+
+    def _vector_cycles(self, staged: bool) -> float:
+        """Cycles to load 16 bytes of channels."""
+        layer = self.layer
+        vectors, pieces, row, rows, strides = LOAD_CYCLES[layer.vector_kind]
+        if layer.vector_loads:
+            return vectors
+        if staged:
+            return pieces
+        return strides if layer.slots > 1 else rows if self.rows > 1 else row
+
+    def _piece_cycles(self, bulk: bool, wraps: bool) -> float:
+        """Cycles of a raw piece in addition to those of its pixels.
+
+        With cp.async, these include the lanes that idle because a short line has no pixel for them.
+        """
+        if bulk:
+            return PIECE_CYCLES[self.layer.vector_kind]
+        idle = round_up(self.pitch, 32) - self.pitch
+        start, anywhere, copy = COPY_CYCLES
+        start += 0 if self.raw_aligned else anywhere
+        copies = copy * ceil_div(self.raw_vectors(wraps), 32)
+        return start + copies + 2 * idle * self._vector_cycles(staged=True)
+
+    def load_cycles(self, raw_slots: int, bulk: bool, wraps: bool) -> float:
+        """Cycles of a tile's input, loaded by one of ``LOAD_METHODS``."""
+        layer, vectors = self.layer, self.vectors
+        split = SPLIT_CYCLES[layer.vector_channels] * (layer.parts - 1)
+        folded = FOLDED_LOSS[layer.vector_kind] if layer.folding != (1, 1) else 1.0
+        loads = vectors * (self._vector_cycles(staged=raw_slots > 0) * folded + split)
+        if raw_slots > 0:
+            loads += vectors / (2 * self.pitch) * self._piece_cycles(bulk, wraps)
+            loads *= ONE_SLOT_LOSS if raw_slots == 1 else 1
+        return loads
+
+    def store_cycles(self, wraps: bool) -> float:
+        """Cycles of a tile's stores; with ``wraps``, last strips continue into the next row."""
+        layer, size = self.layer, self.layer.operands.scalar_bytes
+        stored = LINE_STORE_BYTES if self.lead * size == 4 * 32 else STORE_BYTES
+        stored *= WRAPPED_GAIN if wraps else 1
+        if layer.strided_stores:
+            stored = STRIDED_STORE_BYTES
+        elif not (self.bulk_stores or self.stores_pixels):
+            stored = SINGLE_STORE_BYTES
+        elif self.shares_sectors:
+            stored = SHARED_SECTOR_BYTES
+        return self.outputs * size / stored
+
+    @lazy
+    def weight_cycles(self) -> float:
+        """Cycles of a tile's weights, unless they stay in shared memory."""
+        return self.layer.weight_stages * self.weight_bytes / WEIGHT_BYTES
+
+    @property
+    def least_cycles(self) -> float:
+        """A lower bound of an image's cycles, for any load method and any shared memory.
+
+        Each part of a tile's work is the least over all load methods, strips that wrap or not, and
+        weights that stay or not; and the total grows with each part.
+        """
+        stays = self.output_groups * self.layer.groups == 1
+        cycles = TILE_CYCLES + together(
+            self.mma_cycles,
+            min(self.load_cycles(*method, wraps=False) for method in self.load_methods),
+            self.store_cycles(wraps=self.lead > 0),
+            0.0 if stays else self.weight_cycles,
+        )
+        return self.image_tiles * cycles
+
+    def staging_bytes(self, pass_pixels: int, buffers: int) -> int:
+        """Bytes of a consumer's staging buffers, for passes of ``pass_pixels`` pixels."""
+        operands, vector = self.layer.operands, self.layer.vector
+        row = self.layer.interleave * pass_pixels
+        if self.layer.unfolds:
+            lines = self.layer.mma_outputs // self.layer.interleave
+            elements = lines * (round_up(row + vector - 1, 2 * vector) + vector)
+        elif operands.output_channels_last:
+            elements = pass_pixels * (OUTPUTS + vector)
+        else:
+            elements = 4 * buffers * 8 * (round_up(row + vector - 8, 16) + 8)
+        return elements * operands.scalar_bytes
+
+    @lazy
+    def _fewest_input_stages(self) -> int:
+        return self.halo_rows + self.tile_rows if self.layer.rolling else 2
+
+    @lazy
+    def most_input_stages(self) -> int:
+        return self._fewest_input_stages + (2 * self.tile_rows + 2 if self.layer.rolling else 1)
+
+    @lazy
+    def layouts(self) -> list[SharedLayout]:
+        """Ways to divide shared memory, the best first."""
+        layer = self.layer
+        passes = ((1, 2), (1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1))
+        choices = [(self._fewest_input_stages, *choice) for choice in passes]
+        if layer.copied and not layer.rolling:
+            choices = [(3, *choice) for choice in passes[:4]] + choices
+        needs = [(self.fewest_weight_stages, choice) for choice in choices]
+        if self.output_groups * layer.groups == 1:
+            needs = [(layer.weight_stages, choice) for choice in choices[:3]] + needs
+        found = []
+        for weights, (inputs, count, buffers) in needs:
+            if buffers == 2 and (layer.column_sums == 2 or layer.unfolds):
+                continue  # all rows are staged at once, and stored before the next tile is
+            pass_pixels = round_up(ceil_div(self.pixels, count), 16)
+            staging = CONSUMERS * self.staging_bytes(pass_pixels, buffers)
+            taken = staging + inputs * self.input_stage_bytes
+            found.append(SharedLayout(weights, inputs, pass_pixels, buffers, taken))
+        return found
+
+
+def least_cycles(views: list[Layer]) -> float:
+    """A lower bound of an image's cycles, for any tile."""
+    return min((shape.least_cycles for shape in shapes_of(views)), default=math.inf)
+
+
+def shapes_of(views: list[Layer]) -> Iterator[Shape]:
+    """Shapes of all tiles, whether they fit shared memory or not; roughly from small to large."""
+    for view in dict.fromkeys(views):
+        for shape in _shapes(view):
+            if shape.pixels <= view.most_pixels:
+                yield shape
+
+
+def _shapes(layer: Layer) -> Iterator[Shape]:
+    operands, width = layer.operands, layer.out_size[1]
+    most = layer.most_pixels
+    sector = 32 // operands.scalar_bytes
+    rows_of_residue = ceil_div(layer.out_size[0], layer.row_step)
+    for channel_groups in (1, 2) if layer.group_out > layer.mma_channels else (1,):
+        if width <= most:
+            yield Shape(layer, channel_groups, 1, width)
+        # If rows are not whole sectors, neighbouring strips share one, unless the strips of each
+        # row begin at its own sectors or cache lines.
+        neighbours = layer.interleave == 1 and not layer.unfolds
+        own = layer.whole_rows and neighbours and width % sector
+        leads = (sector, 4 * sector) if layer.halves else (sector,)
+        for columns in _strip_widths(width, most, layer.vector, sector):
+            yield Shape(layer, channel_groups, 1, columns)
+        for lead in leads if own else ():
+            for columns in _strip_widths(width + lead - 1, most - lead, lead):
+                yield Shape(layer, channel_groups, 1, columns, lead)
+        if layer.rolling or layer.stack > 1:
+            continue
+        for rows in range(2, rows_of_residue + 1):
+            shape = Shape(layer, channel_groups, rows, width)
+            if shape.pixels > most:
+                break
+            yield shape
+
+
+def _strip_widths(width: int, most: int, *units: int) -> list[int]:
+    """Widths, multiples of a unit, that divide ``width`` into two or more nearly equal strips."""
+    return sorted(
+        {
+            columns
+            for unit in units
+            for columns in range(unit, min(most, width - 1) + 1, unit)
+            if columns == round_up(ceil_div(width, ceil_div(width, columns)), unit)
+        }
+    )

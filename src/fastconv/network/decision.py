@@ -1,0 +1,113 @@
+"""How ``optimize`` decides: inspect the model, measure it, and propose what it should become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastconv.network import fusion, measurement, ranks
+from fastconv.network.calls import Times
+from fastconv.network.inspection import (
+    Inspection,
+    exchangeable_layers,
+    graph_disagreement,
+    inspected,
+)
+from fastconv.network.proposal import Proposal, proposed, unchanged
+from fastconv.network.report import MeasuredLayer, rows
+from fastconv.network.snapshot import same_random_numbers
+from fastconv.network.subject import Subject
+
+Decision = tuple[Proposal, dict[str, Any]]
+"""What the model should become, and the report's fields."""
+
+
+def left_alone(subject: Subject, reason: str) -> Decision:
+    """The decision for a model that is not measured."""
+    subject.notes.append(reason)
+    proposal = unchanged(subject.model)
+    return proposal, _report(subject, proposal, (), None)
+
+
+def decided(subject: Subject, fuse: bool) -> Decision:
+    """Measures the model and decides; the model is as it was afterwards."""
+    subject.snapshot.record({"model": subject.model})
+    try:
+        with same_random_numbers():
+            return _decided(subject, fuse)
+    finally:
+        subject.snapshot.put_back()
+
+
+def _decided(subject: Subject, fuse: bool) -> Decision:
+    layers = exchangeable_layers(subject)
+    mine = ranks.in_each(lambda: inspected(subject, layers, fuse))
+    ranks.same_in_all("has the layers " + ", ".join(layers), sorted(layers))
+    shared = ranks.gathered(lambda: {name: site.words for name, site in mine.sites.items()})
+    graph, sites = mine.graph, mine.sites
+    if any(other != shared[0] for other in shared):
+        subject.notes.append("not fused: the graphs of processes differ in what can be fused")
+        graph, sites = None, {}
+    seen = dict(mine.seen)
+    if graph is not None:
+        for name, site in sites.items():
+            seen[name] = [fusion.with_followers(seen[name][0], site, graph)]
+    # Rank 0 decides. Its calls may be other ones than this process's, but its layers are the same.
+    judged, found = ranks.from_rank_0(
+        lambda: (seen, measurement.layer_times(subject, layers, seen))
+    )
+    ours = [
+        name
+        for name, of_one in judged.items()
+        if measurement.gains([found[call] for call in of_one])
+    ]
+    proposal = proposed(subject.model, layers, ours, graph, sites, seen)
+    whole: Times | None = None
+    if proposal.changes:
+        needed = {call: layers[name] for name in ours for call in seen.get(name, ())}
+        ranks.in_each(lambda: measurement.load_chosen(subject, needed))
+        troubles = ranks.gathered(lambda: _trouble(subject, proposal, mine))
+        trouble = next(filter(None, troubles), None)
+        if trouble is None:
+            proposal = proposal.finished()
+            whole = ranks.from_rank_0(
+                lambda: measurement.model_times(subject, proposal, judged, mine.structure)
+            )
+            if not whole.gains and proposal.model is not subject.model:
+                trouble = "the model as a whole is not faster when fused"
+        if trouble is not None:
+            subject.notes.append(f"not fused: {trouble}")
+            subject.snapshot.put_back()
+            return _decided(subject, fuse=False)
+        if whole is not None and not whole.gains:
+            subject.notes.append("the model as a whole is not faster: it was left as it was")
+            proposal = unchanged(subject.model)
+    words = {name: site.words for name, site in sites.items()}
+    measured = tuple(rows(judged, found, proposal.ours, words))
+    return proposal, _report(subject, proposal, measured, whole)
+
+
+def _trouble(subject: Subject, proposal: Proposal, inspection: Inspection) -> str | None:
+    """What is wrong with a fused model's results, if anything."""
+    if proposal.fused is None:
+        return None
+    with subject.timed("comparing"):
+        result, trouble = proposal.fused.disagreement(subject.result)
+        subject.snapshot.put_back()
+        return graph_disagreement(inspection.expected, result, inspection.unsteady) or trouble
+
+
+def _report(
+    subject: Subject, proposal: Proposal, layers: tuple[MeasuredLayer, ...], whole: Times | None
+) -> dict[str, Any]:
+    return {
+        "layers": layers,
+        "exchanged": tuple(proposal.ours),
+        "folded": proposal.folded,
+        "left": {name: why for name, why in subject.left.items() if name not in proposal.ours},
+        "before_ms": whole and whole.theirs,
+        "after_ms": whole and whole.ours,
+        "fused": proposal.model is not subject.model,
+        "measured": subject.measured,
+        "notes": tuple(subject.notes),
+        "task_seconds": dict(subject.task_seconds),
+    }

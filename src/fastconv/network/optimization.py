@@ -1,0 +1,206 @@
+"""``optimize`` and ``restore``: convolutions of a network exchanged for fastconv's, and back."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+from torch.nn.parameter import is_lazy
+
+from fastconv.modules import PYTORCHS, Conv2d, FusedConv2d
+from fastconv.network import ranks
+from fastconv.network.decision import decided, left_alone
+from fastconv.network.dry_run import tensors_of
+from fastconv.network.fusion import FOLDED
+from fastconv.network.preparation import is_gpu
+from fastconv.network.proposal import exchange
+from fastconv.network.report import MeasuredLayer, Optimization
+from fastconv.network.subject import Subject, cloned
+
+__all__ = ["MeasuredLayer", "Optimization", "optimize", "restore"]
+
+# The attribute of an optimized model that has its report.
+_REPORT = "fastconv_optimization"
+# The attribute that marks layers which optimize() has made fastconv's.
+_MARK = "_fastconv_exchanged"
+
+
+def optimize(
+    model: nn.Module,
+    *example: Any,
+    inplace: bool = False,
+    fuse: bool = True,
+    progress: bool | None = None,
+    **named: Any,
+) -> nn.Module:
+    """The model with those of its convolutions computed by fastconv that are faster that way.
+
+    Each ``torch.nn.Conv2d`` is measured as the model calls it, on this GPU, by PyTorch and by
+    fastconv; then the whole model is measured, before and after. A layer that gains nothing stays
+    PyTorch's, and if the model as a whole is not faster, so do all of its layers.
+
+        >>> model = fastconv.optimize(model.cuda(), images)
+        >>> print(model.fastconv_optimization)
+
+    Call it as the model will be called: in the same mode (``train``, ``eval``), under the same
+    ``autocast`` and :class:`fastconv.precision`, with an example of the same size, type and memory
+    format. Gradients are measured where autograd would record them: for inference, call it
+    within ``torch.no_grad()`` or ``torch.inference_mode()``.
+
+    A layer that is exchanged stays the same object, with its parameters, hooks and state: only its
+    class becomes :class:`fastconv.Conv2d`. Layers of other classes than ``torch.nn.Conv2d`` itself
+    are left as they are. A layer that is called with other sizes later keeps its choice.
+
+    In inference, in ``eval`` mode, a copy is also fused: by ``torch.fx``, BatchNorms are folded
+    into weights, and activations and additions become part of kernels. The result is then a
+    ``torch.fx.GraphModule`` for inference alone. A model that cannot be traced, or that sets
+    ``autocast`` or the like for a part of itself, is not fused. The graph has to give the model's
+    results, and each fused layer those of its parts, but for rounding.
+
+    Times are stored on disk beside the kernels, and the next process takes them from there. Where
+    ``torch.distributed`` is initialized, all processes have to call it, and rank 0 decides.
+
+    Where there is no GPU, nothing is measured and the model is left as it was: the report says so.
+
+    Args:
+        model: on a GPU, if there is one. Wrap it (``torch.compile``, DDP, FSDP) afterwards.
+        example: what it will be called with.
+        inplace: change the model itself instead of a copy. An optimizer that was made before holds
+            the parameters of the model, not those of a copy.
+        fuse: whether to fuse in inference.
+        progress: whether to show on stderr how far it is; by default, if that is a terminal.
+        named: the example's arguments by name.
+
+    Returns:
+        The model or the copy, with an :class:`Optimization` as ``fastconv_optimization``, which
+        says what was measured and done. A model that was optimized before comes back as it
+        is: :func:`restore` it first to decide anew.
+
+    Raises:
+        ValueError: there is no example, there is a GPU but the model or the example is not on it,
+            the model is wrapped, or processes have different models.
+    """
+    start = time.perf_counter()
+    ranks.in_each(lambda: _check(model, example, named))
+    target = model if inplace else ranks.in_each(lambda: _copied(model))
+    if ranks.same_in_all("has been optimized before", hasattr(model, _REPORT)):
+        setattr(target, _REPORT, getattr(model, _REPORT))  # copies of graphs lack it
+        return target
+    subject = Subject(target, cloned(example), cloned(named), progress)
+    reasons = ranks.gathered(lambda: _reason_not_to_measure(model))
+    reason = next(filter(None, reasons), None)
+    if reason is not None:
+        proposal, report = left_alone(subject, reason)
+    else:
+        proposal, report = decided(subject, fuse=fuse and not inplace)
+    # The model changes only here: if anything before raises, it stays as it was.
+    exchange(proposal.plain)
+    for layer in proposal.plain:
+        vars(layer)[_MARK] = True
+    seconds = time.perf_counter() - start
+    setattr(proposal.model, _REPORT, Optimization(**report, seconds=seconds))
+    return proposal.model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Undoes :func:`optimize`: layers that it exchanged become PyTorch's again, and no others.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: the model was fused. It is a copy; the model that it was made of is as it was.
+    """
+    fused = [name for name, module in model.named_modules() if _is_fused(module)]
+    if fused:
+        named = ", ".join(filter(None, fused[:4])) or "it"
+        raise ValueError(
+            "restore() cannot take a fused model apart: BatchNorms, additions or activations have "
+            f"become part of {named}{' ...' if len(fused) > 4 else ''}. It is a copy, and the "
+            "model that it was made of is as it was"
+        )
+    for module in model.modules():
+        state = vars(module)
+        if state.pop(_MARK, False) and type(module) is Conv2d:
+            module.__class__ = PYTORCHS
+        state.pop(_REPORT, None)
+    return model
+
+
+def _is_fused(module: nn.Module) -> bool:
+    return isinstance(module, FusedConv2d) or FOLDED in vars(module)
+
+
+def _check(model: nn.Module, example: Any, named: Any) -> None:
+    """Raises if the model cannot be measured with this example."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"optimize() takes a torch.nn.Module, not {type(model).__name__}")
+    tensors = tensors_of((example, named))
+    if not tensors:
+        raise ValueError("optimize() takes a model and an example of what it is called with")
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        raise ValueError("optimize() measures, so the example has to have data: it is fake")
+    parameters = list(model.parameters())
+    if any(is_lazy(parameter) for parameter in parameters):
+        raise ValueError(
+            "optimize() cannot measure what has no sizes yet: call the model once before"
+        )
+    if any(tensor.is_meta for tensor in tensors):
+        raise ValueError("optimize() measures, so the example has to have data: it is on meta")
+    elsewhere = {
+        what: of[0].device
+        for what, of in (("model", parameters), ("example", tensors))
+        if of and not any(is_gpu(tensor.device) for tensor in of)
+    }
+    # Without a GPU there is nothing to move to, so both may be on the CPU. If only one of them is,
+    # that is a mistake on any machine.
+    if elsewhere and (torch.cuda.is_available() or (len(elsewhere) == 1 and parameters)):
+        what, device = next(iter(elsewhere.items()))
+        raise ValueError(
+            f"optimize() measures on a GPU, but the {what} is on {device}: there is "
+            f"nothing to gain there. Move the model and the example to a GPU first"
+        )
+    if hasattr(model, "_orig_mod"):
+        raise ValueError("optimize() takes a model before torch.compile, which may follow")
+    if ranks.is_distributed():
+        _check_alone(model)
+
+
+def _check_alone(model: nn.Module) -> None:
+    """Raises if a process cannot run the model without the others."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind.startswith(("DistributedDataParallel", "FullyShardedDataParallel", "FSDP")) or (
+            isinstance(module, nn.SyncBatchNorm)
+        ):
+            raise ValueError(
+                f"optimize() runs the model in one process, but {name or 'it'} is a {kind}, which "
+                "waits for others: optimize the model before it is wrapped or converted"
+            )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            raise ValueError(
+                f"optimize() runs the model in one process, but {name} is a DTensor, which several "
+                "processes hold: optimize the model before it is distributed"
+            )
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        with torch.inference_mode(False):  # inference tensors could not be written to later
+            return copy.deepcopy(model)
+    except Exception as error:
+        raise RuntimeError(
+            f"optimize() cannot copy the model: {error}. With inplace=True it need not"
+        ) from error
+
+
+def _reason_not_to_measure(model: nn.Module) -> str | None:
+    devices = {parameter.device for parameter in model.parameters()}
+    if devices and not any(map(is_gpu, devices)):
+        return "there is no GPU: nothing was measured, and the model is as it was"
+    return None

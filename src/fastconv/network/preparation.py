@@ -1,0 +1,260 @@
+"""``prepare``, ``preparing``: a network's kernels, compiled side by side before its first step."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastconv import tables
+from fastconv.backends import cuda
+from fastconv.jit import loading
+from fastconv.kernels.family import Kernel, Plan
+from fastconv.network.dry_run import (
+    DryRun,
+    NeedsData,
+    call_without_data,
+    calling_frame,
+    tensors_of,
+)
+from fastconv.ops import devices
+from fastconv.ops.schema import OPERATORS
+from fastconv.problem import Epilogue, Problem
+
+_GPU = "cuda"  # the type of devices that kernels are compiled for
+
+
+class PreparedPass(NamedTuple):
+    """A pass that some of the network's layers have in common."""
+
+    name: str  # "forward", "input_grad" or "weight_grad"
+    problem: Problem
+    dtype: torch.dtype
+    family: str  # the kernels that compute it
+    calls: int  # in one step of the network
+    epilogue: Epilogue  # what a forward pass does to its accumulators
+
+    @property
+    def label(self) -> str:
+        """The name of the pass and of its epilogue: "forward+residual+relu"."""
+        residual = ["residual"] if self.epilogue.residual else []
+        activation = self.epilogue.activation
+        return "+".join((self.name, *residual, *([activation] if activation != "identity" else [])))
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What :func:`prepare` has done; as text, a table."""
+
+    passes: tuple[PreparedPass, ...]
+    kernels: int  # distinct kernels of all passes
+    new_kernels: int  # those of them that were not loaded before
+    seconds: float
+
+    def __str__(self) -> str:
+        if not self.passes:
+            return "no convolution of fastconv's on a GPU: there was nothing to prepare"
+        rows: list[tuple[str, ...]] = [("pass", "input", "weight", "type", "kernels of", "calls")]
+        for one in self.passes:
+            sizes = ("x".join(map(str, s)) for s in (one.problem.input_shape,
+                                                     one.problem.weight_shape))  # fmt: skip
+            dtype = str(one.dtype).removeprefix("torch.")
+            rows.append((one.label, *sizes, dtype, one.family, str(one.calls)))
+        total = (
+            f"{len(self.passes)} passes of {sum(one.calls for one in self.passes)} calls, "
+            f"{self.kernels} kernels, {self.new_kernels} of them new, {self.seconds:.1f} s"
+        )
+        return "\n".join((*tables.lines(rows), total))
+
+
+def prepare(
+    model: Callable[..., Any], *example: Any, progress: bool | None = None, **named: Any
+) -> Preparation:
+    """Plans, compiles and loads all kernels that a model's convolutions need, side by side.
+
+    Without it, a network's first step waits for its layers one after the other. Nothing is
+    computed: the model is called with tensors that have no data (``FakeTensorMode``), its
+    parameters and buffers replaced likewise, so that none of them changes. What its code does to
+    Python state meanwhile is undone: attributes, caches, counters, layers and buffers that it makes
+    on its first call, random numbers. Where gradients are enabled and the result requires them, the
+    kernels of a backward pass are prepared as well.
+
+        >>> model = model.cuda()
+        >>> print(fastconv.prepare(model, torch.empty(64, 3, 224, 224, device="cuda")))
+
+    Call it as the model will be called: in the same mode (``train``, ``eval``), under the same
+    ``autocast``, :class:`fastconv.precision` and ``no_grad``, with an example of the same size,
+    type and memory format. Kernels are compiled for these alone. Layers of complex numbers are not
+    prepared: they compile when first called.
+
+    Args:
+        model: a module, or any function of tensors.
+        example: what it will be called with. Tensors may be fake.
+        progress: whether to show on stderr how far it is; by default, if that is a terminal.
+        named: the example's arguments by name.
+
+    Returns:
+        What was prepared; printed, a table.
+
+    Raises:
+        RuntimeError: the model does something that takes data (``.item()``, a branch on a value, an
+            operator without support of fake tensors), or its layers have no sizes yet: its first
+            step then compiles what it needs. Or the model keeps tensors without data where that
+            cannot be undone; the error says where.
+        CompilationError, GpuUnavailable, LaunchError: a kernel cannot be made, and why.
+    """
+    start = time.perf_counter()
+    return _prepared(needs_of(model, example, named, guard=True), start, progress)
+
+
+class Preparing:
+    """What :func:`preparing` gives its block: the report is there when the block has ended."""
+
+    report: Preparation | None = None
+
+
+@contextmanager
+def preparing(*, progress: bool | None = None) -> Iterator[Preparing]:
+    """:func:`prepare` for whatever is in the block: several models, a loss, a backward pass.
+
+    In the block nothing is computed, and tensors that are made there have no data
+    (``FakeTensorMode``). Tensors from outside are used for their form alone: they, and their
+    ``.grad``, stay as they are. When the block ends, all kernels that its convolutions would have
+    needed are compiled and loaded.
+
+        >>> with fastconv.preparing() as step:
+        ...     criterion(model(images), targets).backward()
+        >>> print(step.report)
+
+    What modules do to their Python state in the block is undone, as by :func:`prepare`. Other
+    objects that were there before, such as a ``GradScaler`` or a list, are put back only where they
+    hold tensors without data. Variables that the block sets stay set.
+
+    Args:
+        progress: whether to show on stderr how far compiling is; by default, if that is a terminal.
+
+    Raises:
+        Exception: whatever the block raises. Code that takes data (``.item()`` of a tensor that was
+            made there, a branch on its value) is an error of PyTorch's. Nothing is compiled then.
+        RuntimeError: an object from before the block still holds tensors without data; the error
+            names it.
+        CompilationError, GpuUnavailable, LaunchError: a kernel cannot be made, and why.
+    """
+    start, found, recorder = time.perf_counter(), Preparing(), _Recorder()
+    run = DryRun(FakeTensorMode(allow_non_fake_inputs=True), recorder)
+    with run.guarded({}, is_known=False, caller=calling_frame()):
+        yield found
+    found.report = _prepared(recorder.needs, start, progress)
+
+
+def _prepared(needs: Needs, start: float, progress: bool | None) -> Preparation:
+    """Plans, compiles and loads what passes need; the work began at the time ``start``."""
+    plans = {need: cuda.begun(need) for need in needs}
+    kernels, new = load_kernels(plans, progress_shower("compiled {} of {} kernels", progress))
+    passes = (
+        PreparedPass(
+            need.plan.__name__, need.problem, need.dtype, plan.family, needs[need], need.epilogue
+        )
+        for need, plan in plans.items()
+    )
+    return Preparation(tuple(passes), kernels, new, time.perf_counter() - start)
+
+
+Show = Callable[[int, int], None]
+"""Shows how much is done, the first argument, of how much there is to do."""
+
+
+def load_kernels(plans: Mapping[cuda.Need, Plan], show: Show | None = None) -> tuple[int, int]:
+    """Compiles the plans' kernels side by side and loads them.
+
+    Returns:
+        The number of distinct kernels, and of those that were not loaded before.
+    """
+    kernels: dict[int, dict[Kernel, None]] = defaultdict(dict)  # by device, each kernel once
+    for need, plan in plans.items():
+        kernels[need.device].update((one.kernel, None) for one in plan.launches)
+    new = sum(loading.load(of, device, show) for device, of in kernels.items())
+    for need, plan in plans.items():
+        cuda.ready(need, plan)
+    return sum(map(len, kernels.values())), new
+
+
+def progress_shower(words: str, progress: bool | None) -> Show | None:
+    """A function that shows progress on stderr, or None if nothing should be shown.
+
+    Args:
+        words: a format with places for what is done and for what there is to do.
+        progress: whether to show it; None: if stderr is a terminal.
+    """
+
+    def show(done: int, total: int) -> None:
+        end = "\n" if done == total else ""
+        shown = words.format(done, total)
+        print(f"\rfastconv: {shown}", end=end, file=sys.stderr, flush=True)
+
+    return show if (sys.stderr.isatty() if progress is None else progress) else None
+
+
+# --- What a network needs -------------------------------------------------------------------------
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether kernels are compiled for that device."""
+    return device.type == _GPU
+
+
+Needs = Counter[cuda.Need]
+"""What the passes of a network have to compute, and how often."""
+
+
+def needs_of(
+    model: Callable[..., Any], example: Any, named: Any, guard: bool | None = None
+) -> Needs:
+    """What a model's passes have to compute, found by a dry run; a backward pass is among them.
+
+    ``guard`` is that of :func:`fastconv.network.dry_run.call_without_data`.
+    """
+    if not tensors_of((example, named)):
+        raise ValueError("prepare() takes a model and an example of what it is called with")
+    recorder = _Recorder()
+    try:
+        call_without_data(model, example, named, watch=recorder, backward=True, guard=guard)
+    except NeedsData as error:
+        raise RuntimeError(f"cannot prepare the model, as it {error}") from error
+    return recorder.needs
+
+
+class _Recorder(TorchDispatchMode):
+    """Records what fastconv's operators are called with on GPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.needs: Needs = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in _OPERATORS:
+            self._record(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    def _record(self, function: Any, *args: Any, **kwargs: Any) -> None:
+        operator = _OPERATORS[function]
+        result = operator.describe(operator.check, *args, **kwargs)
+        if not is_gpu(result.device):
+            return
+        need = devices.need(operator, result, args)
+        if need is not None:
+            self.needs[need] += 1
+
+
+_OPERATORS = {operator.call: operator for operator in OPERATORS.values()}

@@ -1,0 +1,207 @@
+"""Sites: convolutions in a graph, with the nodes behind them that one kernel can compute too."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+from torch.nn import functional
+
+from fastconv.functional import Activation
+from fastconv.network.tracing import Traced, has_hooks
+
+
+@dataclass(frozen=True)
+class Site:
+    """A convolution in a graph, and the nodes behind it that its kernel can compute too."""
+
+    node: Node
+    norm: Node | None = None
+    addition: Node | None = None
+    residual: Node | None = None
+    act: Node | None = None
+    activation: Activation | None = None
+
+    @property
+    def tip(self) -> Node:
+        """The last node, whose result is the site's."""
+        return self.act or self.addition or self.norm or self.node
+
+    @property
+    def words(self) -> str:
+        """The nodes that are fused, for a report: "BatchNorm, addition, relu"."""
+        name = (
+            self.activation if isinstance(self.activation, str) else (self.activation or ("",))[0]
+        )
+        parts = ("BatchNorm" if self.norm else "", "addition" if self.addition else "", name)
+        return ", ".join(filter(None, parts))
+
+
+def sites(graph: Traced, names: Collection[str], written: Collection[int] = ()) -> dict[str, Site]:
+    """The sites of layers that are called once and have something behind them to be fused.
+
+    Args:
+        graph: the model.
+        names: the layers that are considered.
+        written: ids of tensors that the model writes to; modules that have such parameters or
+            buffers are not fused.
+    """
+    nodes = list(graph.module.graph.nodes)
+    read = {str(node.target).rpartition(".")[0] for node in nodes if node.op == "get_attr"}
+    called = [node.target for node in nodes if node.op == "call_module"]
+    modules = {
+        name: module
+        for name, module in graph.module.named_modules(remove_duplicate=False)
+        if not any(id(one) in written for one in (*module.parameters(), *module.buffers()))
+    }
+    found: dict[str, Site] = {}
+    for node in nodes:
+        name = str(node.target)
+        if node.op != "call_module" or name not in names or name in read or name not in modules:
+            continue
+        if called.count(name) == 1 and len(node.args) == 1 and not node.kwargs:
+            site = _site(node, graph, modules, {one.addition for one in found.values()})
+            if site.tip is not node:
+                found[name] = site
+    return found
+
+
+def _site(
+    node: Node,
+    graph: Traced,
+    modules: Mapping[str, nn.Module],
+    taken: Collection[Node | None],
+) -> Site:
+    """The site of a convolution; additions in ``taken`` belong to other sites."""
+    site = Site(node)
+    follower = _only_reader(site.tip, graph)
+    if follower is not None and _is_foldable(follower, modules):
+        site = replace(site, norm=follower)
+        follower = _only_reader(site.tip, graph)
+    if follower is not None and follower not in taken:
+        residual = _residual(follower, site, graph)
+        if residual is not None:
+            site = replace(site, addition=follower, residual=residual)
+            follower = _only_reader(site.tip, graph)
+    if follower is not None:
+        activation = _activation(follower, site.tip, modules)
+        if activation is not None:
+            site = replace(site, act=follower, activation=activation)
+    return site
+
+
+def _only_reader(node: Node, graph: Traced) -> Node | None:
+    """The only node that reads another's result, if its own result has that shape and type."""
+    readers = list(node.users)
+    if len(readers) != 1:
+        return None
+    mine, other = (graph.forms.get(one) for one in (node, readers[0]))
+    alike = mine and other and (mine.shape, mine.dtype) == (other.shape, other.dtype)
+    return readers[0] if alike else None
+
+
+def _is_foldable(node: Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a node is a BatchNorm with constant statistics."""
+    if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+        return False
+    module = modules.get(str(node.target))
+    return (
+        type(module) is nn.BatchNorm2d
+        and not module.training
+        and module.running_mean is not None
+        and module.running_var is not None
+        and not has_hooks(module)
+    )
+
+
+def _residual(node: Node, site: Site, graph: Traced) -> Node | None:
+    """The other operand of an addition, if the site's kernel can add it."""
+    adds = (operator.add, operator.iadd, torch.add) if node.op == "call_function" else ()
+    if not (node.target in adds or (node.op == "call_method" and node.target in ("add", "add_"))):
+        return None
+    if len(node.args) != 2 or node.kwargs:
+        return None
+    first, second = node.args
+    if node.target in (operator.iadd, "add_") and first is not site.tip:
+        return None  # it adds in place to the residual, which others may read
+    residual = second if first is site.tip else first
+    if not isinstance(residual, Node) or residual is site.tip:
+        return None
+    mine, other = (graph.forms.get(one) for one in (site.tip, residual))
+    if not mine or not other or (mine.shape, mine.dtype) != (other.shape, other.dtype):
+        return None
+    # The convolution moves to the place of the addition: its operands must not change before.
+    between = site.node.next
+    while between is not node:
+        if between in graph.writers:
+            return None
+        between = between.next
+    return residual
+
+
+_MODULES: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu",
+    nn.ReLU6: "relu6",
+    nn.LeakyReLU: "leaky_relu",
+    nn.SiLU: "silu",
+    nn.GELU: "gelu",
+    nn.Hardswish: "hardswish",
+    nn.Sigmoid: "sigmoid",
+    nn.Tanh: "tanh",
+}
+_FUNCTIONS: dict[Any, str] = {
+    functional.relu: "relu",
+    torch.relu: "relu",
+    torch.relu_: "relu",
+    functional.relu6: "relu6",
+    functional.leaky_relu: "leaky_relu",
+    functional.leaky_relu_: "leaky_relu",
+    functional.silu: "silu",
+    functional.gelu: "gelu",
+    functional.hardswish: "hardswish",
+    functional.sigmoid: "sigmoid",
+    torch.sigmoid: "sigmoid",
+    torch.sigmoid_: "sigmoid",
+    functional.tanh: "tanh",
+    torch.tanh: "tanh",
+    torch.tanh_: "tanh",
+}
+_METHODS = {f"{name}{mark}": name for name in ("relu", "sigmoid", "tanh") for mark in ("", "_")}
+# The names of an activation function's positional arguments after the input.
+_ARGUMENTS = {"leaky_relu": ("negative_slope", "inplace")}
+
+
+def _activation(node: Node, source: Node, modules: Mapping[str, nn.Module]) -> Activation | None:
+    """The activation that a node applies to its source, if kernels have it."""
+    if not node.args or node.args[0] is not source:
+        return None
+    if node.op == "call_module":
+        module = modules.get(str(node.target))
+        name = None if module is None or has_hooks(module) else _MODULES.get(type(module))
+        options = {key: getattr(module, key, None) for key in ("negative_slope", "approximate")}
+        return name and _specified(name, options)
+    names: Mapping[Any, str] = {"call_function": _FUNCTIONS, "call_method": _METHODS}.get(
+        node.op, {}
+    )
+    name = names.get(node.target)
+    if name is None:
+        return None
+    places = _ARGUMENTS.get(name, ("inplace",))
+    options = {**dict(zip(places, node.args[1:], strict=False)), **node.kwargs}
+    return _specified(name, options)
+
+
+def _specified(name: str, options: Mapping[str, Any]) -> Activation | None:
+    """An activation with its options as :func:`fastconv.conv2d` takes it."""
+    if name == "leaky_relu":
+        slope = options.get("negative_slope", 0.01)
+        return (name, float(slope)) if isinstance(slope, int | float) else None
+    if name == "gelu":
+        form = options.get("approximate", "none")
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(form) if isinstance(form, str) else None
+    return name

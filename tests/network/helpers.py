@@ -1,0 +1,171 @@
+"""Models, a clock and reports for the tests of ``optimize``. A CPU stands in for the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastconv
+from fastconv.jit import cache, compile
+from fastconv.modules import FusedConv2d
+from fastconv.network import calls
+from fastconv.network.calls import Call, Times, Trial
+from fastconv.network.report import Optimization
+
+EXAMPLE = torch.randn(2, 3, 10, 10)
+
+
+def times(theirs: float, ours: float, error: float = 0.0) -> Times:
+    return Times(theirs, ours, error * theirs, error * ours)
+
+
+class Clock(calls.Clock):
+    """Gives the times that a test sets, records calls, and compares the results of both ways."""
+
+    def __init__(self) -> None:
+        self.gains: Callable[[Call], Times] = lambda call: times(2.0, 1.0)
+        self.whole = times(10.0, 8.0)
+        self.wholes: list[Times] = []  # given before `whole`, one for each measurement
+        self.seen: list[Call] = []
+        self.models = 0
+        self.with_host = True
+        self.watch: Callable[[], Any] = lambda: None
+        self.watched: list[Any] = []
+
+    def call(self, trial: Trial) -> Times:
+        self.seen.append(trial.call)
+        half = trial.call.dtype.itemsize == 2
+        torch.testing.assert_close(
+            trial.ours(), trial.pytorchs(), rtol=1e-4, atol=0.5 if half else 1e-3
+        )
+        return self.gains(trial.call)
+
+    def model(
+        self, runs: Sequence[Any], before: Sequence[Any], device: torch.device, with_host: bool
+    ) -> Times:
+        self.models += 1
+        self.with_host = with_host
+        for run, prepare in zip(runs, before, strict=True):
+            prepare()
+            run()
+            self.watched.append(self.watch())
+        return self.wholes.pop(0) if self.wholes else self.whole
+
+
+def stand_in(folder: Path, setattr: Callable[[Any, str, Any], None]) -> None:
+    """Makes the CPU stand in for a GPU, whose times are stored in this folder."""
+    setattr(cache, "folder", lambda: folder)
+    setattr(compile, "nvrtc_version", lambda: (13, 0))
+    setattr(calls, "gpu_name", lambda device: "a GPU")
+    setattr(calls, "plans", planned_once)
+
+
+_plans, _planned = calls.plans, dict[Call, Any]()
+
+
+def planned_once(call: Call, *rest: Any) -> Any:
+    """Plans each call once for all tests: planning would take most of their time."""
+    if call not in _planned:
+        _planned[call] = _plans(call, *rest)
+    return _planned[call]
+
+
+class Block(nn.Module):
+    """A residual block: one ReLU used twice, and ``out += identity``."""
+
+    def __init__(self, channels: int, width: int, stride: int = 1, inplace: bool = True) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.downsample = None
+        if stride > 1 or channels != width:
+            shortcut = nn.Conv2d(channels, width, 1, stride, bias=False)
+            self.downsample = nn.Sequential(shortcut, nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        if self.downsample is not None:
+            identity = self.downsample(x)
+        out += identity
+        return self.relu(out)
+
+
+class ResNet(nn.Module):
+    """A small residual network, with a Dropout and buffers that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.layers = nn.Sequential(Block(8, 8), Block(8, 12, 2), Block(12, 12))
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layers(F.silu(self.stem(x)))
+        return self.head(self.drop(out.mean((2, 3))))
+
+
+DISTINCT = 5  # how many distinct calls its layers have
+NAMES = [name for name, one in ResNet().named_modules() if type(one) is nn.Conv2d]
+
+
+def report(model: nn.Module) -> Optimization:
+    found = model.fastconv_optimization
+    assert isinstance(found, Optimization)
+    return found
+
+
+def ours(model: nn.Module) -> list[str]:
+    return [name for name, one in model.named_modules() if isinstance(one, fastconv.Conv2d)]
+
+
+def fused(model: nn.Module, *example: Any, **named: Any) -> nn.Module:
+    """The optimized model, which has to compute the same."""
+    model.eval()
+    expected = model(*example, **named)
+    with torch.no_grad():
+        optimized = fastconv.optimize(model, *example, **named)
+        torch.testing.assert_close(optimized(*example, **named), expected, rtol=1e-4, atol=1e-4)
+    return optimized
+
+
+def activations(model: nn.Module) -> dict[str, Any]:
+    return {n: one.activation for n, one in model.named_modules() if isinstance(one, FusedConv2d)}
+
+
+class Followed(nn.Module):
+    """A layer, a BatchNorm if asked for, and a function of their result."""
+
+    def __init__(self, follower: Callable[..., Tensor], norm: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect" if norm else "zeros")
+        self.norm = nn.BatchNorm2d(3) if norm else nn.Identity()
+        self.with_norm, self.follower = norm, follower
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x)
+        out = self.norm(out) if self.with_norm else out
+        return self.follower(out)
+
+
+def not_fused(model: nn.Module, *example: Any) -> str:
+    """Why a model is not fused; optimized, it computes the same."""
+    model.eval()
+    with torch.no_grad():
+        expected = model(*example)
+        optimized = fastconv.optimize(model, *example)
+        torch.testing.assert_close(optimized(*example), expected, equal_nan=True)
+    assert type(optimized) is type(model)
+    assert not report(optimized).fused
+    (reason,) = (note for note in report(optimized).notes if note.startswith("not fused: "))
+    return reason.removeprefix("not fused: ")
