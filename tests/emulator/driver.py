@@ -160,7 +160,7 @@ def _library(kernel: Kernel) -> Path:
 def _runtime() -> Path:
     """Compiles the executable, which loads kernels: linking each one to sanitizers takes longer."""
     fast = ["-O3", "-fno-sanitize=all"]
-    checked = ("runtime.cc", "sm90.cc", "wgmma.cc", "tensor_map.cc", "mma.cc")
+    checked = ("runtime.cc", "buffers.cc", "sm90.cc", "wgmma.cc", "tensor_map.cc", "mma.cc")
     options = {**{file: ["-O1"] for file in checked}, "thread_mma.cc": fast}
     objects = [
         _compile("the emulator", f'#include "{file}"\n', ["-c", *more])

@@ -18,80 +18,12 @@
 #include <string>
 #include <vector>
 
+#include "fiber.h"
+#include "buffers.h"
 #include "sm90.h"
 
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
-
-// Saves the callee-saved registers on the stack, stores the stack pointer through `from`, and
-// continues where `to` was saved. Unlike swapcontext it makes no system call, and ASan does not
-// intercept it, which would clear the redzones of the stack.
-extern "C" void emulator_switch(void** from, void* to);
-
-#if defined(__x86_64__)
-asm(R"(
-.text
-.globl emulator_switch
-.type emulator_switch, @function
-emulator_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-.size emulator_switch, . - emulator_switch
-)");
-constexpr int kSavedWords = 8;  // six registers, the return address, one word of alignment
-constexpr int kReturnAddress = 6;
-#elif defined(__aarch64__)
-asm(R"(
-.text
-.globl emulator_switch
-.type emulator_switch, %function
-emulator_switch:
-  sub sp, sp, #160
-  stp x19, x20, [sp]
-  stp x21, x22, [sp, #16]
-  stp x23, x24, [sp, #32]
-  stp x25, x26, [sp, #48]
-  stp x27, x28, [sp, #64]
-  stp x29, x30, [sp, #80]
-  stp d8, d9, [sp, #96]
-  stp d10, d11, [sp, #112]
-  stp d12, d13, [sp, #128]
-  stp d14, d15, [sp, #144]
-  mov x9, sp
-  str x9, [x0]
-  mov sp, x1
-  ldp x19, x20, [sp]
-  ldp x21, x22, [sp, #16]
-  ldp x23, x24, [sp, #32]
-  ldp x25, x26, [sp, #48]
-  ldp x27, x28, [sp, #64]
-  ldp x29, x30, [sp, #80]
-  ldp d8, d9, [sp, #96]
-  ldp d10, d11, [sp, #112]
-  ldp d12, d13, [sp, #128]
-  ldp d14, d15, [sp, #144]
-  add sp, sp, #160
-  ret
-.size emulator_switch, . - emulator_switch
-)");
-constexpr int kSavedWords = 20;
-constexpr int kReturnAddress = 11;
-#else
-#error "write emulator_switch for this CPU"
-#endif
 
 namespace emulator {
 
@@ -102,7 +34,6 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr size_t kStackBytes = 256 << 10;
-constexpr ptrdiff_t kGuardBytes = 256 << 10;  // poisoned bytes on either side of a buffer
 
 struct Copy {
   unsigned char* target;
@@ -134,14 +65,6 @@ struct Thread {
   bool waited = false;  // has called wait_for_earlier_launch
 };
 
-// A tensor, or a block's shared memory.
-struct Buffer {
-  std::string name;
-  unsigned char* begin;
-  ptrdiff_t bytes;
-  bool is_tensor;
-};
-
 // A barrier.sync or barrier.arrive barrier of some of the block's threads.
 struct NamedBarrier {
   int threads = 0;  // arrivals in each round
@@ -166,13 +89,11 @@ struct Block {
 
 decltype(emulator_run_thread)* run_thread;
 std::vector<Argument> arguments;
-std::vector<Buffer> buffers;
 std::vector<Block> cluster;
 Block* block = nullptr;  // the block whose threads run
 Thread* running = nullptr;
 bool reverse;
 bool early;  // programmatic dependent launch: the launch before it may not have ended
-bool tensors_are_shown = true;
 
 // State of cluster_barrier, which counts threads of all blocks.
 unsigned cluster_arrived, cluster_generation;
@@ -193,42 +114,6 @@ void print_place() {
   fprintf(stderr, "in block (%u, %u, %u)", blockIdx.x, blockIdx.y, blockIdx.z);
   if (running) fprintf(stderr, ", thread %u", threadIdx.x);
   fprintf(stderr, "\n");
-}
-
-// Memory of exactly this size between poisoned zones, `offset` bytes after a multiple of 1024.
-unsigned char* allocate(const char* name, ptrdiff_t bytes, ptrdiff_t offset, bool is_tensor) {
-  const ptrdiff_t total = (kGuardBytes + offset + bytes + kGuardBytes + 1023) / 1024 * 1024;
-  auto* const memory = static_cast<unsigned char*>(aligned_alloc(1024, total));
-  if (!memory) fail("no memory for %s", name);
-  unsigned char* const begin = memory + kGuardBytes + offset;
-  __asan_poison_memory_region(memory, begin - memory);
-  __asan_poison_memory_region(begin + bytes, memory + total - (begin + bytes));
-  buffers.push_back({name, begin, bytes, is_tensor});
-  return begin;
-}
-
-// Reads a tensor from stdin, unless it was an earlier argument too.
-unsigned char* find_or_read(const char* name, ptrdiff_t bytes, ptrdiff_t offset) {
-  for (const Buffer& buffer : buffers) {
-    if (buffer.name == name) return buffer.begin;
-  }
-  unsigned char* const begin = allocate(name, bytes, offset, true);
-  if (fread(begin, 1, bytes, stdin) != size_t(bytes)) fail("%s is cut short", name);
-  return begin;
-}
-
-// Allows accesses of tensors, or makes ASan report them.
-void show_tensors(bool shown) {
-  if (shown == tensors_are_shown) return;
-  tensors_are_shown = shown;
-  for (const Buffer& buffer : buffers) {
-    if (!buffer.is_tensor) continue;
-    if (shown) {
-      __asan_unpoison_memory_region(buffer.begin, buffer.bytes);
-    } else {
-      __asan_poison_memory_region(buffer.begin, buffer.bytes);
-    }
-  }
 }
 
 void switch_to_scheduler(void** fake_stack) {
@@ -504,16 +389,6 @@ void wait_long(Site site) {
   wait(site, [=] { return long_generation != generation; });
 }
 
-bool is_near_tensor(const void* address) {
-  for (const Buffer& buffer : buffers) {
-    const ptrdiff_t offset = static_cast<const unsigned char*>(address) - buffer.begin;
-    if (buffer.is_tensor && -kGuardBytes <= offset && offset < buffer.bytes + kGuardBytes) {
-      return true;
-    }
-  }
-  return false;
-}
-
 void barrier(Site site) {
   Block& own = *block;
   const Site& first = own.barrier_site;
@@ -633,17 +508,10 @@ const char* __ubsan_default_options() { return "print_stacktrace=1"; }
 
 void __asan_on_error() {
   emulator::print_place();
-  if (!emulator::tensors_are_shown) {
+  if (!emulator::are_tensors_shown()) {
     fprintf(stderr, "in an early launch, before wait_for_earlier_launch\n");
   }
-  const auto* const address = static_cast<unsigned char*>(__asan_get_report_address());
-  for (const emulator::Buffer& buffer : emulator::buffers) {
-    const ptrdiff_t offset = address - buffer.begin;
-    if (-emulator::kGuardBytes <= offset && offset < buffer.bytes + emulator::kGuardBytes) {
-      fprintf(stderr, "at byte %td of %s, which has %td\n", offset, buffer.name.c_str(),
-              buffer.bytes);
-    }
-  }
+  emulator::print_address(static_cast<unsigned char*>(__asan_get_report_address()));
 }
 
 void __ubsan_on_report() { emulator::print_place(); }
@@ -716,8 +584,7 @@ int main(int argc, char** argv) {
   }
   cluster.resize(blocks);
   for (int i = 10; i < argc; ++i) arguments.push_back(read_argument(argv[i]));
-  const size_t tensors = buffers.size();
   run_grid();
-  for (size_t i = 0; i < tensors; ++i) fwrite(buffers[i].begin, 1, buffers[i].bytes, stdout);
+  write_tensors();
   return fflush(stdout);
 }
