@@ -69,7 +69,7 @@ MODES = {
 }
 FORMATS = ("nchw", "nhwc")
 # Numbers of SMs, so few that small problems have more tiles than SMs.
-PROCESSORS = (1, 2, 3, 5)
+SM_COUNTS = (1, 2, 3, 5)
 
 # Limits of a drawn problem that the emulator runs in about a second. Where no smaller problem has a
 # class, FAR_MORE times as much is allowed: about a minute.
@@ -185,7 +185,7 @@ def _dense(draw: Random, large: bool) -> PassCase:
     is_real = draw.random() < 0.3
     drawn = population.residual(draw) if is_real else population.dense(draw, *_limits(large))
     case = _dense_case(drawn.problem, draw.choice(DENSE_MODES), draw.choice(PASSES))
-    gpu = H200 if large or is_real else replace(H200, processors=draw.choice(PROCESSORS))
+    gpu = H200 if large or is_real else replace(H200, processors=draw.choice(SM_COUNTS))
     case = replace(case, gpu=gpu, plain_weight=draw.random() < 0.2)
     if case.direction != "weight_grad":
         return case
@@ -223,7 +223,7 @@ def drawn_gpu(draw: Random, whole: bool) -> Gpu:
     if place >= 0:
         alike = draw.choice(TURNS)
         gpu = GPUS[alike[int(place * len(alike))]]
-    return gpu if whole else replace(gpu, processors=draw.choice(PROCESSORS))
+    return gpu if whole else replace(gpu, processors=draw.choice(SM_COUNTS))
 
 
 def cost(case: PassCase) -> float:
@@ -256,8 +256,8 @@ def _smaller(case: PassCase) -> Iterator[PassCase]:
     for problem in population.smaller(case.conv.problem):
         yield replace(case, conv=_conv(problem))
     yield from _forced(case)
-    if case.gpu.processors > PROCESSORS[-1]:
-        for processors in PROCESSORS:
+    if case.gpu.processors > SM_COUNTS[-1]:
+        for processors in SM_COUNTS:
             yield replace(case, gpu=replace(case.gpu, processors=processors))
 
 

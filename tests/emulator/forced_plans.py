@@ -14,14 +14,14 @@ from emulator.pass_cases import Planner
 from fastconv.kernels import ampere, gpus, planner
 from fastconv.kernels.ampere.halo import plan as ampere_halo
 from fastconv.kernels.ampere.halo.tiles import tiles_of
-from fastconv.kernels.ampere.wgrad_halo import plan as ampere_weight_grad
+from fastconv.kernels.ampere.wgrad_halo import plan as ampere_wgrad_halo
 from fastconv.kernels.arithmetic import round_up
 from fastconv.kernels.family import Declined, Gpu, Kernel, Operands, Plan
 from fastconv.kernels.gpus import H200
-from fastconv.kernels.hopper.halo import plan as hopper_correlate
+from fastconv.kernels.hopper.halo import plan as hopper_halo
 from fastconv.kernels.hopper.implicit_gemm_nchw import plan as implicit_gemm_nchw
 from fastconv.kernels.hopper.implicit_gemm_nhwc import plan as implicit_gemm_nhwc
-from fastconv.kernels.hopper.wgrad_halo import plan as hopper_weight_grad
+from fastconv.kernels.hopper.wgrad_halo import plan as hopper_wgrad_halo
 from fastconv.kernels.hopper.wgrad_implicit_gemm import plan as wgrad_implicit_gemm
 from fastconv.kernels.planning.layers import views
 from fastconv.problem import Problem
@@ -37,9 +37,9 @@ MOST_TILES = 1000
 class Forced:
     """Plans a pass with the kernel that large problems get, even where another one is faster.
 
-    Float32 is multiplied as scaled fp16, except in weight gradients (see :class:`Halves`), which
-    always use tensor cores. ``tile`` is the tile of a larger problem, as the values of its kernel's
-    ``TILE_CONSTANTS``; without it, the kernel's rules choose the tile.
+    Float32 is multiplied as scaled fp16, except in weight gradients (see :class:`ScaledFp16`).
+    Weight gradients always use tensor cores. ``tile`` is the tile of a larger problem, as the values
+    of its kernel's ``TILE_CONSTANTS``; without it, the kernel's rules choose the tile.
     """
 
     direction: str
@@ -60,17 +60,17 @@ class Forced:
         if gpus.number(gpu) != gpus.number(H200):
             return self._by_ampere(problem, operands, gpu)
         if self.direction == "weight_grad":
-            return hopper_weight_grad.plan(self._tile(problem, operands, gpu), gpu)
-        with _free_halves(hopper_correlate):
+            return hopper_wgrad_halo.plan(self._tile(problem, operands, gpu), gpu)
+        with _free_scaled_fp16(hopper_halo):
             made = getattr(planner, self.direction)(problem, operands, gpu)
             return made
 
     def _by_ampere(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         made: Plan
         ampere.block.check(gpu)
-        with _free_halves(ampere_halo), mock.patch.object(ampere.block, "PORTABLE_SHARE", 0.0):
+        with _free_scaled_fp16(ampere_halo), mock.patch.object(ampere.block, "PORTABLE_SHARE", 0.0):
             if self.direction == "weight_grad":
-                made = ampere_weight_grad.plan(self._ampere_tile(problem, operands, gpu), gpu)
+                made = ampere_wgrad_halo.plan(self._ampere_tile(problem, operands, gpu), gpu)
             else:
                 with mock.patch.object(ampere_halo, "_tiles", self._ampere_tiles):
                     made = getattr(planner, self.direction)(problem, operands, gpu)
@@ -78,9 +78,9 @@ class Forced:
 
     def _ampere_tile(self, problem: Problem, operands: Operands, gpu: Gpu) -> Any:
         if not self.tile:
-            return ampere_weight_grad.choose_tile(problem, operands, gpu)
+            return ampere_wgrad_halo.choose_tile(problem, operands, gpu)
         *sizes, rolling = self.tile
-        tile = ampere_weight_grad.Tile(problem, operands, *sizes, bool(rolling))
+        tile = ampere_wgrad_halo.Tile(problem, operands, *sizes, bool(rolling))
         height, width = problem.kernel_size
         if (
             not tile.fits(gpu)
@@ -108,14 +108,14 @@ class Forced:
 
     def _tile(self, problem: Problem, operands: Operands, gpu: Gpu) -> Any:
         if not self.tile:
-            return hopper_weight_grad.choose_tile(problem, operands, gpu, halves=self.halves)
+            return hopper_wgrad_halo.choose_tile(problem, operands, gpu, halves=self.halves)
         *sizes, plane_classes = self.tile if len(self.tile) > 8 else (*self.tile, 1)
-        layer = hopper_weight_grad.Layer(problem, operands, self.halves)
+        layer = hopper_wgrad_halo.Layer(problem, operands, self.halves)
         if plane_classes > 1:
-            layer = hopper_weight_grad.in_plane_classes(layer)
+            layer = hopper_wgrad_halo.in_plane_classes(layer)
             if layer is None or layer.plane_classes != plane_classes:
                 raise Declined("planes that no TMA box brings together")
-        tile = hopper_weight_grad.Tile(layer, *sizes)
+        tile = hopper_wgrad_halo.Tile(layer, *sizes)
         fitted = tile.fitted(gpu.shared_bytes_per_block)
         boxes = plane_classes == 1 or tile.grad_boxes
         if fitted is None or tile.stage_columns > layer.row_columns or not boxes:
@@ -124,7 +124,7 @@ class Forced:
 
 
 @dataclass(frozen=True)
-class Halves(Forced):
+class ScaledFp16(Forced):
     """Plans a weight gradient that multiplies float32 as scaled fp16."""
 
     halves = True
@@ -134,8 +134,8 @@ class Halves(Forced):
         return f"{self.direction}{FORCED}{HALVES}{','.join(map(str, self.tile))}"
 
     def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        if not hopper_weight_grad.takes_halves(problem, operands):
-            raise Declined("what is not contiguous float32")
+        if not hopper_wgrad_halo.takes_halves(problem, operands):
+            raise Declined("tensors other than contiguous float32")
         return super().__call__(problem, operands, gpu)
 
 
@@ -195,7 +195,7 @@ def tile_of(kernel: Kernel) -> tuple[int, ...]:
 
 
 @contextmanager
-def _free_halves(halo: ModuleType) -> Iterator[None]:
+def _free_scaled_fp16(halo: ModuleType) -> Iterator[None]:
     """Makes the planner of a halo kernel prefer scaled fp16 for float32, at no cost."""
     costs = halo.HALVES_COST
     free = -1.0 if isinstance(costs, float) else dict.fromkeys(costs, -1.0)
@@ -212,7 +212,7 @@ def planner_of(word: str) -> Planner:
     if not forced:
         chosen: Planner = getattr(planner, direction)
         return chosen
-    kinds = {GEMM: Gemm, HALVES: Halves, MIRRORED: Mirrored}
+    kinds = {GEMM: Gemm, HALVES: ScaledFp16, MIRRORED: Mirrored}
     name = next((name for name in kinds if tile.startswith(name)), "")
     sizes = tile.removeprefix(name)
     kind = kinds.get(name, Forced)
@@ -254,7 +254,7 @@ def kind_of(kernel: Kernel) -> type[Forced]:
         mirrored = kernel.source == wgrad_implicit_gemm.SOURCE and _is_mirrored(kernel)
         return Mirrored if mirrored else Gemm
     is_weight_grad = kernel.source == "hopper/wgrad_halo/kernel.cuh"
-    return Halves if is_weight_grad and dict(kernel.constants)["halves"] else Forced
+    return ScaledFp16 if is_weight_grad and dict(kernel.constants)["halves"] else Forced
 
 
 def _is_mirrored(kernel: Kernel) -> bool:

@@ -20,7 +20,7 @@ RULES = {"tf32": 2.0**-9, "ieee": 2.0**-19}
 
 
 def check(case: PassCase, seed: int = 0) -> None:
-    """Raises an AssertionError if a result depends on what it must not depend on."""
+    """Raises an AssertionError if a result depends on elements that its formula does not read."""
     problem, draw = case.conv.problem, Random(seed)
     tensors = positive(case, seed)
     before = _results(case, tensors)

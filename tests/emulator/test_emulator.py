@@ -1,4 +1,4 @@
-"""The emulator runs sound kernels correctly, and says what is wrong with the others."""
+"""The emulator runs sound kernels correctly, and reports the faults of others."""
 
 from __future__ import annotations
 
@@ -228,20 +228,20 @@ def test_views_keep_their_strides_and_alignment() -> None:
 
 
 def test_half_to_float() -> None:
-    halves = torch.arange(65536).to(torch.int16).view(torch.float16)
+    every_half = torch.arange(65536).to(torch.int16).view(torch.float16)
     out = torch.empty(65536)
-    run([HALF_TO_FLOAT], {"in": halves, "out": out})
-    assert_close(out, halves.float(), rtol=0, atol=0, equal_nan=True)
+    run([HALF_TO_FLOAT], {"in": every_half, "out": out})
+    assert_close(out, every_half.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_float_to_half() -> None:
     """Rounding is monotonic, so all float16 values, all midpoints and their neighbours suffice."""
-    halves = torch.arange(65536).to(torch.int16).view(torch.float16).double()
-    halves[0x7C00] = 65536  # the value that would follow the largest float16
-    halves[0xFC00] = -65536
-    middles = ((halves + halves.roll(-1)) / 2).float()
+    every_half = torch.arange(65536).to(torch.int16).view(torch.float16).double()
+    every_half[0x7C00] = 65536  # the value that would follow the largest float16
+    every_half[0xFC00] = -65536
+    middles = ((every_half + every_half.roll(-1)) / 2).float()
     around = [torch.nextafter(middles, torch.tensor(sign * torch.inf)) for sign in (-1, 1)]
-    floats = torch.cat([halves.float(), middles, *around])
+    floats = torch.cat([every_half.float(), middles, *around])
     out = torch.empty(len(floats), dtype=torch.float16)
     run([FLOAT_TO_HALF], {"in": floats, "out": out})
     assert_close(out, floats.half(), rtol=0, atol=0, equal_nan=True)

@@ -127,11 +127,11 @@ def test_places_of_packed_weights(tmp_path: Path) -> None:
 # --- Far beyond the image -------------------------------------------------------------------------
 
 
-def _collect(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+def _few_inputs(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     return wgrad_few_inputs.plan(wgrad_few_inputs.layer_of(problem, operands, gpu), gpu)
 
 
-_collect.__name__ = "weight_grad"
+_few_inputs.__name__ = "weight_grad"
 
 
 def _row(channels: int, width: int, outputs: int, groups: int = 1) -> Conv:
@@ -148,20 +148,20 @@ def _cases() -> Iterator[PassCase]:
     ) -> PassCase:
         return PassCase(conv, planner, dtype, last, gpu=gpu)
 
-    gemm, wide, halves = forced_plans.Gemm("weight_grad"), torch.float32, torch.bfloat16
-    yield of(_row(8, 8208, 16), gemm, wide)
-    yield of(_row(12, 704, 16), gemm, halves, last=True)
-    yield of(_row(4, 8208, 4, groups=4), depthwise.forward, wide)
+    gemm, single, half = forced_plans.Gemm("weight_grad"), torch.float32, torch.bfloat16
+    yield of(_row(8, 8208, 16), gemm, single)
+    yield of(_row(12, 704, 16), gemm, half, last=True)
+    yield of(_row(4, 8208, 4, groups=4), depthwise.forward, single)
     if not ALL:
         return
-    yield of(_row(3, 8208, 16), gemm, halves)
-    yield of(_row(1, 8208, 16), _collect, wide)
-    yield of(_row(1, 8208, 16), _collect, halves)
-    yield of(_row(64, 256, 16), forced_plans.Forced("forward"), halves, last=True, gpu=AMPERE)
-    yield of(_row(8, 8208, 16), forced_plans.Forced("forward"), wide, gpu=AMPERE)
-    yield of(_row(12, 704, 12, groups=12), depthwise.forward, halves, last=True)
+    yield of(_row(3, 8208, 16), gemm, half)
+    yield of(_row(1, 8208, 16), _few_inputs, single)
+    yield of(_row(1, 8208, 16), _few_inputs, half)
+    yield of(_row(64, 256, 16), forced_plans.Forced("forward"), half, last=True, gpu=AMPERE)
+    yield of(_row(8, 8208, 16), forced_plans.Forced("forward"), single, gpu=AMPERE)
+    yield of(_row(12, 704, 12, groups=12), depthwise.forward, half, last=True)
     for planner in (direct.forward, direct.weight_grad):
-        yield of(_row(3, 8208, 4), planner, wide)
+        yield of(_row(3, 8208, 4), planner, single)
 
 
 CASES = [*_cases()]

@@ -152,7 +152,7 @@ CASES = [
              "tf32"),
     _forward(Conv("aligned alike", (2, 40, 17, 8), (72, 40, 3, 3), padding=(1, 1, 1, 1)),
              "float16", gpu=ONE),
-    _forward(Conv("aligned for nobody", (2, 24, 16, 14), (130, 24, 3, 3)), "ieee", aligned=False),
+    _forward(Conv("unaligned rows", (2, 24, 16, 14), (130, 24, 3, 3)), "ieee", aligned=False),
     _forward(Conv("one column", (2, 16, 50, 1), (64, 16, 5, 1), padding=(2, 2, 0, 0)), "tf32"),
     _forward(Conv("one row", (2, 16, 1, 50), (64, 16, 1, 5), padding=(0, 0, 2, 2)), "float16"),
     # Bulk copies load lines: aligned or not, up to the tensor's end, and beyond its edges.
@@ -195,10 +195,10 @@ CASES = [
     # Sums are so long that their accumulation is compensated.
     _forward(Conv("long sums", (1, 280, 5, 7), (64, 280, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
     # Strides: residues of rows and columns are planes of their own, or channels (space-to-depth).
-    _forward(Conv("folded", (2, 3, 23, 26), (64, 3, 7, 6), (2, 2), (3, 3, 3, 3)), "tf32"),
-    _forward(Conv("folded", (1, 3, 24, 21), (48, 3, 5, 4), (4, 3), (1, 0, 2, 1)), "bfloat16",
-             channels_last=True, gpu=ONE),
-    _forward(Conv("folded rows", (1, 12, 19, 30), (64, 12, 4, 3), (3, 2), dilation=(1, 2)),
+    _forward(Conv("space-to-depth", (2, 3, 23, 26), (64, 3, 7, 6), (2, 2), (3, 3, 3, 3)), "tf32"),
+    _forward(Conv("space-to-depth", (1, 3, 24, 21), (48, 3, 5, 4), (4, 3), (1, 0, 2, 1)),
+             "bfloat16", channels_last=True, gpu=ONE),
+    _forward(Conv("space-to-depth rows", (1, 12, 19, 30), (64, 12, 4, 3), (3, 2), dilation=(1, 2)),
              "ieee"),
     _forward(Conv("stride 2", (1, 16, 13, 17), (64, 16, 3, 3), (2, 2), (1, 1, 1, 1)), "tf32"),
     _forward(Conv("stride 1, 4", (1, 16, 7, 70), (70, 16, 3, 5), (1, 4), (1, 1, 2, 2)), "tf32",

@@ -58,7 +58,7 @@ def test_infinity_stays_where_it_is(
 
 
 SPACE_TO_DEPTH = _forward(
-    Conv("folded", (2, 3, 23, 26), (64, 3, 7, 6), (2, 2), (3, 3, 3, 3)), "tf32"
+    Conv("space-to-depth", (2, 3, 23, 26), (64, 3, 7, 6), (2, 2), (3, 3, 3, 3)), "tf32"
 )
 
 

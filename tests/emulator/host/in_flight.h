@@ -1,4 +1,4 @@
-// What the asynchronous instructions of sm_90a share (sm90.cc, wgmma.cc).
+// Helpers for the asynchronous instructions of sm_90a (sm90.cc, wgmma.cc).
 #pragma once
 #include <algorithm>
 #include <cstddef>
