@@ -38,8 +38,8 @@ class Forced:
     """Plans a pass with the kernel that large problems get, even where another one is faster.
 
     Float32 is multiplied as scaled fp16, except in weight gradients (see :class:`ScaledFp16`).
-    Weight gradients always use tensor cores. ``tile`` is the tile of a larger problem, as the values
-    of its kernel's ``TILE_CONSTANTS``; without it, the kernel's rules choose the tile.
+    Weight gradients always use tensor cores. ``tile`` is the tile of a larger problem, as values of
+    its kernel's ``TILE_CONSTANTS``; without it, the kernel's rules choose the tile.
     """
 
     direction: str
