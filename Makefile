@@ -6,7 +6,7 @@ BIN := .venv/bin
 # For the GPU targets: a Python whose PyTorch is a CUDA build, with cuda-bindings, pytest, hypothesis.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test lint types test-cpu test-net test-compile net test-gpu test-oldest-torch examples sanitize stress clean
+.PHONY: demo test lint types test-cpu test-corpus test-compile corpus test-gpu test-oldest-torch examples sanitize stress clean
 
 demo: .venv/ready
 	$(BIN)/fastconv verify
@@ -35,18 +35,18 @@ test-cpu: .venv/ready
 	$(BIN)/pytest -m "not gpu" $(addprefix --ignore ,$(FIRST_LANE)); others=$$?; \
 	wait $$first; status=$$?; cat $$log; rm $$log; exit $$((status || others))
 
-# The whole net, for which there is no time in every run: about an hour on two cores. With another
-# SEED, other problems are planned.
-test-net: .venv/ready
-	FASTCONV_NET=$(or $(SEED),0) FASTCONV_PLANS=6000 $(BIN)/pytest tests/emulator tests/kernels/test_every_gpu.py
+# The whole coverage corpus, which every run has no time for: about an hour on two cores. With
+# another SEED, other problems are planned.
+test-corpus: .venv/ready
+	FASTCONV_CORPUS=$(or $(SEED),0) FASTCONV_PLANS=6000 $(BIN)/pytest tests/emulator tests/kernels/test_every_gpu.py
 
 # All kernels of the suites' layers, for all GPUs with tensor cores: hours.
 test-compile: .venv/ready
 	FASTCONV_COMPILE_ALL=1 $(BIN)/pytest tests/kernels/test_kernels_compile.py
 
-# Looks for classes of code that the net lacks, and adds problems that have them.
-net: .venv/ready
-	PYTHONPATH=src:tests $(BIN)/python tests/emulator/net.py --seconds $(or $(SECONDS),300) --seed $(or $(SEED),0)
+# Looks for classes of code that the coverage corpus lacks, and adds problems that have them.
+corpus: .venv/ready
+	PYTHONPATH=src:tests $(BIN)/python tests/emulator/corpus.py --seconds $(or $(SECONDS),300) --seed $(or $(SEED),0)
 
 test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu

@@ -26,9 +26,9 @@ import exported_file
 import fastconv
 import nvrtc as other_nvrtc
 import tensor_maps
-from emulator import net, run_both_orders
+from emulator import corpus, run_both_orders
 from emulator.driver import COMPILER
-from emulator.works import SCALARS
+from emulator.pass_cases import SCALARS
 from exports import exported
 from fastconv import cli, jit
 from fastconv.exporter import ExportError, plans
@@ -667,8 +667,8 @@ def test_portable_plans_fit_every_gpu() -> None:
 def _drawn_geometries() -> Iterator[tuple[portable.Geometry, portable.Operands]]:
     """Problems with the same padding on both sides, the only ones that exported files take."""
     draw = Random(0)
-    for work in (net.drawn(draw) for _ in range(600)):
-        problem = work.case.problem
+    for work in (corpus.drawn(draw) for _ in range(600)):
+        problem = work.conv.problem
         top, bottom, left, right = problem.padding
         if work.dtype == torch.float64 or (top, left) != (bottom, right):
             continue

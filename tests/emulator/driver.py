@@ -27,24 +27,24 @@ from fastconv.kernels.family import (
 
 HOST = Path(__file__).parent / "host"
 CACHE = Path(__file__).parents[2] / ".pytest_cache/d/emulator"
-"""What was built before, by a hash of the sources. ``pytest --cache-clear`` empties it."""
+"""Compiled kernels, named by a hash of their sources. ``pytest --cache-clear`` empties it."""
 
 COMPILER = os.environ.get("CXX", "g++")
 FLAGS = [
     *("-std=c++17", "-g1", "-fno-exceptions", "-fno-rtti", "-fno-omit-frame-pointer"),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
-    # The same bits on every CPU, and the liberties with pointers that device compilers allow.
+    # No contraction: the same bits on every CPU. No strict aliasing: device compilers have none.
     *("-ffp-contract=off", "-fno-strict-aliasing"),
-    # An array that nobody initialises holds no lucky zeros.
+    # Uninitialised arrays hold a pattern, not zeros that hide the fault.
     "-ftrivial-auto-var-init=pattern",
 ]
 
 TIMEOUT_S = 1800
-"""For one launch, on any machine: a kernel that waits in a loop of its own never returns."""
+"""Limit of one launch in seconds: a kernel that polls in a loop of its own never returns."""
 
 
 class EmulatorError(AssertionError):
-    """A kernel did not compile, or did what no kernel must do."""
+    """A kernel did not compile, or its execution is at fault."""
 
 
 def run(launches: Iterable[Launch], tensors: Mapping[str, Tensor], reverse: bool = False) -> None:
@@ -58,7 +58,7 @@ def run(launches: Iterable[Launch], tensors: Mapping[str, Tensor], reverse: bool
 
 
 def run_both_orders(launches: Sequence[Launch], tensors: Mapping[str, Tensor]) -> None:
-    """As :func:`run`, in both orders: a bit that differs between them is an error."""
+    """Runs launches as :func:`run` does, in both orders; results that differ are an error."""
     forward = _execute(launches, tensors, reverse=False)
     reverse = _execute(launches, tensors, reverse=True)
     for name, tensor in tensors.items():
@@ -74,7 +74,7 @@ def run_both_orders(launches: Sequence[Launch], tensors: Mapping[str, Tensor]) -
 
 
 def precompile(kernels: Iterable[Kernel]) -> None:
-    """Build kernels in parallel, for launches to come."""
+    """Build kernels in parallel, before launches need them."""
     with ThreadPoolExecutor(compile_jobs()) as pool:
         list(pool.map(_library, dict.fromkeys(kernels)))
 
@@ -102,7 +102,7 @@ def _execute(
 
 
 def _argument(argument: Argument, places: Mapping[str, str]) -> str:
-    """As ``read_argument`` in host/runtime.cc takes it."""
+    """An argument as ``read_argument`` in host/runtime.cc parses it."""
     if isinstance(argument, int):
         return str(argument)
     if isinstance(argument, str):
@@ -111,7 +111,7 @@ def _argument(argument: Argument, places: Mapping[str, str]) -> str:
 
 
 def _numbers(of: AnyMap) -> tuple[int, ...]:
-    """As ``read_tensor_map`` in host/tensor_map.h takes them."""
+    """The numbers of a tensor map as ``read_tensor_map`` in host/tensor_map.h parses them."""
     tiled = isinstance(of, TensorMap)
     layout = (*of.sizes, *of.strides, *of.element_strides)
     box = of.box if tiled else (*of.lower, *of.upper, of.channels, of.pixels)
@@ -134,32 +134,34 @@ def _span(tensor: Tensor) -> Tensor:
 
 
 def _offset(tensor: Tensor) -> int:
-    """Bytes from an aligned address, if the storage begins at one as GPU allocations do."""
+    """Bytes of the tensor's address past a multiple of 256, if its storage begins at one.
+
+    GPU allocations do.
+    """
     return tensor.storage_offset() * tensor.element_size() % 256
 
 
 @functools.cache
 def _library(kernel: Kernel) -> Path:
-    """What the runtime loads to run launches of a kernel."""
+    """Compiles the shared library that the runtime loads to run a kernel."""
     text = (
         f'#include "device.h"\n{kernel.text}\n'
         "void emulator_run_thread(const emulator::Argument* arguments, int count) {\n"
         f"  emulator::call(::{kernel.entry}, arguments, count);\n"
         "}\n"
     )
-    # -Og compiles in a third (large kernels) to three quarters (small ones) of -O1's time; what it
-    # makes is about a tenth slower. The program is whole but for the runtime: other entries of the
-    # same file are left out.
+    # -Og compiles in a third (large kernels) to three quarters (small ones) of the time of -O1, and
+    # its code is about a tenth slower. -fwhole-program drops the other kernels of the same file.
     options = ["-Og", "-fwhole-program", "-fPIC", "-shared", "-nostdlib"]
     return _compile(_title(kernel), text, options)
 
 
 @functools.cache
 def _runtime() -> Path:
-    """The executable. Kernels are no part of it: to link each with the sanitizers takes longer."""
+    """Compiles the executable, which loads kernels: linking each one to sanitizers takes longer."""
     fast = ["-O3", "-fno-sanitize=all"]
-    checked = ("runtime.cc", "sm90.cc", "tensor_map.cc", "mma.cc")
-    options = {**{file: ["-O1"] for file in checked}, "product.cc": fast}
+    checked = ("runtime.cc", "buffers.cc", "sm90.cc", "wgmma.cc", "tensor_map.cc", "mma.cc")
+    options = {**{file: ["-O1"] for file in checked}, "thread_mma.cc": fast}
     objects = [
         _compile("the emulator", f'#include "{file}"\n', ["-c", *more])
         for file, more in options.items()
@@ -168,7 +170,7 @@ def _runtime() -> Path:
 
 
 def _compile(title: str, text: str, options: Sequence[str | Path]) -> Path:
-    """Compile, unless the same text, with all that it includes, was compiled before."""
+    """Compile, unless the cache has the same text with the same includes."""
     command = [COMPILER, *FLAGS, f"-I{HOST}", f"-I{FOLDER}"]
     expanded = _call(title, [*command, "-E", "-xc++", "-"], text.encode())
     key = repr((_version(), command, options)).encode() + expanded
@@ -176,7 +178,7 @@ def _compile(title: str, text: str, options: Sequence[str | Path]) -> Path:
     if not target.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         with Path(f"{target}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # other processes may want the same
+            fcntl.flock(lock, fcntl.LOCK_EX)  # other processes may compile the same
             if not target.exists():
                 unfinished = Path(f"{target}.part")
                 command += ["-xc++-cpp-output", "-", "-xnone", *options, "-o", unfinished]

@@ -1,4 +1,4 @@
-"""Kernels that are made faulty, for tests that the emulator sees it."""
+"""Kernels with deliberate faults, for tests that the emulator finds them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from emulator.driver import HOST
-from emulator.works import Planner
+from emulator.pass_cases import Planner
 from fastconv.kernels.family import FOLDER, Gpu, Kernel, Operands, Plan
 from fastconv.problem import Problem
 
@@ -17,7 +17,7 @@ INCLUDE = re.compile(r'#include "(.*)"')
 
 @dataclass(frozen=True)
 class Changed(Kernel):
-    """A kernel of a test's own file, in whose text something is changed."""
+    """A kernel from a test's own file, with ``old`` replaced by ``new`` in its text."""
 
     old: str
     new: str
@@ -32,22 +32,22 @@ class Changed(Kernel):
 
 @dataclass(frozen=True)
 class Fault:
-    """Text of a file below ``kernels``, and what takes its place."""
+    """A replacement of ``old`` by ``new`` in a file below ``fastconv/kernels``."""
 
     file: str
     old: str
     new: str
 
     def applied(self, text: str) -> str:
-        assert text.count(self.old) == 1, f"{self.old!r} is not once in {self.file}"
+        assert text.count(self.old) == 1, f"{self.old!r} does not occur exactly once in {self.file}"
         return text.replace(self.old, self.new)
 
 
 @dataclass(frozen=True)
 class Faulty(Kernel):
-    """A kernel of the package, one of whose files has a fault.
+    """A kernel of the package with a fault in one of its files.
 
-    What it includes is part of its text, but for what the emulator has twins of.
+    Its text has all included files inlined, except those that the emulator has twins of.
     """
 
     fault: Fault
@@ -58,7 +58,7 @@ class Faulty(Kernel):
 
 
 def _expanded(text: str, fault: Fault, seen: set[str]) -> Iterator[str]:
-    """Lines of a text, with those of all files that it includes, which are ``seen`` afterwards."""
+    """The lines of a text with its includes inlined, each file once; adds the files to ``seen``."""
     for line in text.splitlines():
         found = INCLUDE.match(line)
         if found is None or (HOST / found[1]).exists():
@@ -73,7 +73,7 @@ def _expanded(text: str, fault: Fault, seen: set[str]) -> Iterator[str]:
 
 
 def _with_fault(kernel: Kernel, fault: Fault) -> Kernel:
-    """The kernel with the fault; as it is, if the fault is in none of its files."""
+    """The kernel with the fault, or the kernel itself if it does not include the faulty file."""
     files: set[str] = set()
     for _ in _expanded(kernel.text, fault, files):
         pass
@@ -84,7 +84,7 @@ def _with_fault(kernel: Kernel, fault: Fault) -> Kernel:
 
 @dataclass(frozen=True)
 class FaultyPlanner:
-    """Plans as another one does, with a fault in its kernels."""
+    """Makes the plans of another planner, with a fault in their kernels."""
 
     planner: Planner
     fault: Fault
@@ -98,5 +98,5 @@ class FaultyPlanner:
         launches = tuple(
             replace(one, kernel=_with_fault(one.kernel, self.fault)) for one in plan.launches
         )
-        assert launches != plan.launches, f"no kernel has {self.fault.file}"
+        assert launches != plan.launches, f"no kernel of the plan includes {self.fault.file}"
         return replace(plan, launches=launches)

@@ -1,8 +1,8 @@
-"""Tensors that do not begin at multiples of 16 bytes: each of a pass's in turn, in every kernel.
+"""Tensors that do not begin at multiples of 16 bytes: each tensor of a pass in turn, all kernels.
 
-What plans may assume of addresses is what the CUDA backend finds out of its tensors
-(``backends/cuda.py: need``), so here it is asked, and what it answers is planned and run on the
-same tensors. The emulator has no mercy on a vector that is not aligned.
+Plans assume the alignment that the CUDA backend finds for its tensors (``backends/cuda.py: need``).
+So the tests plan with the backend's operands, and run the plan on the same tensors. The emulator
+reports every misaligned vector.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from emulator import net, precompile, run_both_orders
-from emulator.works import (
+from emulator import corpus, precompile, run_both_orders
+from emulator.pass_cases import (
     ALL,
     ROUNDINGS,
+    PassCase,
     Tensors,
-    Work,
     assert_close,
     assert_correct,
     new_output,
@@ -33,7 +33,7 @@ from fastconv.problem import Epilogue
 
 FUSED = Epilogue("relu", residual=True)
 
-# What CI has time for: the kernels that read a bias, or write weights, in vectors of their own.
+# CI runs only these: kernels that read a bias or write weights in vectors of their own.
 LINES = """\
 sm_90a/1 forward*gemm bfloat16 nhwc/nhwc: 2x72x5x7 88x72x1x1
 sm_75/1 forward bfloat16 nhwc/nhwc: 2x8x6x6 8x1x3x3 padding=1,1 groups=8
@@ -41,7 +41,7 @@ sm_90a/2 weight_grad*gemm float16 nchw/nchw: 1x8x12x12 64x8x1x1
 sm_75/1 forward float16 nchw/nhwc: 2x3x4x8 8x3x3x3 padding=1,1
 sm_80/1 forward* bfloat16 nhwc/nhwc: 1x16x4x8 16x16x3x3 padding=1,1
 """
-# And for each other kernel, and each type that it reads in vectors of its own.
+# The other kernels, with each type that a kernel reads in its own kind of vectors.
 MORE_LINES = """\
 sm_75/1 forward float64 nchw/nchw: 2x3x4x8 8x3x3x3 padding=1,1
 sm_75/1 forward float32 nhwc/nhwc: 2x4x4x8 8x4x3x3 padding=1,1
@@ -82,48 +82,48 @@ sm_90a/1 weight_grad tf32 nchw/nchw bias: 1x1x1x66 74x1x4x4 stride=1,3 padding=3
 """
 
 
-def work_of(line: str) -> Work:
-    """With a residual, if it is a forward pass."""
-    work = net.work_of(line)
-    return replace(work, epilogue=FUSED) if work.direction == "forward" else work
+def case_of(line: str) -> PassCase:
+    """The test case of a line, with a residual if it is a forward pass."""
+    case = corpus.case_of(line)
+    return replace(case, epilogue=FUSED) if case.direction == "forward" else case
 
 
-WORKS = [work_of(line) for line in (LINES + MORE_LINES * ALL).splitlines()]
+CASES = [case_of(line) for line in (LINES + MORE_LINES * ALL).splitlines()]
 
 
-def _everything(work: Work) -> dict[str, Tensor]:
-    """All tensors of a pass that are the caller's, by the names that launches have for them."""
-    tensors = tensors_read(work, Tensors.random(work))
-    if work.bias_grad:
-        tensors["bias_grad"] = torch.full(work.case.weight[:1], torch.nan, dtype=work.dtype)
-    return {**tensors, "output": new_output(work)}
+def _everything(case: PassCase) -> dict[str, Tensor]:
+    """All tensors that a caller passes, by their names in launches."""
+    tensors = tensors_read(case, Tensors.random(case))
+    if case.bias_grad:
+        tensors["bias_grad"] = torch.full(case.conv.weight[:1], torch.nan, dtype=case.dtype)
+    return {**tensors, "output": new_output(case)}
 
 
 def moved(tensor: Tensor) -> Tensor:
-    """The same, one element past an aligned address."""
+    """A copy of a tensor, one element past an aligned address."""
     around = tensor.new_full((tensor.numel() + 1,), torch.nan)
     return around.as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
 
 
-def _plan(work: Work, tensors: dict[str, Tensor]) -> Plan:
-    """What the CUDA backend would plan for these tensors; with the work's kernel, if it can."""
-    first = "grad_output" if work.direction == "weight_grad" else "input"
-    second = "input" if work.direction == "weight_grad" else "weight"
+def _plan(case: PassCase, tensors: dict[str, Tensor]) -> Plan:
+    """The CUDA backend's plan for these tensors, with the kernel of the case where it applies."""
+    first = "grad_output" if case.direction == "weight_grad" else "input"
+    second = "input" if case.direction == "weight_grad" else "weight"
     need = cuda.need(
-        getattr(planner, work.direction), work.case.problem, tensors[first], tensors[second],
-        tensors["output"], work.precision, work.bias_grad, planner.EVERY,
-        tensors.get("residual"), work.epilogue, tensors.get("bias"),
+        getattr(planner, case.direction), case.conv.problem, tensors[first], tensors[second],
+        tensors["output"], case.precision, case.bias_grad, planner.EVERY,
+        tensors.get("residual"), case.epilogue, tensors.get("bias"),
     )  # fmt: skip
     assert need is not None
     operands = replace(
         cuda.operands_for(need),
-        # Of images of one pixel, PyTorch cannot tell.
-        input_channels_last=work.channels_last,
-        output_channels_last=work.output_channels_last,
+        # The strides of one-pixel images do not determine their memory format.
+        input_channels_last=case.channels_last,
+        output_channels_last=case.output_channels_last,
     )
-    for chosen in (work.planner, need.plan):
+    for chosen in (case.planner, need.plan):
         with suppress(Declined):
-            return chosen(work.case.problem, operands, work.gpu)
+            return chosen(case.conv.problem, operands, case.gpu)
     raise AssertionError("the portable kernels take everything")
 
 
@@ -131,51 +131,51 @@ EVERY_LINE = (LINES + MORE_LINES).splitlines()
 
 
 def test_every_kernel_is_in_a_line() -> None:
-    plans = [_plan(work, _everything(work)) for work in map(work_of, EVERY_LINE)]
+    plans = [_plan(case, _everything(case)) for case in map(case_of, EVERY_LINE)]
     sources = {launch.kernel.source for plan in plans for launch in plan.launches}
     assert sources >= {*planner.ANATOMIES}
 
 
 def test_plans_of_a_misaligned_bias_are_others() -> None:
-    """Where the bias is read in pairs; elsewhere, and wherever it is aligned, nothing changes."""
-    for work in map(work_of, EVERY_LINE):
-        if work.direction != "forward":
+    """Only plans that read the bias in pairs depend on its alignment."""
+    for case in map(case_of, EVERY_LINE):
+        if case.direction != "forward":
             continue
-        tensors = _everything(work)
-        before, bias = _plan(work, tensors), tensors["bias"]
-        after = _plan(work, {**tensors, "bias": moved(bias)})
+        tensors = _everything(case)
+        before, bias = _plan(case, tensors), tensors["bias"]
+        after = _plan(case, {**tensors, "bias": moved(bias)})
         told = "aligned_bias" in dict(before.launches[-1].kernel.constants)
         assert (after != before) == (told and bias.element_size() == 2)
 
 
-def placements(work: Work) -> Iterator[tuple[str, dict[str, Tensor], Plan]]:
-    for name in _everything(work):
+def placements(case: PassCase) -> Iterator[tuple[str, dict[str, Tensor], Plan]]:
+    for name in _everything(case):
         torch.manual_seed(0)
-        tensors = _everything(work)
+        tensors = _everything(case)
         tensors[name] = moved(tensors[name])
-        yield name, tensors, _plan(work, tensors)
+        yield name, tensors, _plan(case, tensors)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    plans = (plan for work in WORKS for _, _, plan in placements(work))
+    plans = (plan for case in CASES for _, _, plan in placements(case))
     precompile({launch.kernel for plan in plans for launch in plan.launches})
 
 
-@pytest.mark.parametrize("work", WORKS, ids=str)
-def test_any_tensor_may_begin_anywhere(work: Work) -> None:
-    for _, tensors, plan in placements(work):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_any_tensor_may_begin_anywhere(case: PassCase) -> None:
+    for _, tensors, plan in placements(case):
         scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
         run_both_orders(plan.launches, {**tensors, "scratch": scratch})
-        _check(work, tensors)
+        _check(case, tensors)
 
 
-def _check(work: Work, tensors: dict[str, Tensor]) -> None:
+def _check(case: PassCase, tensors: dict[str, Tensor]) -> None:
     torch.manual_seed(0)
-    given = Tensors.random(work)
-    # Which family takes it depends on the addresses, and whether it rounds to TF32 on the family.
-    roundings = ROUNDINGS if work.precision == "ieee" else ROUNDINGS * 2.0**13
-    assert_correct(replace(work, precision="ieee"), given, tensors["output"], roundings)
+    given = Tensors.random(case)
+    # The family depends on the addresses, and whether TF32 is rounded depends on the family.
+    roundings = ROUNDINGS if case.precision == "ieee" else ROUNDINGS * 2.0**13
+    assert_correct(replace(case, precision="ieee"), given, tensors["output"], roundings)
     if "bias_grad" in tensors:
         grad, over = given.grad_output.double(), (0, 2, 3)
         assert_close(tensors["bias_grad"], grad.sum(over), grad.abs().sum(over), ROUNDINGS)

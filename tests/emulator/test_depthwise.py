@@ -1,4 +1,4 @@
-"""The kernels for narrow groups on the CPU: every pass, dtype and layout, small odd geometries."""
+"""Depthwise kernels on the CPU: every pass, type and layout on small odd shapes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from emulator import precompile
-from emulator.works import (
+from emulator.pass_cases import (
     SCALARS,
-    Case,
+    Conv,
+    PassCase,
     Planner,
     Tensors,
-    Work,
     assert_alone_as_in_batch,
     assert_correct,
-    assert_plainly,
+    assert_special_values,
     check,
     float64,
     run,
@@ -33,69 +33,69 @@ from fastconv.kernels.gpus import GPUS, H200
 from fastconv.problem import Problem
 
 PASSES: tuple[Planner, ...] = (depthwise.forward, depthwise.input_grad, depthwise.weight_grad)
-CASES = (
-    Case("square", (3, 6, 12, 20), (6, 1, 3, 3), padding=(1, 1, 1, 1), groups=6),
-    Case("many channels", (2, 70, 7, 7), (70, 1, 7, 7), padding=(3, 3, 3, 3), groups=70),
-    Case("row of taps", (1, 4, 5, 40), (4, 1, 1, 21), padding=(0, 0, 10, 10), groups=4),
-    Case("column of taps", (1, 4, 40, 9), (4, 1, 21, 1), padding=(10, 10, 0, 0), groups=4),
-    Case("kernel beyond the image", (2, 8, 7, 7), (8, 1, 13, 13), padding=(6, 6, 6, 6), groups=8),
-    Case("long sums", (1, 2, 9, 11), (2, 1, 25, 27), padding=(12, 12, 13, 13), groups=2),
-    Case("strided", (2, 5, 14, 15), (5, 1, 5, 5), (2, 2), (2, 1, 2, 3), groups=5),
-    Case("strides differ", (1, 6, 13, 17), (6, 1, 3, 4), (4, 3), (1, 0, 2, 1), groups=6),
-    Case("stride beyond the kernel", (1, 4, 9, 10), (4, 1, 1, 2), (3, 4), (0, 0, 0, 1), groups=4),
-    Case("dilated", (1, 6, 14, 18), (6, 1, 3, 5), (1, 1), (2, 3, 6, 5), (2, 3), groups=6),
-    Case("dilated and strided", (1, 4, 15, 16), (4, 1, 3, 3), (2, 3), (1, 2, 3, 0), (4, 2),
+CONVS = (
+    Conv("square", (3, 6, 12, 20), (6, 1, 3, 3), padding=(1, 1, 1, 1), groups=6),
+    Conv("many channels", (2, 70, 7, 7), (70, 1, 7, 7), padding=(3, 3, 3, 3), groups=70),
+    Conv("row of taps", (1, 4, 5, 40), (4, 1, 1, 21), padding=(0, 0, 10, 10), groups=4),
+    Conv("column of taps", (1, 4, 40, 9), (4, 1, 21, 1), padding=(10, 10, 0, 0), groups=4),
+    Conv("kernel beyond the image", (2, 8, 7, 7), (8, 1, 13, 13), padding=(6, 6, 6, 6), groups=8),
+    Conv("long sums", (1, 2, 9, 11), (2, 1, 25, 27), padding=(12, 12, 13, 13), groups=2),
+    Conv("strided", (2, 5, 14, 15), (5, 1, 5, 5), (2, 2), (2, 1, 2, 3), groups=5),
+    Conv("strides differ", (1, 6, 13, 17), (6, 1, 3, 4), (4, 3), (1, 0, 2, 1), groups=6),
+    Conv("stride beyond the kernel", (1, 4, 9, 10), (4, 1, 1, 2), (3, 4), (0, 0, 0, 1), groups=4),
+    Conv("dilated", (1, 6, 14, 18), (6, 1, 3, 5), (1, 1), (2, 3, 6, 5), (2, 3), groups=6),
+    Conv("dilated and strided", (1, 4, 15, 16), (4, 1, 3, 3), (2, 3), (1, 2, 3, 0), (4, 2),
          groups=4),
-    Case("multiplier", (2, 5, 9, 8), (15, 1, 3, 3), padding=(1, 1, 1, 1), groups=5),
-    Case("large multiplier", (1, 2, 5, 6), (80, 1, 2, 3), groups=2),
-    Case("narrow groups", (2, 12, 8, 12), (12, 4, 3, 3), padding=(1, 1, 1, 1), groups=3),
-    Case("groups of different widths", (1, 14, 9, 9), (6, 7, 3, 2), (1, 2), groups=2),
-    Case("wide image", (1, 3, 3, 530), (3, 1, 2, 3), padding=(0, 1, 1, 1), groups=3),
-    Case("one pixel", (2, 3, 1, 1), (3, 1, 1, 1), groups=3),
-    Case("rows longer than threads", (2, 3, 1, 787), (3, 1, 1, 4), padding=(0, 0, 3, 3), groups=3),
-    Case("long rows in strides", (1, 2, 2, 801), (2, 1, 2, 5), (1, 2), (1, 1, 2, 2), groups=2),
-    Case("one column", (2, 4, 150, 1), (4, 1, 4, 3), (1, 1), (3, 0, 1, 1), groups=4),
-    Case("one column in strides", (1, 6, 83, 1), (6, 2, 5, 1), (3, 2), (2, 1, 0, 1), groups=3),
-    Case("two columns", (3, 5, 9, 2), (5, 1, 3, 3), padding=(1, 1, 1, 1), groups=5),
-    Case("three columns, dilated", (1, 4, 11, 3), (4, 1, 3, 3), (1, 1), (2, 2, 3, 3), (2, 3),
+    Conv("multiplier", (2, 5, 9, 8), (15, 1, 3, 3), padding=(1, 1, 1, 1), groups=5),
+    Conv("large multiplier", (1, 2, 5, 6), (80, 1, 2, 3), groups=2),
+    Conv("narrow groups", (2, 12, 8, 12), (12, 4, 3, 3), padding=(1, 1, 1, 1), groups=3),
+    Conv("groups of different widths", (1, 14, 9, 9), (6, 7, 3, 2), (1, 2), groups=2),
+    Conv("wide image", (1, 3, 3, 530), (3, 1, 2, 3), padding=(0, 1, 1, 1), groups=3),
+    Conv("one pixel", (2, 3, 1, 1), (3, 1, 1, 1), groups=3),
+    Conv("rows longer than threads", (2, 3, 1, 787), (3, 1, 1, 4), padding=(0, 0, 3, 3), groups=3),
+    Conv("long rows in strides", (1, 2, 2, 801), (2, 1, 2, 5), (1, 2), (1, 1, 2, 2), groups=2),
+    Conv("one column", (2, 4, 150, 1), (4, 1, 4, 3), (1, 1), (3, 0, 1, 1), groups=4),
+    Conv("one column in strides", (1, 6, 83, 1), (6, 2, 5, 1), (3, 2), (2, 1, 0, 1), groups=3),
+    Conv("two columns", (3, 5, 9, 2), (5, 1, 3, 3), padding=(1, 1, 1, 1), groups=5),
+    Conv("three columns, dilated", (1, 4, 11, 3), (4, 1, 3, 3), (1, 1), (2, 2, 3, 3), (2, 3),
          groups=4),
 )  # fmt: skip
 
 
-def _taken(work: Work) -> bool:
+def _taken(case: PassCase) -> bool:
     try:
-        work.plan  # noqa: B018
+        case.plan  # noqa: B018
     except Declined:
         return False
     return True
 
 
-def _works() -> list[Work]:
-    works = []
-    for i, case in enumerate(CASES):
+def _cases() -> list[PassCase]:
+    cases = []
+    for i, conv in enumerate(CONVS):
         for j, planner in enumerate(PASSES):
             for channels_last in (False, True):
                 bias = planner is depthwise.weight_grad and (i + j) % 2 == 0
-                work = Work(case, planner, channels_last=channels_last, bias_grad=bias)
+                case = PassCase(conv, planner, channels_last=channels_last, bias_grad=bias)
                 dtype = list(SCALARS)[(i + j) % len(SCALARS)]
                 gpu = replace(GPUS[("sm_70", "sm_86", "sm_100a")[i % 3]], processors=1 + i % 2)
-                works.append(work)
-                works.append(replace(work, dtype=dtype, gpu=gpu, aligned=(i + j) % 3 != 0))
-    return list(filter(_taken, dict.fromkeys(works)))
+                cases.append(case)
+                cases.append(replace(case, dtype=dtype, gpu=gpu, aligned=(i + j) % 3 != 0))
+    return list(filter(_taken, dict.fromkeys(cases)))
 
 
-# On tensor cores, as bands.
-BANDS = (
-    Case("large kernel", (2, 8, 12, 16), (8, 1, 31, 31), padding=(15, 15, 15, 15), groups=8),
-    Case("large kernel, odd image", (3, 8, 9, 19), (8, 1, 17, 27), padding=(8, 7, 13, 12),
+# Kernels as Toeplitz (banded) matrices, on tensor cores.
+TOEPLITZ = (
+    Conv("large kernel", (2, 8, 12, 16), (8, 1, 31, 31), padding=(15, 15, 15, 15), groups=8),
+    Conv("large kernel, odd image", (3, 8, 9, 19), (8, 1, 17, 27), padding=(8, 7, 13, 12),
          groups=8),
-    Case("strips and products of several tiles", (1, 4, 40, 75), (4, 1, 31, 15),
+    Conv("strips and products of several tiles", (1, 4, 40, 75), (4, 1, 31, 15),
          padding=(3, 0, 5, 7), groups=4),
 )  # fmt: skip
 
 
-def _in_bands(planner: Planner) -> Planner:
-    """Also where plain cores would be faster."""
+def _with_toeplitz(planner: Planner) -> Planner:
+    """A planner with Toeplitz matrices, even where CUDA cores would be faster."""
 
     @wraps(planner)
     def plan(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -105,30 +105,30 @@ def _in_bands(planner: Planner) -> Planner:
     return plan
 
 
-def _banded() -> list[Work]:
-    """In an order of which every other one has each pass in each type."""
-    works = []
-    planners = [_in_bands(planner) for planner in PASSES[:2]]
+def _toeplitz_cases() -> list[PassCase]:
+    """All passes and types, in an order in which every other test case still has them all."""
+    cases = []
+    planners = [_with_toeplitz(planner) for planner in PASSES[:2]]
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    for channels_last, planner, dtype, case in product((False, True), planners, dtypes, BANDS):
+    for channels_last, planner, dtype, conv in product((False, True), planners, dtypes, TOEPLITZ):
         gpu = replace(GPUS["sm_80"], processors=2) if dtype == torch.float16 else H200
-        works.append(Work(case, planner, dtype, channels_last, gpu=gpu))
-    return works
+        cases.append(PassCase(conv, planner, dtype, channels_last, gpu=gpu))
+    return cases
 
 
-WORKS = _works()
-BANDED = _banded()
-RUN = [*some(WORKS, one_in=9), *some(BANDED, one_in=4)]
+CASES = _cases()
+TOEPLITZ_CASES = _toeplitz_cases()
+RUN = [*some(CASES, one_in=9), *some(TOEPLITZ_CASES, one_in=4)]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    precompile({launch.kernel for work in RUN for launch in work.plan.launches})
+    precompile({launch.kernel for case in RUN for launch in case.plan.launches})
 
 
-@pytest.mark.parametrize("work", RUN, ids=str)
-def test_against_float64(work: Work) -> None:
-    check(work)
+@pytest.mark.parametrize("case", RUN, ids=str)
+def test_against_float64(case: PassCase) -> None:
+    check(case)
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -136,7 +136,7 @@ def test_random_problems(seed: int) -> None:
     check(_drawn(Random(seed)))
 
 
-def _drawn(draw: Random) -> Work:
+def _drawn(draw: Random) -> PassCase:
     while True:
         groups, group_in = draw.choice((2, 3, 8, 33, 66)), draw.choice((1, 1, 1, 2, 4, 7))
         group_out = draw.choice((1, 1, 2, 5) if group_in == 1 else (group_in, 1, 3))
@@ -146,7 +146,7 @@ def _drawn(draw: Random) -> Work:
                    *(draw.randint(0, kernel[1]) for _ in "lr"))  # fmt: skip
         stride = draw.choice(((1, 1), (1, 1), (2, 2), (3, 1), (2, 4)))
         dilation = draw.choice(((1, 1), (1, 1), (2, 1), (3, 2)))
-        case = Case(
+        conv = Conv(
             "drawn",
             (draw.randint(1, 3), groups * group_in, *size),
             (groups * group_out, group_in, *kernel),
@@ -159,112 +159,114 @@ def _drawn(draw: Random) -> Work:
         padded = (size[0] + sum(padding[:2]), size[1] + sum(padding[2:]))
         if padded[0] <= spans[0] or padded[1] <= spans[1]:
             continue
-        work = Work(
-            case,
+        case = PassCase(
+            conv,
             draw.choice(PASSES),
             draw.choice(list(SCALARS)),
             channels_last=draw.random() < 0.5,
             aligned=draw.random() < 0.8,
             gpu=replace(draw.choice((H200, GPUS["sm_75"])), processors=draw.choice((1, 132))),
         )
-        if case.problem.flops < 2e6 and _taken(work):
-            return work
+        if conv.problem.flops < 2e6 and _taken(case):
+            return case
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels-last"])
 @pytest.mark.parametrize("planner", [depthwise.forward, depthwise.weight_grad])
 def test_infinity_stays_where_it_is(planner: Planner, channels_last: bool) -> None:
-    """Pixels beyond the image are not multiplied with it, nor taps that there are not."""
-    case = Case("infinite", (1, 2, 5, 11), (2, 1, 2, 3), stride=(2, 2), groups=2)
-    work = Work(case, planner, channels_last=channels_last)
-    tensors = Tensors.random(work)
-    tensors.input[0, 0, 4, 10] = torch.inf  # no output pixel but the last can see it
-    actual, expected = run(work, tensors), float64(work, tensors)
+    """Neither pixels beyond the image nor taps beyond the kernel meet the infinity."""
+    conv = Conv("infinite", (1, 2, 5, 11), (2, 1, 2, 3), stride=(2, 2), groups=2)
+    case = PassCase(conv, planner, channels_last=channels_last)
+    tensors = Tensors.random(case)
+    tensors.input[0, 0, 4, 10] = torch.inf  # only the last output pixel reads it
+    actual, expected = run(case, tensors), float64(case, tensors)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("work", [w for w in BANDED if w.case is BANDS[0]], ids=str)
-def test_in_bands_infinity_changes_no_other_bit(work: Work) -> None:
-    """Zeros of a band are multiplied with neighbours, too."""
-    tensors = Tensors.random(work)
-    without = run(work, tensors)
-    read = tensors.input if work.direction == "forward" else tensors.grad_output
+@pytest.mark.parametrize(
+    "case", [case for case in TOEPLITZ_CASES if case.conv is TOEPLITZ[0]], ids=str
+)
+def test_toeplitz_infinity_changes_no_other_bit(case: PassCase) -> None:
+    """Even though the zeros of a Toeplitz matrix multiply neighbouring pixels."""
+    tensors = Tensors.random(case)
+    without = run(case, tensors)
+    read = tensors.input if case.direction == "forward" else tensors.grad_output
     read[0, 0, 0, 0], read[1, 3, 11, 15], read[1, 7, 11, 0] = torch.inf, -torch.inf, torch.nan
-    actual, expected = run(work, tensors), float64(work, tensors)
+    actual, expected = run(case, tensors), float64(case, tensors)
     seen = ~expected.isfinite()
     assert 0 < seen.sum() < seen.numel() / 4
     assert torch.equal(actual[~seen], without[~seen])
     torch.testing.assert_close(actual[seen].double(), expected[seen], equal_nan=True)
 
 
-# By images and by channels, as powers of two; none needs another's bits.
+# Exponents of two, one for each image and each channel. No result mixes two of them.
 INPUT_SIZES = (-140, -127, -114, -97, -60, -53, -50, 0, 60, 100)
 WEIGHT_SIZES = (-140, -127, -114, -96, -53, 0, 96, 120)
 
 
-def _long_rows(planner: Planner, channels_last: bool) -> Work:
-    case = Case("3x31", (len(INPUT_SIZES), len(WEIGHT_SIZES), 9, 21), (len(WEIGHT_SIZES), 1, 3, 31),
+def _long_rows(planner: Planner, channels_last: bool) -> PassCase:
+    conv = Conv("3x31", (len(INPUT_SIZES), len(WEIGHT_SIZES), 9, 21), (len(WEIGHT_SIZES), 1, 3, 31),
                 padding=(1, 1, 15, 15), groups=len(WEIGHT_SIZES))  # fmt: skip
-    return Work(case, _in_bands(planner), channels_last=channels_last, bias=False)
+    return PassCase(conv, _with_toeplitz(planner), channels_last=channels_last, bias=False)
 
 
 LONG_ROWS = [_long_rows(*kind) for kind in product(PASSES[:2], (False, True))]
 
 
-def _read(work: Work, tensors: Tensors) -> torch.Tensor:
-    return tensors.input if work.direction == "forward" else tensors.grad_output
+def _read(case: PassCase, tensors: Tensors) -> torch.Tensor:
+    return tensors.input if case.direction == "forward" else tensors.grad_output
 
 
-@pytest.mark.parametrize("work", LONG_ROWS, ids=str)
-def test_in_bands_numbers_of_any_size_keep_their_bits(work: Work) -> None:
-    """Low parts of float32 may be smaller than TF32 has bits for, and nothing may overflow."""
-    tensors = Tensors.random(work)
-    read, weight = _read(work, tensors), tensors.weight
+@pytest.mark.parametrize("case", LONG_ROWS, ids=str)
+def test_toeplitz_numbers_of_any_size_keep_their_bits(case: PassCase) -> None:
+    """Low parts may be below TF32's smallest number, and intermediate results must not overflow."""
+    tensors = Tensors.random(case)
+    read, weight = _read(case, tensors), tensors.weight
     read.mul_(2.0 ** torch.tensor(INPUT_SIZES).double().reshape(-1, 1, 1, 1))
     weight.mul_(2.0 ** torch.tensor(WEIGHT_SIZES).double().reshape(-1, 1, 1, 1))
     magnitudes = Tensors(*(tensor.abs() for tensor in vars(tensors).values()))
-    among = float64(work, magnitudes) < torch.finfo(torch.float32).max
+    among = float64(case, magnitudes) < torch.finfo(torch.float32).max
     assert among.sum() > 0.7 * among.numel()
-    assert_correct(work, tensors, run(work, tensors), among=among)
+    assert_correct(case, tensors, run(case, tensors), among=among)
 
 
-@pytest.mark.parametrize("work", LONG_ROWS, ids=str)
-def test_in_bands_small_numbers_keep_their_bits_beside_large_ones(work: Work) -> None:
-    """In a tile of the input, and among the weights of a channel: each is seen alone."""
-    tensors = Tensors.random(work)
-    read, weight = _read(work, tensors), tensors.weight
+@pytest.mark.parametrize("case", LONG_ROWS, ids=str)
+def test_toeplitz_small_numbers_keep_their_bits_beside_large_ones(case: PassCase) -> None:
+    """Large and small numbers share an input tile or a channel's weights, but not a result."""
+    tensors = Tensors.random(case)
+    read, weight = _read(case, tensors), tensors.weight
     exponents = torch.randint(-140, 20, weight.shape)
     weight.mul_(2.0 ** exponents.double())
     read.zero_()
     for image, (row, column) in enumerate(product((0, 4, 8), (0, 9, 20))):
         read[image, :, row, column] = 1.0
     read[9].normal_().mul_(2.0 ** torch.randint(-140, 20, read[9].shape).double())
-    assert_correct(work, tensors, run(work, tensors))
+    assert_correct(case, tensors, run(case, tensors))
 
 
-@pytest.mark.parametrize("work", LONG_ROWS, ids=str)
-def test_in_bands_an_infinite_weight_gives_infinities(work: Work) -> None:
-    """Also of an input whose low parts have another sign than it has."""
-    tensors = Tensors.random(work)
-    read, weight = _read(work, tensors), tensors.weight
+@pytest.mark.parametrize("case", LONG_ROWS, ids=str)
+def test_toeplitz_an_infinite_weight_gives_infinities(case: PassCase) -> None:
+    """Also where the low part of an input has the opposite sign."""
+    tensors = Tensors.random(case)
+    read, weight = _read(case, tensors), tensors.weight
     read.mul_(2.0 ** torch.tensor((0, -60)).repeat(len(INPUT_SIZES) // 2).reshape(-1, 1, 1, 1))
     weight[1, 0, 1, 15] = torch.inf
-    assert_plainly(work, tensors, run(work, tensors))
+    assert_special_values(case, tensors, run(case, tensors))
 
 
 def test_kernel_rows_that_blocks_do_not_share_evenly() -> None:
-    """Four blocks have room for 28 rows: what would be read for the last three lies nowhere."""
-    case = Case("tall", (40, 2, 1, 1), (2, 1, 25, 60), padding=(12, 12, 30, 29), groups=2)
-    work = Work(case, depthwise.weight_grad, gpu=replace(H200, processors=1))
-    constants = dict(work.plan.launches[0].kernel.constants)
+    """Four blocks have room for 28 kernel rows, but there are only 25."""
+    conv = Conv("tall", (40, 2, 1, 1), (2, 1, 25, 60), padding=(12, 12, 30, 29), groups=2)
+    case = PassCase(conv, depthwise.weight_grad, gpu=replace(H200, processors=1))
+    constants = dict(case.plan.launches[0].kernel.constants)
     assert (constants["tap_rows"], constants["tap_blocks"]) == (1, 4)
-    check(work)
+    check(case)
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels-last"])
 def test_an_image_alone_gives_the_same_bits(channels_last: bool) -> None:
     for planner in PASSES[:2]:
-        assert_alone_as_in_batch(Work(CASES[1], planner, channels_last=channels_last))
-    for work in some(BANDED, one_in=4):
-        if work.case is BANDS[1] and work.channels_last == channels_last:
-            assert_alone_as_in_batch(work)
+        assert_alone_as_in_batch(PassCase(CONVS[1], planner, channels_last=channels_last))
+    for case in some(TOEPLITZ_CASES, one_in=4):
+        if case.conv is TOEPLITZ[1] and case.channels_last == channels_last:
+            assert_alone_as_in_batch(case)

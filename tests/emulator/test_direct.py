@@ -1,4 +1,4 @@
-"""The portable kernels on the CPU: every pass, dtype and layout on small odd geometries."""
+"""The portable kernels on the CPU: every pass, type and layout on small odd shapes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from emulator import precompile, run_both_orders
-from emulator.works import (
+from emulator.pass_cases import (
     BATCH,
     SCALARS,
-    Case,
+    Conv,
+    PassCase,
     Planner,
     Tensors,
-    Work,
     assert_correct,
     check,
     float64,
@@ -28,130 +28,132 @@ from fastconv.kernels.direct import limits
 from fastconv.kernels.family import Constant, Gpu, Kernel
 from fastconv.kernels.gpus import GPUS
 
-# A single processor: any problem has more blocks than run at once, so weights are packed and
-# pixels are not split.
+# One SM: any problem has more blocks than run at once, so weights are packed and pixels are not
+# split.
 TINY = replace(GPUS["sm_75"], processors=1)
 
-CASES = (
-    Case("asymmetric", (2, 3, 9, 20), (5, 3, 5, 9), padding=(2, 2, 4, 4), dilation=(1, 1)),
-    Case("dilated", (1, 5, 15, 16), (9, 5, 3, 4), padding=(2, 1, 4, 3), dilation=(2, 3)),
-    Case("strided", (1, 4, 11, 14), (6, 4, 3, 3), stride=(2, 3), padding=(1, 1, 0, 2)),
-    Case("stride and dilation share a factor", (1, 2, 13, 17), (3, 2, 3, 3), (4, 2), (3, 0, 1, 2),
+CONVS = (
+    Conv("asymmetric", (2, 3, 9, 20), (5, 3, 5, 9), padding=(2, 2, 4, 4), dilation=(1, 1)),
+    Conv("dilated", (1, 5, 15, 16), (9, 5, 3, 4), padding=(2, 1, 4, 3), dilation=(2, 3)),
+    Conv("strided", (1, 4, 11, 14), (6, 4, 3, 3), stride=(2, 3), padding=(1, 1, 0, 2)),
+    Conv("stride and dilation share a factor", (1, 2, 13, 17), (3, 2, 3, 3), (4, 2), (3, 0, 1, 2),
          (2, 4)),
-    Case("pointwise", (2, 17, 5, 7), (20, 17, 1, 1)),
-    Case("strided pointwise", (1, 6, 7, 9), (4, 6, 1, 1), stride=(2, 2)),
-    Case("depthwise", (1, 6, 8, 12), (6, 1, 3, 5), padding=(1, 1, 2, 2), groups=6),
-    Case("multiplier", (2, 3, 7, 7), (6, 1, 2, 2), groups=3),
-    Case("grouped", (1, 8, 6, 10), (12, 4, 3, 3), padding=(1, 0, 0, 1), groups=2),
-    Case("long row", (1, 2, 4, 40), (2, 2, 1, 21), padding=(0, 0, 10, 10)),
-    Case("many channels", (1, 20, 6, 8), (40, 20, 3, 3), padding=(1, 1, 1, 1)),
-    Case("one pixel", (1, 3, 3, 3), (2, 3, 3, 3)),
+    Conv("pointwise", (2, 17, 5, 7), (20, 17, 1, 1)),
+    Conv("strided pointwise", (1, 6, 7, 9), (4, 6, 1, 1), stride=(2, 2)),
+    Conv("depthwise", (1, 6, 8, 12), (6, 1, 3, 5), padding=(1, 1, 2, 2), groups=6),
+    Conv("multiplier", (2, 3, 7, 7), (6, 1, 2, 2), groups=3),
+    Conv("grouped", (1, 8, 6, 10), (12, 4, 3, 3), padding=(1, 0, 0, 1), groups=2),
+    Conv("long row", (1, 2, 4, 40), (2, 2, 1, 21), padding=(0, 0, 10, 10)),
+    Conv("many channels", (1, 20, 6, 8), (40, 20, 3, 3), padding=(1, 1, 1, 1)),
+    Conv("one pixel", (1, 3, 3, 3), (2, 3, 3, 3)),
 )  # fmt: skip
-FAR_APART = (  # more pixels between taps than shared memory, or registers, hold
-    Case("far apart", (1, 1, 2, 9100), (2, 1, 1, 3), stride=(1, 500), dilation=(1, 4000)),
-    Case("apart", (1, 3, 3, 230), (4, 3, 2, 3), stride=(1, 2), dilation=(1, 100)),
+FAR_APART = (  # more pixels between taps than shared memory or registers hold
+    Conv("far apart", (1, 1, 2, 9100), (2, 1, 1, 3), stride=(1, 500), dilation=(1, 4000)),
+    Conv("apart", (1, 3, 3, 230), (4, 3, 2, 3), stride=(1, 2), dilation=(1, 100)),
 )
-SPARSE = (  # input gradients that no tap reaches here and there, or that taps of padding reach
-    Case("stride beyond the kernel", (2, 3, 9, 14), (4, 3, 2, 3), (4, 5), (1, 0, 2, 1)),
-    Case("stride beyond the image", (2, 4, 4, 6), (3, 4, 3, 3), (1000, 10**7), (1, 1, 1, 1)),
-    Case("stride of rows alone", (1, 4, 9, 16), (4, 4, 1, 3), (3, 1), (1, 0, 1, 1)),
-    Case("columns far before the image", (1, 2, 9, 11), (3, 2, 1, 2), (2, 7), (0, 1, 13, 9)),
-    Case("taps in padding alone", (1, 2, 5, 5), (3, 2, 1, 1), (10, 10), (3, 3, 3, 3)),
-    Case("dilated by more than the stride", (1, 4, 17, 20), (6, 2, 3, 4), (6, 4), (2, 5, 0, 3),
+SPARSE = (  # some input gradients have no tap, or only taps of padding
+    Conv("stride beyond the kernel", (2, 3, 9, 14), (4, 3, 2, 3), (4, 5), (1, 0, 2, 1)),
+    Conv("stride beyond the image", (2, 4, 4, 6), (3, 4, 3, 3), (1000, 10**7), (1, 1, 1, 1)),
+    Conv("stride of rows alone", (1, 4, 9, 16), (4, 4, 1, 3), (3, 1), (1, 0, 1, 1)),
+    Conv("columns far before the image", (1, 2, 9, 11), (3, 2, 1, 2), (2, 7), (0, 1, 13, 9)),
+    Conv("taps in padding alone", (1, 2, 5, 5), (3, 2, 1, 1), (10, 10), (3, 3, 3, 3)),
+    Conv("dilated by more than the stride", (1, 4, 17, 20), (6, 2, 3, 4), (6, 4), (2, 5, 0, 3),
          (9, 6), groups=2),
-    Case("dilated by the stride", (1, 3, 11, 16), (8, 3, 3, 3), (2, 2), (3, 2, 2, 3), (2, 2)),
-    Case("depthwise", (2, 5, 8, 12), (10, 1, 1, 2), (3, 4), (0, 0, 0, 1), groups=5),
+    Conv("dilated by the stride", (1, 3, 11, 16), (8, 3, 3, 3), (2, 2), (3, 2, 2, 3), (2, 2)),
+    Conv("depthwise", (2, 5, 8, 12), (10, 1, 1, 2), (3, 4), (0, 0, 0, 1), groups=5),
 )  # fmt: skip
-# Layers that each GPU has another plan for, or had none: what fits its shared memory differs.
+# Convolutions whose plans depend on the GPU's amount of shared memory.
 TIGHT = (
-    Case("128 of 16", (1, 16, 5, 34), (128, 16, 3, 3), padding=(1, 1, 1, 1)),
-    Case("column of taps", (1, 64, 12, 20), (4, 64, 9, 1), padding=(4, 4, 0, 0)),
-    Case("stem", (1, 3, 12, 40), (96, 3, 7, 7), stride=(2, 2), padding=(3, 3, 3, 3)),
+    Conv("128 of 16", (1, 16, 5, 34), (128, 16, 3, 3), padding=(1, 1, 1, 1)),
+    Conv("column of taps", (1, 64, 12, 20), (4, 64, 9, 1), padding=(4, 4, 0, 0)),
+    Conv("stem", (1, 3, 12, 40), (96, 3, 7, 7), stride=(2, 2), padding=(3, 3, 3, 3)),
 )
 PASSES = (direct.forward, direct.input_grad, direct.weight_grad)
 
 
 def _by_memory() -> list[Gpu]:
-    """GPUs of which no two have the same shared memory."""
+    """GPUs, one for each amount of shared memory."""
     distinct = {gpu.shared_bytes_per_block: gpu for gpu in GPUS.values()}
     return list(distinct.values())
 
 
-def _works() -> list[Work]:
-    works = [Work(case, planner) for case in (*CASES, *FAR_APART) for planner in PASSES]
-    for i, case in enumerate(CASES):
+def _cases() -> list[PassCase]:
+    cases = [PassCase(conv, planner) for conv in (*CONVS, *FAR_APART) for planner in PASSES]
+    for i, conv in enumerate(CONVS):
         for planner in PASSES:
             dtype = list(SCALARS)[i % len(SCALARS)]
             bias = planner is direct.weight_grad
-            works.append(Work(case, planner, dtype, channels_last=True, bias_grad=bias))
-            works.append(Work(case, planner, list(SCALARS)[(i + 1) % len(SCALARS)], gpu=TINY))
+            cases.append(PassCase(conv, planner, dtype, channels_last=True, bias_grad=bias))
+            cases.append(PassCase(conv, planner, list(SCALARS)[(i + 1) % len(SCALARS)], gpu=TINY))
     for planner in PASSES:
         bias = planner is direct.weight_grad
-        works += [Work(CASES[0], planner, dtype, bias_grad=bias) for dtype in SCALARS]
-        works.append(Work(CASES[0], planner, aligned=False))
-        works.append(Work(CASES[1], planner, torch.float16, aligned=False))
-        works.append(Work(CASES[10], planner, gpu=GPUS["sm_75"]))
-    for i, case in enumerate(SPARSE):
+        cases += [PassCase(CONVS[0], planner, dtype, bias_grad=bias) for dtype in SCALARS]
+        cases.append(PassCase(CONVS[0], planner, aligned=False))
+        cases.append(PassCase(CONVS[1], planner, torch.float16, aligned=False))
+        cases.append(PassCase(CONVS[10], planner, gpu=GPUS["sm_75"]))
+    for i, conv in enumerate(SPARSE):
         dtype = list(SCALARS)[i % len(SCALARS)]
-        works.append(Work(case, direct.input_grad, aligned=i % 3 != 2))
-        works.append(Work(case, direct.input_grad, dtype, i % 2 == 1, gpu=TINY))
-        works.append(Work(case, PASSES[i % 2 * 2], dtype, i % 2 == 0))
+        cases.append(PassCase(conv, direct.input_grad, aligned=i % 3 != 2))
+        cases.append(PassCase(conv, direct.input_grad, dtype, i % 2 == 1, gpu=TINY))
+        cases.append(PassCase(conv, PASSES[i % 2 * 2], dtype, i % 2 == 0))
     for i, gpu in enumerate(_by_memory()):
-        works += [Work(case, direct.weight_grad, gpu=gpu, bias_grad=True) for case in TIGHT]
-        works.append(Work(TIGHT[2], direct.input_grad, list(SCALARS)[i % 4], i % 2 == 0, gpu=gpu))
-    return list(dict.fromkeys(works))
+        cases += [PassCase(conv, direct.weight_grad, gpu=gpu, bias_grad=True) for conv in TIGHT]
+        cases.append(
+            PassCase(TIGHT[2], direct.input_grad, list(SCALARS)[i % 4], i % 2 == 0, gpu=gpu)
+        )
+    return list(dict.fromkeys(cases))
 
 
-WORKS = _works()
-RUN = some(WORKS, one_in=6)
+CASES = _cases()
+RUN = some(CASES, one_in=6)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    precompile({launch.kernel for work in RUN for launch in work.plan.launches})
+    precompile({launch.kernel for case in RUN for launch in case.plan.launches})
 
 
-@pytest.mark.parametrize("work", RUN, ids=str)
-def test_against_float64(work: Work) -> None:
-    check(work)
+@pytest.mark.parametrize("case", RUN, ids=str)
+def test_against_float64(case: PassCase) -> None:
+    check(case)
 
 
 @pytest.mark.parametrize("planner", [direct.forward, direct.weight_grad])
 def test_infinity_stays_where_it_is(planner: Planner) -> None:
-    """Padding, zero weights of tiles and pixels beyond the image are not multiplied with it."""
-    work = Work(Case("infinite", (1, 2, 5, 11), (2, 2, 2, 3), stride=(2, 2)), planner)
-    tensors = Tensors.random(work)
-    tensors.input[0, 0, 4, 10] = torch.inf  # no output pixel but the last can see it
-    actual, expected = run(work, tensors), float64(work, tensors)
+    """Padding, zero weights of tiles and pixels beyond the image do not meet the infinity."""
+    case = PassCase(Conv("infinite", (1, 2, 5, 11), (2, 2, 2, 3), stride=(2, 2)), planner)
+    tensors = Tensors.random(case)
+    tensors.input[0, 0, 4, 10] = torch.inf  # only the last output pixel reads it
+    actual, expected = run(case, tensors), float64(case, tensors)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-# --- What counts beyond 32 bits -------------------------------------------------------------------
+# --- Offsets beyond 32 bits -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels-last"])
 @pytest.mark.parametrize("planner", PASSES)
 def test_strides_that_lead_far_beyond_the_image(planner: Planner, channels_last: bool) -> None:
-    """All but the first output see padding alone; what comes after them is beyond 2^31."""
+    """Only the first output reads the image; positions after the last one exceed 2^31."""
     near, far = (
-        Case(name, (2, 2, 3, 4), (3, 2, 2, 1), stride, padding)
+        Conv(name, (2, 2, 3, 4), (3, 2, 2, 1), stride, padding)
         for name, stride, padding in (
             ("near", (8, 8), (0, 9, 0, 9)),
             ("far", (2**30, 2**30), (0, 2**30 + 7, 0, 2**30 + 7)),
         )
     )
     assert near.problem.output_shape == far.problem.output_shape == (2, 3, 2, 2)
-    work = Work(far, planner, channels_last=channels_last)
-    tensors = Tensors.random(work)
-    assert_correct(replace(work, case=near), tensors, run(work, tensors))
+    case = PassCase(far, planner, channels_last=channels_last)
+    tensors = Tensors.random(case)
+    assert_correct(replace(case, conv=near), tensors, run(case, tensors))
 
 
 def test_units_beyond_32_bits() -> None:
-    """As many are more than a CPU can add up: the kernel is told that there are."""
-    work = Work(CASES[0], direct.weight_grad)
-    tensors = Tensors.random(work)
-    expected = run(work, tensors)
-    actual, plan = new_output(work), work.plan
+    """So many units take a CPU too long, so only the constant for them is set."""
+    case = PassCase(CONVS[0], direct.weight_grad)
+    tensors = Tensors.random(case)
+    expected = run(case, tensors)
+    actual, plan = new_output(case), case.plan
     launches = [
         replace(launch, kernel=replace(launch.kernel, constants=_wide(launch.kernel)))
         for launch in plan.launches
@@ -172,9 +174,9 @@ def _wide(kernel: Kernel) -> tuple[tuple[str, Constant], ...]:
 def test_images_that_several_launches_share_out(
     planner: Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = in_batch(Work(CASES[2], planner))
-    whole = work.plan.launches[-1].grid[0]
+    case = in_batch(PassCase(CONVS[2], planner))
+    whole = case.plan.launches[-1].grid[0]
     monkeypatch.setattr(limits, "MOST_BLOCKS", whole * 2 // BATCH)
-    launches = [launch for launch in work.plan.launches if launch.kernel.entry == "correlate"]
+    launches = [launch for launch in case.plan.launches if launch.kernel.entry == "correlate"]
     assert [launch.arguments[-2:] for launch in launches] == [(0, 2), (2, 2), (4, 1)]
-    check(work)
+    check(case)

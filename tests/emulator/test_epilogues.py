@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from emulator import isolated, net, precompile
-from emulator.works import (
+from emulator import corpus, isolated, precompile
+from emulator.pass_cases import (
     ALL,
-    ODD_NUMBERS,
-    Case,
+    SPECIAL_VALUES,
+    Conv,
+    PassCase,
     Tensors,
-    Work,
     assert_correct,
-    assert_plain,
     at_corners,
     check,
+    check_special_values,
     float64,
     run,
 )
@@ -28,7 +28,8 @@ from fastconv.problem import ACTIVATIONS, Epilogue
 
 SLOPE = 0.3
 
-# What CI has time for: lines of the net, of each kernel one for each way that it adds residuals.
+# CI has time only for these lines of the coverage corpus: for each kernel, one line for each way
+# that it adds residuals.
 LINES = """\
 sm_75/1 forward float64 nchw/nchw: 1x1x1x2 3x1x1x1
 sm_90a/1 forward float16 nchw/nhwc: 1x3x1x1 3x1x34x21 padding=16,17,23,24 groups=3
@@ -50,38 +51,38 @@ sm_90a/1 forward tf32 nchw/nchw: 1x4x1x1 8x4x1x1
 """
 
 
-def _storing() -> list[Work]:
-    """Of the net's forward passes, the first that has each class of code that stores."""
-    found: dict[Class, Work] = {}
-    for work in net.read_works():
-        if work.direction == "forward":
-            for one in net.classes_of(work):
+def _storing() -> list[PassCase]:
+    """The corpus's first forward pass for each coverage class of code that stores."""
+    found: dict[Class, PassCase] = {}
+    for case in corpus.read_cases():
+        if case.direction == "forward":
+            for one in corpus.classes_of(case):
                 if one[1] == "store":
-                    found.setdefault(one, work)
+                    found.setdefault(one, case)
     return list(dict.fromkeys(found.values()))
 
 
-def _with_epilogues(works: Iterable[Work]) -> Iterator[Work]:
-    """Each with another activation, and three in four with a residual."""
-    for i, work in enumerate(works):
+def _with_epilogues(cases: Iterable[PassCase]) -> Iterator[PassCase]:
+    """Gives each test case the next activation, and three in four a residual."""
+    for i, case in enumerate(cases):
         activation = ACTIVATIONS[(i + 1) % len(ACTIVATIONS)]
         residual = i % 4 < 3 or activation == "identity"
-        yield replace(work, epilogue=Epilogue(activation, SLOPE, residual))
+        yield replace(case, epilogue=Epilogue(activation, SLOPE, residual))
 
 
-WORKS = [*_with_epilogues(_storing() if ALL else map(net.work_of, LINES.splitlines()))]
+CASES = [*_with_epilogues(_storing() if ALL else map(corpus.case_of, LINES.splitlines()))]
 
-# Float32 as float16, on both families' tensor cores: what has no such range is computed again.
+# Float32 as scaled fp16, on both families of tensor cores. Values out of range are repaired.
 REPAIRED = [
-    replace(net.work_of(line), epilogue=Epilogue("gelu", residual=True))
+    replace(corpus.case_of(line), epilogue=Epilogue("gelu", residual=True))
     for line in (
         "sm_90a/1 forward* tf32 nchw/nchw: 1x16x2x201 10x16x2x1",
         "sm_86/1 forward* tf32 nchw/nhwc: 1x1x5x149 96x1x4x4 stride=4,4",
     )
 ]
-# Depthwise layers on tensor cores, where infinity is computed again.
-BANDS = [
-    replace(net.work_of(line), epilogue=Epilogue("leaky_relu", SLOPE, residual=True))
+# Depthwise layers on tensor cores, which recompute outputs that infinities reach.
+TOEPLITZ = [
+    replace(corpus.case_of(line), epilogue=Epilogue("leaky_relu", SLOPE, residual=True))
     for line in (
         "sm_90a/2 forward tf32 nchw/nchw: 1x2x61x61 2x1x2x29 padding=11,7,9,5 groups=2",
         "sm_90a/1 forward float16 nhwc/nhwc: 2x8x3x1 8x1x4x37 padding=9,0,55,0 groups=8",
@@ -91,64 +92,64 @@ BANDS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    works = (*WORKS, *REPAIRED, *BANDS)
-    precompile({launch.kernel for work in works for launch in work.plan.launches})
+    cases = (*CASES, *REPAIRED, *TOEPLITZ)
+    precompile({launch.kernel for case in cases for launch in case.plan.launches})
 
 
-@pytest.mark.parametrize("work", WORKS, ids=str)
-def test_against_float64(work: Work) -> None:
-    check(work)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_float64(case: PassCase) -> None:
+    check(case)
 
 
-@pytest.mark.parametrize("work", [*WORKS, *BANDS], ids=str)
-def test_isolation(work: Work) -> None:
+@pytest.mark.parametrize("case", [*CASES, *TOEPLITZ], ids=str)
+def test_isolation(case: PassCase) -> None:
     """Neither a bias nor a residual of another output is added."""
-    isolated.check(work)
+    isolated.check(case)
 
 
 def test_every_activation_and_kernel_is_run() -> None:
-    assert {work.epilogue.activation for work in WORKS} == {*ACTIVATIONS}
+    assert {case.epilogue.activation for case in CASES} == {*ACTIVATIONS}
     storing = {source for source, anatomy in planner.ANATOMIES.items() if "store" in anatomy.parts}
-    storing.remove("hopper/wgrad_implicit_gemm/kernel.cuh")  # weight gradients'
-    assert {work.plan.launches[-1].kernel.source for work in WORKS} == storing
+    storing.remove("hopper/wgrad_implicit_gemm/kernel.cuh")  # only weight gradients
+    assert {case.plan.launches[-1].kernel.source for case in CASES} == storing
 
 
-@pytest.mark.parametrize("work", REPAIRED, ids=str)
-def test_what_is_repaired_has_its_epilogue_once(work: Work) -> None:
-    entries = [launch.kernel.entry for launch in work.plan.launches]
+@pytest.mark.parametrize("case", REPAIRED, ids=str)
+def test_what_is_repaired_has_its_epilogue_once(case: PassCase) -> None:
+    entries = [launch.kernel.entry for launch in case.plan.launches]
     assert entries == ["scale", "pack", "correlate", "pack", "correlate"]
-    tensors = Tensors.random(work)
+    tensors = Tensors.random(case)
     tensors.input.mul_(2.0**-80)
-    tensors.weight.mul_(2.0**80)  # beyond float16's range, however it is scaled
-    assert_correct(work, tensors, run(work, tensors))
+    tensors.weight.mul_(2.0**80)  # beyond what scales can bring into float16's range
+    assert_correct(case, tensors, run(case, tensors))
 
 
-@pytest.mark.parametrize("work", BANDS, ids=str)
-def test_infinity_of_bands_has_its_epilogue(work: Work) -> None:
-    assert "toeplitz" in work.plan.launches[-1].kernel.source
-    tensors = Tensors.random(work)
-    at_corners(tensors.input, ODD_NUMBERS[:3])
-    assert_plain(work, tensors)
+@pytest.mark.parametrize("case", TOEPLITZ, ids=str)
+def test_toeplitz_infinity_has_its_epilogue(case: PassCase) -> None:
+    assert "toeplitz" in case.plan.launches[-1].kernel.source
+    tensors = Tensors.random(case)
+    at_corners(tensors.input, SPECIAL_VALUES[:3])
+    check_special_values(case, tensors)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS if ALL else ACTIVATIONS[1::3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_odd_numbers(activation: str, dtype: torch.dtype) -> None:
-    """NaN stays NaN; infinity and large numbers become what PyTorch makes of them."""
+def test_special_values(activation: str, dtype: torch.dtype) -> None:
+    """NaN stays NaN; infinities and large numbers give PyTorch's results."""
     numbers = [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e30, -1e30, 30.0, -30.0, 1e-30, 6.5]
-    case = Case("pointwise", (1, 1, 1, len(numbers)), (1, 1, 1, 1))
-    work = Work(case, direct.forward, dtype, bias=False, epilogue=Epilogue(activation, SLOPE))
+    conv = Conv("pointwise", (1, 1, 1, len(numbers)), (1, 1, 1, 1))
+    case = PassCase(conv, direct.forward, dtype, bias=False, epilogue=Epilogue(activation, SLOPE))
     tensors = replace(
-        Tensors.random(work),
-        input=torch.tensor(numbers, dtype=dtype).view(case.input),
-        weight=torch.ones(case.weight, dtype=dtype),
+        Tensors.random(case),
+        input=torch.tensor(numbers, dtype=dtype).view(conv.input),
+        weight=torch.ones(conv.weight, dtype=dtype),
     )
-    expected = float64(work, tensors).to(dtype)
-    torch.testing.assert_close(run(work, tensors), expected, equal_nan=True, rtol=2e-6, atol=2e-6)
+    expected = float64(case, tensors).to(dtype)
+    torch.testing.assert_close(run(case, tensors), expected, equal_nan=True, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("plan", [planner.input_grad, planner.weight_grad])
 def test_gradients_refuse_an_epilogue(plan: planner.Pass) -> None:
-    work = Work(Case("pointwise", (1, 1, 1, 1), (1, 1, 1, 1)), plan, epilogue=Epilogue("relu"))
+    case = PassCase(Conv("pointwise", (1, 1, 1, 1), (1, 1, 1, 1)), plan, epilogue=Epilogue("relu"))
     with pytest.raises(ValueError, match=r"gradient has no epilogue, but got .*'relu'"):
-        work.plan  # noqa: B018
+        case.plan  # noqa: B018

@@ -1,7 +1,7 @@
-"""What is counted beyond 32 bits: places of large batches, and what padding has far from an image.
+"""Offsets beyond 32 bits: pixels of large batches, and padding far from an image.
 
-The emulator finds signed overflow, also of numbers that nobody uses in the end. What counts the
-pixels of all images it runs alone: that many images are more than a CPU can convolve.
+The emulator reports signed overflow, also of values that are not used. Functions that compute pixel
+offsets are run by themselves, since a CPU cannot convolve that many images.
 """
 
 from __future__ import annotations
@@ -13,8 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from emulator import net, precompile, run_both_orders
-from emulator.works import ALL, Case, Planner, Tensors, Work, assert_correct, new_output, run
+from emulator import forced_plans, precompile, run_both_orders
+from emulator.pass_cases import (
+    ALL,
+    Conv,
+    PassCase,
+    Planner,
+    Tensors,
+    assert_correct,
+    new_output,
+    run,
+)
 from fastconv.kernels import depthwise, direct
 from fastconv.kernels.family import Gpu, Kernel, Launch, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
@@ -25,7 +34,7 @@ ONE = replace(H200, processors=1)
 AMPERE = replace(GPUS["sm_80"], processors=1)
 
 
-# --- Places ---------------------------------------------------------------------------------------
+# --- Offsets of pixels ----------------------------------------------------------------------------
 
 PLACES = """
 #include "hopper/implicit_gemm_nhwc/store.cuh"
@@ -38,21 +47,21 @@ extern "C" __global__ void places(const int* flat, long long* place, int batch, 
 
 
 def _strided_gradient(batch: int) -> Plan:
-    """Of a pointwise layer of stride 2, as a product of matrices: four pixels for a position."""
+    """The input gradient of a pointwise layer of stride 2: four pixels for each position."""
     problem = Problem.of((batch, 8, 256, 256), (64, 8, 1, 1), (2, 2), (0, 0, 0, 0), (1, 1), 1)
     operands = Operands("fastconv::bfloat16", 2, True, True, (8, 1, 8, 8), True)
-    return net.Gemm("input_grad")(problem, operands, H200)
+    return forced_plans.Gemm("input_grad")(problem, operands, H200)
 
 
 @pytest.mark.parametrize("batch", [3, 33000, 70000])
-@pytest.mark.parametrize("phase", [(0, 0), (1, 1)], ids=str)
-def test_places_of_pixels(batch: int, phase: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("residue", [(0, 0), (1, 1)], ids=str)
+def test_places_of_pixels(batch: int, residue: tuple[int, int], tmp_path: Path) -> None:
     kernel = _strided_gradient(batch).launches[-1].kernel
     source = tmp_path / "places.cuh"
     source.write_text(PLACES)
     launch = Launch(
         replace(kernel, source=str(source), entry="places"),
-        (1, 1, 1), 64, 0, ("flat", "place", batch, *phase),
+        (1, 1, 1), 64, 0, ("flat", "place", batch, *residue),
     )  # fmt: skip
     of_image = 128 * 128
     last = batch * of_image
@@ -62,7 +71,7 @@ def test_places_of_pixels(batch: int, phase: tuple[int, int], tmp_path: Path) ->
 
     def expected(flat: int) -> int:
         image, row, column = flat // of_image, flat // 128 % 128, flat % 128
-        pixel = (image * 256 + 2 * row + phase[0]) * 256 + 2 * column + phase[1]
+        pixel = (image * 256 + 2 * row + residue[0]) * 256 + 2 * column + residue[1]
         return pixel if image < batch else -1
 
     assert place.tolist() == [expected(one) for one in flat]
@@ -77,15 +86,17 @@ def test_wide_places_are_for_large_batches() -> None:
 
 
 def test_wide_places_give_the_same_bits() -> None:
-    case = Case("strided", (3, 24, 9, 7), (72, 24, 3, 3), (2, 2), (1, 1, 1, 1))
-    work = Work(case, net.Gemm("input_grad"), torch.bfloat16, channels_last=True, gpu=ONE)
-    tensors = Tensors.random(work)
-    (launch,) = work.plan.launches
+    conv = Conv("strided", (3, 24, 9, 7), (72, 24, 3, 3), (2, 2), (1, 1, 1, 1))
+    case = PassCase(
+        conv, forced_plans.Gemm("input_grad"), torch.bfloat16, channels_last=True, gpu=ONE
+    )
+    tensors = Tensors.random(case)
+    (launch,) = case.plan.launches
     constants = {**dict(launch.kernel.constants), "wide_places": True}
     wide = replace(launch, kernel=replace(launch.kernel, constants=tuple(constants.items())))
-    actual, read = new_output(work), {"input": tensors.grad_output, "weight": tensors.weight}
+    actual, read = new_output(case), {"input": tensors.grad_output, "weight": tensors.weight}
     run_both_orders([wide], {**read, "output": actual})
-    assert actual.equal(run(work, tensors))
+    assert actual.equal(run(case, tensors))
 
 
 PACKED = """
@@ -97,7 +108,7 @@ extern "C" __global__ void offsets(const int* rows, long long* offset) {
 
 
 def test_places_of_packed_weights(tmp_path: Path) -> None:
-    """Of kernels with so many taps, and tiles with twice as many channels as there are."""
+    """Offsets in a kernel of 120 million taps, whose tile has twice the channels."""
     taps = 120_000_000
     problem = Problem.of((1, 1, taps + 17_000, 1), (17, 1, taps, 1), (1, 1), (0,) * 4, (1, 1), 1)
     operands = Operands("fastconv::bfloat16", 2, False, False, (taps, taps, 1, 1), True)
@@ -116,62 +127,62 @@ def test_places_of_packed_weights(tmp_path: Path) -> None:
 # --- Far beyond the image -------------------------------------------------------------------------
 
 
-def _collect(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+def _few_inputs(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     return wgrad_few_inputs.plan(wgrad_few_inputs.layer_of(problem, operands, gpu), gpu)
 
 
-_collect.__name__ = "weight_grad"
+_few_inputs.__name__ = "weight_grad"
 
 
-def _row(channels: int, width: int, outputs: int, groups: int = 1) -> Case:
-    """A row, and two rows of outputs before it, whose taps lie in the padding."""
+def _row(channels: int, width: int, outputs: int, groups: int = 1) -> Conv:
+    """A convolution of one row, with two output rows before it whose taps lie in the padding."""
     shapes = (1, channels, 1, width), (outputs, channels // groups, 1, 2)
-    return Case("a row", *shapes, (2**17, 8), (2**18, 0, 0, 0), groups=groups)
+    return Conv("a row", *shapes, (2**17, 8), (2**18, 0, 0, 0), groups=groups)
 
 
-def _works() -> Iterator[Work]:
-    """The first few, if there is no time for all."""
+def _cases() -> Iterator[PassCase]:
+    """All test cases, or the first few in CI."""
 
     def of(
-        case: Case, planner: Planner, dtype: torch.dtype, last: bool = False, gpu: Gpu = ONE
-    ) -> Work:
-        return Work(case, planner, dtype, last, gpu=gpu)
+        conv: Conv, planner: Planner, dtype: torch.dtype, last: bool = False, gpu: Gpu = ONE
+    ) -> PassCase:
+        return PassCase(conv, planner, dtype, last, gpu=gpu)
 
-    gemm, wide, halves = net.Gemm("weight_grad"), torch.float32, torch.bfloat16
-    yield of(_row(8, 8208, 16), gemm, wide)
-    yield of(_row(12, 704, 16), gemm, halves, last=True)
-    yield of(_row(4, 8208, 4, groups=4), depthwise.forward, wide)
+    gemm, single, half = forced_plans.Gemm("weight_grad"), torch.float32, torch.bfloat16
+    yield of(_row(8, 8208, 16), gemm, single)
+    yield of(_row(12, 704, 16), gemm, half, last=True)
+    yield of(_row(4, 8208, 4, groups=4), depthwise.forward, single)
     if not ALL:
         return
-    yield of(_row(3, 8208, 16), gemm, halves)
-    yield of(_row(1, 8208, 16), _collect, wide)
-    yield of(_row(1, 8208, 16), _collect, halves)
-    yield of(_row(64, 256, 16), net.Forced("forward"), halves, last=True, gpu=AMPERE)
-    yield of(_row(8, 8208, 16), net.Forced("forward"), wide, gpu=AMPERE)
-    yield of(_row(12, 704, 12, groups=12), depthwise.forward, halves, last=True)
+    yield of(_row(3, 8208, 16), gemm, half)
+    yield of(_row(1, 8208, 16), _few_inputs, single)
+    yield of(_row(1, 8208, 16), _few_inputs, half)
+    yield of(_row(64, 256, 16), forced_plans.Forced("forward"), half, last=True, gpu=AMPERE)
+    yield of(_row(8, 8208, 16), forced_plans.Forced("forward"), single, gpu=AMPERE)
+    yield of(_row(12, 704, 12, groups=12), depthwise.forward, half, last=True)
     for planner in (direct.forward, direct.weight_grad):
-        yield of(_row(3, 8208, 4), planner, wide)
+        yield of(_row(3, 8208, 4), planner, single)
 
 
-WORKS = [*_works()]
+CASES = [*_cases()]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    works = [*WORKS, *map(_taps_apart, DTYPES)]
-    precompile({launch.kernel for work in works for launch in work.plan.launches})
+    cases = [*CASES, *map(_taps_apart, DTYPES)]
+    precompile({launch.kernel for case in cases for launch in case.plan.launches})
 
 
-@pytest.mark.parametrize("work", WORKS, ids=str)
-def test_padding_far_beyond_the_image(work: Work) -> None:
-    """So far that offsets of what is read there, were it anything, exceed 32 bits."""
-    case = work.case
-    row = case.input[3] * (case.input[1] if work.channels_last else 1)
-    assert case.padding[0] * row > 2**31
-    near = replace(work, case=replace(case, stride=(1, 8), padding=(0, 0, 0, 0)))
-    tensors = Tensors.random(work)
-    actual = run(work, tensors)
-    if work.direction == "forward":
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_padding_far_beyond_the_image(case: PassCase) -> None:
+    """The offsets of rows that far in the padding would exceed 32 bits."""
+    conv = case.conv
+    row = conv.input[3] * (conv.input[1] if case.channels_last else 1)
+    assert conv.padding[0] * row > 2**31
+    near = replace(case, conv=replace(conv, stride=(1, 8), padding=(0, 0, 0, 0)))
+    tensors = Tensors.random(case)
+    actual = run(case, tensors)
+    if case.direction == "forward":
         assert_correct(near, tensors, actual[:, :, 2:])
         assert actual[:, :, :2].equal(tensors.bias[:, None, None].expand_as(actual[:, :, :2]))
     else:
@@ -182,23 +193,23 @@ def test_padding_far_beyond_the_image(work: Work) -> None:
 DTYPES = (torch.float32, torch.bfloat16)[: 1 + ALL]
 
 
-def _taps_apart(dtype: torch.dtype) -> Work:
-    """A kernel of three rows, of which the middle one alone meets the image's."""
+def _taps_apart(dtype: torch.dtype) -> PassCase:
+    """A kernel of three rows, of which only the middle one meets the image."""
     far = 1_040_000
-    case = Case("far taps", (1, 8, 3, 2072), (64, 8, 3, 1), (1, 1), (far - 1, far - 1, 0, 0),
+    conv = Conv("far taps", (1, 8, 3, 2072), (64, 8, 3, 1), (1, 1), (far - 1, far - 1, 0, 0),
                 (far, 1))  # fmt: skip
-    return Work(case, net.Gemm("weight_grad"), dtype, gpu=ONE)
+    return PassCase(conv, forced_plans.Gemm("weight_grad"), dtype, gpu=ONE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_taps_far_apart(dtype: torch.dtype) -> None:
-    work = _taps_apart(dtype)
-    case = work.case
-    assert case.dilation[0] * case.input[3] > 2**31
-    assert case.problem.output_size == (1, case.input[3])
-    tensors = Tensors.random(work)
-    actual = run(work, tensors)
+    case = _taps_apart(dtype)
+    conv = case.conv
+    assert conv.dilation[0] * conv.input[3] > 2**31
+    assert conv.problem.output_size == (1, conv.input[3])
+    tensors = Tensors.random(case)
+    actual = run(case, tensors)
     assert actual[:, :, ::2].eq(0).all()
-    near = replace(work, case=Case("a row", (1, 8, 1, 2072), (64, 8, 1, 1)))
+    near = replace(case, conv=Conv("a row", (1, 8, 1, 2072), (64, 8, 1, 1)))
     alone = replace(tensors, input=tensors.input[:, :, 1:2], weight=tensors.weight[:, :, 1:2])
     assert_correct(near, alone, actual[:, :, 1:2])

@@ -1,7 +1,7 @@
-"""Mutants: kernels that read what is not theirs, without a sign of it but in their results.
+"""Mutants: kernels that read elements which their results must not depend on.
 
-Isolation finds each of them with its usual patterns, and nothing in the kernels as they are. The
-emulator has nothing to say of a mutant: all that it reads is in the tensors' bounds.
+The isolation check finds each mutant with its usual patterns, and passes the original kernel. The
+emulator alone reports nothing, since all accesses are within the tensors' bounds.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from emulator import driver, isolated, net, precompile
+from emulator import corpus, driver, isolated, precompile
 from emulator.faults import Fault, Faulty, FaultyPlanner
-from emulator.works import ALL, Work
+from emulator.pass_cases import ALL, PassCase
 from fastconv.kernels import planner
 from fastconv.problem import NO_EPILOGUE, Epilogue
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault, and a small problem for which it makes a difference."""
+    """A fault, and a small problem whose results it changes."""
 
     what: str
     line: str
@@ -27,13 +27,13 @@ class Mutant:
     epilogue: Epilogue = NO_EPILOGUE
 
     @property
-    def work(self) -> Work:
-        return replace(net.work_of(self.line), epilogue=self.epilogue)
+    def case(self) -> PassCase:
+        return replace(corpus.case_of(self.line), epilogue=self.epilogue)
 
     @property
-    def faulty(self) -> Work:
-        work = self.work
-        return replace(work, planner=FaultyPlanner(work.planner, self.fault))
+    def faulty(self) -> PassCase:
+        case = self.case
+        return replace(case, planner=FaultyPlanner(case.planner, self.fault))
 
     def __str__(self) -> str:
         return f"{self.fault.file}: {self.what} ({self.line})"
@@ -260,7 +260,7 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "the next position of a phase",
+        "the next position of a residue",
         "sm_90a/1 input_grad*gemm float16 nhwc/nhwc: 3x16x8x6 8x16x3x3 stride=2,2 padding=1,1",
         Fault(
             "hopper/implicit_gemm_nhwc/tile.cuh",
@@ -378,7 +378,7 @@ MUTANTS = [
     ),
 ]
 
-# What CI has no time for.
+# CI has no time for these.
 MORE = [
     Mutant(
         "a column too far: the next row's",
@@ -443,13 +443,13 @@ RUN = [*MUTANTS, *(MORE if ALL else [])]
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    works = [work for mutant in RUN for work in (mutant.work, mutant.faulty)]
-    precompile({launch.kernel for work in works for launch in work.plan.launches})
+    cases = [case for mutant in RUN for case in (mutant.case, mutant.faulty)]
+    precompile({launch.kernel for case in cases for launch in case.plan.launches})
 
 
 @pytest.mark.parametrize("mutant", RUN, ids=str)
 def test_mutants_are_found(mutant: Mutant) -> None:
-    isolated.check(mutant.work)
+    isolated.check(mutant.case)
     with pytest.raises(AssertionError, match="of what reads") as found:
         isolated.check(mutant.faulty)
     assert not isinstance(found.value, driver.EmulatorError)

@@ -1,4 +1,4 @@
-"""Warps' products of small matrices in the emulator."""
+"""mma.sync of small matrices in the emulator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from small_products import CASES, Case, Rounds
 from . import EmulatorError, precompile, run, run_both_orders
 from .faults import Changed
 
-ROUNDS = Rounds("float16")  # one kind, to take less time: the others differ in a product alone
+ROUNDS = Rounds("float16")  # other types differ only in their MMA instruction
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -21,7 +21,7 @@ def _compiled() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_products(case: Case) -> None:
+def test_mma(case: Case) -> None:
     tensors = case.tensors()
     run_both_orders([case.launch], tensors)
     assert torch.equal(tensors["sums"], case.expected(tensors))

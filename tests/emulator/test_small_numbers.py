@@ -1,6 +1,6 @@
-"""Numbers below 2^-113 in ``"ieee"`` on tensor cores: what docs/numerics.md says of them, holds.
+"""Numbers below 2^-113 in ``"ieee"`` precision on tensor cores: the claims of docs/numerics.md.
 
-TF32's numbers are multiples of 2^-136, and both parts of a number that is split are such numbers.
+3xTF32 splits a number into two TF32 parts, which are multiples of 2^-136.
 """
 
 from __future__ import annotations
@@ -14,65 +14,67 @@ from torch import Tensor
 
 from emulator import (
     precompile,
-    test_ampere_correlate,
-    test_ampere_weight_grad,
-    test_hopper_correlate,
-    test_hopper_weight_grad,
+    test_ampere_halo,
+    test_ampere_wgrad_halo,
+    test_hopper_halo,
+    test_hopper_wgrad_halo,
 )
-from emulator.works import ROUNDINGS, Case, Tensors, Work, float64, run
+from emulator.pass_cases import ROUNDINGS, Conv, PassCase, Tensors, float64, run
 
-UNIT = 2.0**-136  # the last bit of TF32's denormal numbers
-EXACT_FROM = 2.0**-113  # where float32's last bit is that, too
+UNIT = 2.0**-136  # spacing of TF32's subnormal numbers
+EXACT_FROM = 2.0**-113  # from here on, all float32 numbers are multiples of UNIT
 EPSILON = torch.finfo(torch.float32).eps
-CASE = Case("small numbers", (2, 16, 5, 12), (24, 16, 3, 3), padding=(1, 1, 1, 1))
+CONV = Conv("small numbers", (2, 16, 5, 12), (24, 16, 3, 3), padding=(1, 1, 1, 1))
 
-WORKS = {
-    "hopper": Work(CASE, test_hopper_correlate.forward, gpu=test_hopper_correlate.FEW, bias=False),
-    "hopper weights": Work(
-        CASE, test_hopper_weight_grad.weight_grad, gpu=test_hopper_weight_grad.GPU
+CASES = {
+    "hopper": PassCase(CONV, test_hopper_halo.forward, gpu=test_hopper_halo.FEW, bias=False),
+    "hopper weights": PassCase(
+        CONV, test_hopper_wgrad_halo.weight_grad, gpu=test_hopper_wgrad_halo.GPU
     ),
-    "ampere": Work(
-        CASE,
-        test_ampere_correlate.planner_of("forward"),
-        gpu=test_ampere_correlate.FEW,
+    "ampere": PassCase(
+        CONV,
+        test_ampere_halo.planner_of("forward"),
+        gpu=test_ampere_halo.FEW,
         bias=False,
     ),
-    "ampere weights": Work(
-        CASE, test_ampere_weight_grad.weight_grad, gpu=test_ampere_weight_grad.GPU
+    "ampere weights": PassCase(
+        CONV, test_ampere_wgrad_halo.weight_grad, gpu=test_ampere_wgrad_halo.GPU
     ),
 }
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    for work in WORKS.values():
-        assert any(("parts", 2) in launch.kernel.constants for launch in work.plan.launches)
-    precompile(launch.kernel for work in WORKS.values() for launch in work.plan.launches)
+    for case in CASES.values():
+        assert any(("parts", 2) in launch.kernel.constants for launch in case.plan.launches)
+    precompile(launch.kernel for case in CASES.values() for launch in case.plan.launches)
 
 
-@pytest.fixture(params=WORKS)
-def work(request: pytest.FixtureRequest) -> Work:
-    return WORKS[request.param]
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> PassCase:
+    return CASES[request.param]
 
 
 Made = Callable[[Tensor], Tensor]
-"""Makes small numbers of normally distributed ones."""
+"""A function that makes small numbers from normally distributed ones."""
 
 
-def _with_small(work: Work, make: Made, second: bool) -> tuple[Tensors, Tensors]:
-    """Tensors of which one factor is small; and where it is small, by ones."""
-    factors = ("input", "weight") if work.direction == "forward" else ("input", "grad_output")
-    tensors, name = Tensors.random(work), factors[second]
+def _with_small(case: PassCase, make: Made, second: bool) -> tuple[Tensors, Tensors]:
+    """Tensors with one small factor; and with that factor 1 where it is small, and 0 elsewhere."""
+    factors = ("input", "weight") if case.direction == "forward" else ("input", "grad_output")
+    tensors, name = Tensors.random(case), factors[second]
     small = make(getattr(tensors, name))
     is_small = ((small.abs() < EXACT_FROM) & (small != 0)).float()
     return replace(tensors, **{name: small}), replace(tensors, **{name: is_small})
 
 
-def _error_and_bound(work: Work, tensors: Tensors, where: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-    """The error, what rounding allows of any numbers, and what is lost of small ones at most."""
-    error = (run(work, tensors).double() - float64(work, tensors)).abs()
+def _error_and_bound(
+    case: PassCase, tensors: Tensors, where: Tensors
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The error, the bound of rounding errors, and the bound of what small numbers lose."""
+    error = (run(case, tensors).double() - float64(case, tensors)).abs()
     magnitudes, others = (
-        float64(work, Tensors(*(tensor.abs() for tensor in vars(some).values())))
+        float64(case, Tensors(*(tensor.abs() for tensor in vars(some).values())))
         for some in (tensors, where)
     )
     return error, ROUNDINGS * EPSILON * magnitudes, UNIT / 2 * others
@@ -80,35 +82,35 @@ def _error_and_bound(work: Work, tensors: Tensors, where: Tensors) -> tuple[Tens
 
 @pytest.mark.parametrize("second", [False, True], ids=["input", "other factor"])
 @pytest.mark.parametrize("exponent", [-112, -120, -126, -130])
-def test_bound(work: Work, exponent: int, second: bool) -> None:
-    tensors, where = _with_small(work, lambda some: some * 2.0**exponent, second)
-    error, rounding, lost = _error_and_bound(work, tensors, where)
+def test_bound(case: PassCase, exponent: int, second: bool) -> None:
+    tensors, where = _with_small(case, lambda some: some * 2.0**exponent, second)
+    error, rounding, lost = _error_and_bound(case, tensors, where)
     assert (error <= rounding + lost).all()
     if exponent <= -126:
         assert (error > rounding).any(), "docs/numerics.md says that bits are lost here"
 
 
-def test_numbers_that_lose_nothing(work: Work) -> None:
+def test_numbers_that_lose_nothing(case: PassCase) -> None:
     def from_there_on(some: Tensor) -> Tensor:
         return (some.sign() + some / some.abs().max()) * EXACT_FROM
 
-    error, rounding, lost = _error_and_bound(work, *_with_small(work, from_there_on, False))
+    error, rounding, lost = _error_and_bound(case, *_with_small(case, from_there_on, False))
     assert not lost.any()
     assert (error <= rounding).all()
 
 
-def test_the_bound_is_no_larger_than_it_has_to_be(work: Work) -> None:
-    """All terms lose nearly half of a unit, in the same direction."""
+def test_the_bound_is_no_larger_than_it_has_to_be(case: PassCase) -> None:
+    """All terms lose nearly UNIT / 2, in the same direction."""
     number = 2.0**-130 + UNIT / 2 - 2.0**-149
-    tensors, where = _with_small(work, lambda some: torch.full_like(some, number), False)
-    other = "weight" if work.direction == "forward" else "grad_output"
+    tensors, where = _with_small(case, lambda some: torch.full_like(some, number), False)
+    other = "weight" if case.direction == "forward" else "grad_output"
     ones = {other: torch.ones_like(getattr(tensors, other))}
     tensors, where = replace(tensors, **ones), replace(where, **ones)
-    error, rounding, lost = _error_and_bound(work, tensors, where)
+    error, rounding, lost = _error_and_bound(case, tensors, where)
     assert (error <= rounding + lost).all()
     assert (error > 0.99 * lost).all()
 
 
-def test_what_counts_as_zero(work: Work) -> None:
-    tensors, _ = _with_small(work, lambda some: some.sign() * UNIT / 4, False)
-    assert not run(work, tensors).any()
+def test_what_counts_as_zero(case: PassCase) -> None:
+    tensors, _ = _with_small(case, lambda some: some.sign() * UNIT / 4, False)
+    assert not run(case, tensors).any()

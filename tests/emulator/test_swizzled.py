@@ -1,4 +1,4 @@
-"""A warpgroup's products of swizzled matrices in the emulator."""
+"""wgmma of swizzled matrices in the emulator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .faults import Changed
 ALONG = Case("Float16", 24)
 ACROSS = Case("Float16", 72, left_across=True, right_across=True)
 
-# Of which case, what is done to the kernel, and what the message has to say.
+# A case, the change to its kernel, and a pattern of the error message.
 FAULTY = {
     "start": (
         ALONG,
@@ -46,12 +46,12 @@ FAULTY = {
     "not_swizzled": (
         ACROSS,
         ("right = swizzled_matrix", "right = matrix"),
-        "a matrix across the sum that is not swizzled",
+        "a matrix that is contiguous across K and not swizzled",
     ),
     "other_swizzle": (
         ALONG,
         ("const Matrix right = ", "const Matrix right = 1ull << 63 | "),
-        "is no matrix in shared memory",
+        "does not describe a matrix in shared memory",
     ),
     "outside": (
         ALONG,
@@ -88,7 +88,7 @@ def _compiled() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_product(case: Case) -> None:
+def test_wgmma(case: Case) -> None:
     tensors = case.tensors()
     run_both_orders([case.launch], tensors)
     assert torch.equal(tensors["products"], case.expected())

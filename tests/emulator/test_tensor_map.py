@@ -1,4 +1,4 @@
-"""Tensor copies: boxes of tensors in the emulator, against NumPy's indexing."""
+"""TMA copies of boxes in the emulator, compared with indexing of the tensor."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def faulty(of: TensorMap | Im2colMap, change: tuple[str, str], entry: str = "loa
     return Launch(kernel, (1, 1, 1), 128, 4096 + 8, arguments)
 
 
-# Coordinates, the map, what is done to the kernel (and which one), and what the message has to say.
+# Coordinates, the map, the change to the kernel (and its entry), a pattern of the error message.
 FAULTY = {
     "address": ([0], TILED, ("box(tile,", "box(tile + 512,"), r"tensor_load: .* multiple of 1024"),
     "address_without_swizzle": (

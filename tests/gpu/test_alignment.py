@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 import fastconv
-from emulator import net
-from emulator.test_alignment import EVERY_LINE, moved, placements, work_of
-from emulator.works import Tensors, Work, assert_correct
+from emulator import corpus
+from emulator.pass_cases import PassCase, Tensors, assert_correct
+from emulator.test_alignment import EVERY_LINE, case_of, moved, placements
 from fastconv import jit, native
 from fastconv.jit import launch
 from fastconv.kernels.family import Plan
 from fastconv.kernels.gpus import H200
 from gpu.helpers import CUDA, is_hopper
-from gpu.test_net import LONG_SUMS
+from gpu.test_corpus import LONG_SUMS
 
 WORKS = [
     work
-    for work in map(work_of, EVERY_LINE)
+    for work in map(case_of, EVERY_LINE)
     if is_hopper() or work.gpu.architecture != H200.architecture
 ]
 TF32_ROUNDINGS = 2.0**13  # how many of float32's roundings one of TF32's is
@@ -48,9 +48,9 @@ def _here(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("_compiled")
-@pytest.mark.parametrize("work", WORKS, ids=net.line_of)
-def test_any_tensor_may_begin_anywhere(work: Work) -> None:
-    mode = next(name for name, kind in net.MODES.items() if kind == (work.dtype, work.precision))
+@pytest.mark.parametrize("work", WORKS, ids=corpus.line_of)
+def test_any_tensor_may_begin_anywhere(work: PassCase) -> None:
+    mode = next(name for name, kind in corpus.MODES.items() if kind == (work.dtype, work.precision))
     roundings = LONG_SUMS[mode] * (TF32_ROUNDINGS if mode == "tf32" else 1)
     for name, tensors, plan in placements(work):
         if not _runs_here(plan):

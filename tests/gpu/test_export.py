@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fastconv
 import tensor_maps
-from emulator.works import rounded_to_tf32
+from emulator.pass_cases import rounded_to_tf32
 from exported_file import load
 from exports import exported
 from fastconv.workloads import FOUNDING, Workload

@@ -17,25 +17,26 @@ from torch import Tensor
 
 import oracle
 from emulator import (
-    test_hopper_correlate,
-    test_hopper_gemm_pixels,
-    test_hopper_gemm_planes,
-    test_hopper_halves,
-    test_hopper_phases,
-    test_hopper_spread,
+    test_hopper_few_outputs,
+    test_hopper_halo,
+    test_hopper_halo_nonfinite,
+    test_hopper_implicit_gemm_nchw,
+    test_hopper_implicit_gemm_nhwc,
+    test_hopper_residues,
+    test_hopper_scaled_fp16,
 )
-from emulator.test_hopper_correlate import MODES
-from emulator.works import (
-    ODD_NUMBERS,
-    Case,
+from emulator.pass_cases import (
+    SPECIAL_VALUES,
+    Conv,
+    PassCase,
     Tensors,
-    Work,
     assert_correct,
-    assert_plainly,
+    assert_special_values,
     at_corners,
     new_output,
     placed,
 )
+from emulator.test_hopper_halo import MODES
 from fastconv import ops
 from fastconv.backends import cuda as backend
 from fastconv.bench import contestants
@@ -89,17 +90,17 @@ def _assert_tensor_cores(plan: planner.Planner, problem: Problem, *kind: Any) ->
 
 
 WORKS = [
-    *test_hopper_correlate.WORKS,
-    *test_hopper_halves.WORKS,
-    *test_hopper_phases.WORKS,
-    *test_hopper_spread.WORKS,
-    *test_hopper_gemm_pixels.WORKS,
-    *test_hopper_gemm_planes.WORKS,
+    *test_hopper_halo.CASES,
+    *test_hopper_scaled_fp16.CASES,
+    *test_hopper_residues.CASES,
+    *test_hopper_few_outputs.CASES,
+    *test_hopper_implicit_gemm_nhwc.CASES,
+    *test_hopper_implicit_gemm_nchw.CASES,
 ]
 
 
 @contextmanager
-def _planned_as(work: Work) -> Iterator[None]:
+def _planned_as(work: PassCase) -> Iterator[None]:
     """With the work's plan, for its GPU of few processors: blocks take several tiles."""
     backend._ready.cache_clear()
     only = {"FORWARD": (work.planner,), "INPUT_GRAD": (work.planner,)}
@@ -111,7 +112,7 @@ def _planned_as(work: Work) -> Iterator[None]:
     backend._ready.cache_clear()
 
 
-def _run_work(work: Work, tensors: Tensors) -> Tensor:
+def _run_work(work: PassCase, tensors: Tensors) -> Tensor:
     """The pass on the GPU, from and to tensors that lie in memory as the work says."""
     input, weight, bias, grad_output, output = (
         tensor.to(CUDA) if work.aligned else placed(tensor.to(CUDA), _format(tensor), False)
@@ -123,7 +124,7 @@ def _run_work(work: Work, tensors: Tensors) -> Tensor:
             new_output(work),
         )
     )
-    problem = work.case.problem
+    problem = work.conv.problem
     with _planned_as(work):
         if work.direction == "forward":
             added = bias if work.bias else None
@@ -144,7 +145,7 @@ def _works_compiled() -> None:
 
 @pytest.mark.usefixtures("_works_compiled")
 @pytest.mark.parametrize("work", WORKS, ids=str)
-def test_emulated(work: Work) -> None:
+def test_emulated(work: PassCase) -> None:
     """The very kernels that the emulator runs."""
     tensors = Tensors.random(work)
     name = next(name for name, mode in MODES.items() if mode == (work.dtype, work.precision))
@@ -153,33 +154,36 @@ def test_emulated(work: Work) -> None:
 
 # The emulator multiplies exactly; a tensor core may overflow before the sum does.
 ODD_WORKS = [
-    *((work, test_hopper_correlate.odd_input) for work in test_hopper_correlate.SPLIT),
-    (test_hopper_correlate.MIDDLE, test_hopper_correlate.odd_weights),
+    *(
+        (work, test_hopper_halo_nonfinite.special_inputs)
+        for work in test_hopper_halo_nonfinite.SPLIT
+    ),
+    (test_hopper_halo_nonfinite.MIDDLE, test_hopper_halo_nonfinite.special_weights),
 ]
 
 
 @pytest.mark.parametrize(("work", "make"), ODD_WORKS)
-def test_odd_numbers_in_two_parts(work: Work, make: Callable[[Work], Tensors]) -> None:
+def test_odd_numbers_in_two_parts(work: PassCase, make: Callable[[PassCase], Tensors]) -> None:
     """As in plain float32: infinities are so, with their sign, and what is not finite is NaN."""
     tensors = make(work)
-    assert_plainly(work, tensors, _run_work(work, tensors), LONG_SUMS["ieee"])
+    assert_special_values(work, tensors, _run_work(work, tensors), LONG_SUMS["ieee"])
 
 
-@pytest.mark.parametrize("work", test_hopper_spread.SPLIT, ids=str)
-def test_odd_numbers_of_few_outputs(work: Work) -> None:
+@pytest.mark.parametrize("work", test_hopper_few_outputs.SPLIT, ids=str)
+def test_odd_numbers_of_few_outputs(work: PassCase) -> None:
     tensors = Tensors.random(work)
-    at_corners(tensors.input, ODD_NUMBERS[:3])
-    assert_plainly(work, tensors, _run_work(work, tensors), LONG_SUMS["ieee"])
+    at_corners(tensors.input, SPECIAL_VALUES[:3])
+    assert_special_values(work, tensors, _run_work(work, tensors), LONG_SUMS["ieee"])
 
 
 def test_odd_numbers_in_an_image_beyond_float16() -> None:
     """The image is computed again, in TF32."""
-    case = Case("beyond", (2, 32, 40, 200), (64, 32, 3, 5), padding=(1, 1, 2, 2))
-    work = Work(case, hopper.forward, precision="ieee")
+    case = Conv("beyond", (2, 32, 40, 200), (64, 32, 3, 5), padding=(1, 1, 2, 2))
+    work = PassCase(case, hopper.forward, precision="ieee")
     assert "float16" in work.plan.why
     tensors = Tensors.random(work)
     at_corners(tensors.input)
-    assert_plainly(work, tensors, _run_work(work, tensors), LONG_SUMS["ieee"])
+    assert_special_values(work, tensors, _run_work(work, tensors), LONG_SUMS["ieee"])
 
 
 # Ways to put one image of three beyond the range of scaled fp16: single numbers that no sample
@@ -196,8 +200,8 @@ BEYOND: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("beyond", BEYOND)
 def test_images_beyond_float16(mode: str, beyond: str) -> None:
     """Such images are computed again, and the others keep their bits."""
-    work = Work(
-        Case("beyond", (3, 32, 120, 200), (64, 32, 3, 5), padding=(1, 1, 2, 2)),
+    work = PassCase(
+        Conv("beyond", (3, 32, 120, 200), (64, 32, 3, 5), padding=(1, 1, 2, 2)),
         hopper.forward,
         precision=mode,
     )

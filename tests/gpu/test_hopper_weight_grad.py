@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from emulator import (
-    test_hopper_collect,
-    test_hopper_gemm_weights,
-    test_hopper_weight_grad,
-    test_hopper_weight_halves,
+    test_hopper_wgrad_few_inputs,
+    test_hopper_wgrad_halo,
+    test_hopper_wgrad_implicit_gemm,
+    test_hopper_wgrad_scaled_fp16,
 )
-from emulator.test_hopper_weight_grad import MODES, TOLERANCES, put_odd_numbers
-from emulator.works import ODD_NUMBERS, Tensors, Work, float64, new_output, placed
+from emulator.pass_cases import SPECIAL_VALUES, PassCase, Tensors, float64, new_output, placed
+from emulator.test_hopper_wgrad_halo import MODES, TOLERANCES, put_special_values
 from fastconv import ops
 from fastconv.backends import cuda as backend
 from fastconv.kernels import planner
@@ -38,15 +38,15 @@ TRUNCATION = 8e-6
 
 
 WORKS = [
-    *test_hopper_weight_grad.WORKS,
-    *test_hopper_collect.WORKS,
-    *test_hopper_gemm_weights.WORKS,
-    *test_hopper_weight_halves.WORKS,
+    *test_hopper_wgrad_halo.CASES,
+    *test_hopper_wgrad_few_inputs.CASES,
+    *test_hopper_wgrad_implicit_gemm.CASES,
+    *test_hopper_wgrad_scaled_fp16.CASES,
 ]
 
 
 @contextmanager
-def _planned_as(work: Work) -> Iterator[None]:
+def _planned_as(work: PassCase) -> Iterator[None]:
     """With the work's plan, for its GPU of few processors."""
     backend._ready.cache_clear()
     with (
@@ -57,17 +57,17 @@ def _planned_as(work: Work) -> Iterator[None]:
     backend._ready.cache_clear()
 
 
-def _run(work: Work, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
+def _run(work: PassCase, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
     def on_gpu(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
         return placed(tensor.to(CUDA), memory_format, work.aligned)
 
     input = on_gpu(tensors.input, work.input_format)
     grad_output = on_gpu(tensors.grad_output, work.output_format)
     grad = on_gpu(new_output(work), work.weight_format)
-    bias = torch.full((work.case.weight[0],), torch.nan, dtype=work.dtype, device=CUDA)
+    bias = torch.full((work.conv.weight[0],), torch.nan, dtype=work.dtype, device=CUDA)
     bias_out = bias if work.bias_grad else None
     with _planned_as(work):
-        backend.weight_grad(work.case.problem, grad_output, input, grad, bias_out, work.precision)
+        backend.weight_grad(work.conv.problem, grad_output, input, grad, bias_out, work.precision)
     return grad.cpu(), bias.cpu() if work.bias_grad else None
 
 
@@ -82,7 +82,7 @@ def _works_compiled() -> None:
 
 @pytest.mark.usefixtures("_works_compiled")
 @pytest.mark.parametrize("work", WORKS, ids=str)
-def test_emulated(work: Work) -> None:
+def test_emulated(work: PassCase) -> None:
     """The very kernels that the emulator runs, twice with the same bits."""
     tensors = Tensors.random(work)
     grad, bias = _run(work, tensors)
@@ -98,9 +98,9 @@ def test_emulated(work: Work) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_infinity_stays_where_it_is(mode: str) -> None:
     """As in plain float32: infinities are so, with their sign, and what is not finite is NaN."""
-    work = test_hopper_weight_grad.shifted(mode)
+    work = test_hopper_wgrad_halo.shifted(mode)
     tensors = Tensors.random(work)
-    put_odd_numbers(tensors.input, ODD_NUMBERS[:3])
+    put_special_values(tensors.input, SPECIAL_VALUES[:3])
     tensors.grad_output[0, 7, 1, 65] = -torch.inf
     grad, _ = _run(work, tensors)
     expected = float64(work, tensors)

@@ -1,15 +1,15 @@
 """Compares what the compiler is given for every launch, before a change and after it.
 
-    PYTHONPATH=src:tests python tests/kernels/same_code.py before.json  # in the old checkout
+    PYTHONPATH=src:tests python tests/kernels/same_code.py before.json          # in the old checkout
     PYTHONPATH=src:tests python tests/kernels/same_code.py after.json --before before.json
 
 For a change that moves code, renames things or rewrites comments. Every launch that the suites and
-300 lines of the coverage corpus plan on four architectures is expanded to one stream of tokens,
-without comments, and its identifiers are numbered by their first occurrence. Two launches whose
-streams are equal are the same program under other names, so their machine code is the same. The
-names that changed are listed, because a consistent exchange of two names of CUDA's would go unseen.
-Launches whose streams differ, because definitions changed places, are compiled: ``--compile`` also
-compiles that many others, and compares instructions and constants, section by section.
+300 lines of the coverage corpus plan on four architectures is taken apart into the files that the
+compiler reads. Of each file, tokens without comments are compared, with identifiers numbered by
+their first occurrence: equal files are the same code under other names. The names that changed are
+listed, because a consistent exchange of two names of CUDA's would go unseen. ``--compile`` also
+compiles that many launches, whose instructions and constants are compared section by section, and
+so are launches whose files differ, if a file of titles names them.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ def launches() -> Iterator[tuple[str, str, Kernel]]:
                     title = f"{suite} {workload.name} {name} {scalar} {precision} {last} {arch}"
                     yield from _launches(title, arch, plan)
     corpus = _corpus()
-    works = {corpus.line_of(work): work for work in corpus.read_works()}
-    for line in Random(0).sample(sorted(works), LINES):
-        yield from _launches(line, works[line].gpu.architecture, works[line].plan)
+    cases = {corpus.line_of(case): case for case in corpus.read_cases()}
+    for line in Random(0).sample(sorted(cases), LINES):
+        yield from _launches(line, cases[line].gpu.architecture, cases[line].plan)
 
 
 def _corpus() -> Any:
     return importlib.import_module(CORPUS)
 
 
-CORPUS = "emulator.net"
+CORPUS = "emulator.corpus"
 
 
 def _launches(title: str, arch: str, plan: Any) -> Iterator[tuple[str, str, Kernel]]:
@@ -86,38 +86,30 @@ def _launches(title: str, arch: str, plan: Any) -> Iterator[tuple[str, str, Kern
         yield f"{title} #{number} {sizes}", arch, launch.kernel
 
 
-def tokens(kernel: Kernel) -> Iterator[str]:
-    """The program as the compiler reads it, without white space; the kernel's own name is last."""
-    yield from _expanded(kernel.text, set())
-    yield kernel.entry
-
-
-def _expanded(text: str, seen: set[str]) -> Iterator[str]:
-    before = 0
-    for match in INCLUDE.finditer(text):
-        yield from _tokens(text[before : match.start()])
-        before = match.end()
-        name = match[1]
-        if name not in seen and (FOLDER / name).is_file():
-            seen.add(name)
-            yield from _expanded((FOLDER / name).read_text(encoding="utf-8"), seen)
-    yield from _tokens(text[before:])
+def files(kernel: Kernel) -> Iterator[str]:
+    """The texts that the compiler reads: the constants, then every file that is included."""
+    texts, seen = [kernel.text], set()
+    while texts:
+        text = texts.pop()
+        for name in INCLUDE.findall(text):
+            if name not in seen and (FOLDER / name).is_file():
+                seen.add(name)
+                texts.append((FOLDER / name).read_text(encoding="utf-8"))
+        yield INCLUDE.sub("", text)
 
 
 @cache
-def _tokens(text: str) -> tuple[str, ...]:
-    found = [match[0] for match in TOKEN.finditer(text)]
-    return tuple(one for one in found if not one.isspace() and one[:2] not in ("//", "/*"))
-
-
-def numbered(kernel: Kernel) -> tuple[str, list[str]]:
-    """A hash of the stream with identifiers numbered, and the identifiers in that order."""
+def numbered(text: str) -> tuple[str, tuple[str, ...]]:
+    """A hash of a file's tokens with identifiers numbered, and the identifiers in that order."""
     names: dict[str, int] = {}
     digest = hashlib.sha256()
-    for token in tokens(kernel):
+    for match in TOKEN.finditer(text):
+        token = match[0]
+        if token.isspace() or token[:2] in ("//", "/*"):
+            continue
         is_name = token[0].isalpha() or token[0] == "_"
         digest.update(f"{names.setdefault(token, len(names)) if is_name else token}\n".encode())
-    return digest.hexdigest()[:20], list(names)
+    return digest.hexdigest()[:20], tuple(names)
 
 
 def code(cubin: bytes) -> str:
@@ -147,18 +139,19 @@ def main() -> int:
     wanted = set(Random(1).sample(sorted(found), arguments.compile))
     if arguments.titles:
         wanted |= set(arguments.titles.read_text().splitlines())
-    programs: dict[str, list[str]] = {}
+    files_: dict[str, tuple[str, ...]] = {}
     streams = {}
     for title, (_, kernel) in found.items():
-        streams[title], names = numbered(kernel)
-        programs.setdefault(streams[title], names)
+        parts = [numbered(text) for text in files(kernel)]
+        files_ |= parts
+        streams[title] = sorted(part for part, _ in parts)
     codes = {}
     for title in sorted(wanted):
         arch, kernel = found[title]
         codes[title] = code(compile.build(kernel, arch))
-    after = {"streams": streams, "programs": programs, "codes": codes}
+    after = {"streams": streams, "files": files_, "codes": codes}
     arguments.output.write_text(json.dumps(after))
-    print(f"{len(streams)} launches, {len(programs)} programs, {len(codes)} compiled")
+    print(f"{len(streams)} launches, {len(files_)} files, {len(codes)} compiled")
     return compared(json.loads(arguments.before.read_text()), after) if arguments.before else 0
 
 
@@ -172,9 +165,9 @@ def compared(before: dict[str, Any], after: dict[str, Any]) -> int:
     renamed = sorted(
         {
             (old, new)
-            for program in before["programs"].keys() & after["programs"].keys()
+            for file in before["files"].keys() & after["files"].keys()
             for old, new in zip(
-                before["programs"][program], after["programs"][program], strict=True
+                before["files"][file], after["files"][file], strict=True
             )
             if old != new
         }

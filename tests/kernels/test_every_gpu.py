@@ -1,6 +1,6 @@
 """Plans for every NVIDIA GPU since Volta fit it, are made quickly, and compile.
 
-No GPU is needed. ``make test-net`` plans many more problems.
+No GPU is needed. ``make test-corpus`` plans many more problems.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import pytest
 
 import nvrtc as other_nvrtc
 from effort import calls
-from emulator import net
-from emulator.works import Work
+from emulator import corpus
+from emulator.pass_cases import PassCase
 from fastconv.jit import compile
 from fastconv.kernels import direct, gpus, planner
 from fastconv.kernels.arithmetic import ceil_div, round_up
@@ -58,12 +58,12 @@ MOST_CALLS = 1_000_000  # Bounds the function calls that plan a pass: about half
 
 
 @cache
-def _drawn() -> list[Work]:
-    draw = Random(os.environ.get("FASTCONV_NET", "0"))
-    return [net.drawn(draw) for _ in range(DRAWN)]
+def _drawn() -> list[PassCase]:
+    draw = Random(os.environ.get("FASTCONV_CORPUS", "0"))
+    return [corpus.drawn(draw) for _ in range(DRAWN)]
 
 
-def _assert_fits(work: Work) -> None:
+def _assert_fits(work: PassCase) -> None:
     """Grids, blocks, shared memory and workspace are what the GPU has and the layer is worth."""
     plan, gpu = work.plan, work.gpu
     assert len(plan.launches) <= 2 * MOST_ROUNDS
@@ -82,12 +82,12 @@ def _assert_fits(work: Work) -> None:
     assert plan.scratch_bytes <= _most_workspace(work)
 
 
-def _most_workspace(work: Work) -> float:
+def _most_workspace(work: PassCase) -> float:
     """Twice the pass's tensors; or the partial sums of a split weight gradient; or packed weights.
 
     Weights are padded to MMAs of 64 channels, and to the taps of the longest residue.
     """
-    problem = work.case.problem
+    problem = work.conv.problem
     shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
     tensors = sum(map(prod, shapes)) * work.dtype.itemsize
     groups, (height, width) = problem.groups, problem.kernel_size
@@ -106,7 +106,7 @@ def test_all_problems_are_planned() -> None:
             processors = min(gpu.processors, drawn.gpu.processors)
             work = replace(drawn, gpu=replace(gpu, processors=processors))
             if (made := calls(lambda work=work: work.plan)) > MOST_CALLS:
-                slow[net.line_of(work)] = made
+                slow[corpus.line_of(work)] = made
             _assert_fits(work)
     assert slow == {}
 
@@ -149,9 +149,9 @@ def test_families_plan_for_their_gpus() -> None:
 
 def test_another_family_takes_nothing_on_hopper_unless_it_is_asked_for() -> None:
     line = "sm_90a/132 forward bfloat16 nchw/nchw: 8x64x64x64 64x64x3x3"
-    assert net.work_of(line).plan.family == "hopper"
+    assert corpus.case_of(line).plan.family == "hopper"
     with planner.only("ampere"):
-        assert net.work_of(line).plan.family == "ampere"
+        assert corpus.case_of(line).plan.family == "ampere"
 
 
 # --- Input gradients cost what their taps do ------------------------------------------------------
@@ -277,9 +277,9 @@ def test_plans_compile_within_registers(arch: str) -> None:
             assert registers is not None
             threads = launch.block * int(constants["blocks_per_sm"])
             found = f"{registers:4} registers {compiled.spill_bytes:5} spilled"
-            print(f"{arch:8} {found} {work.case.name}")
+            print(f"{arch:8} {found} {work.conv.name}")
             spills = (compiled.spill_bytes or 0) > MOST_SPILLED
-            expected = work.case.name in KNOWN_TO_SPILL
+            expected = work.conv.name in KNOWN_TO_SPILL
             if registers * threads > REGISTERS or spills != expected:
                 faults[compile.describe(launch.kernel)] = (registers, compiled.spill_bytes)
     assert faults == {}

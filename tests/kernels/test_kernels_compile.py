@@ -23,7 +23,7 @@ import nvrtc as other_nvrtc
 import small_products
 import swizzled_products
 import tensor_maps
-from emulator import net
+from emulator import corpus, forced_plans
 from fastconv import jit
 from fastconv.jit import compile
 from fastconv.jit.pool import compile_jobs
@@ -327,7 +327,7 @@ RARE = {
 @needs_nvrtc
 @pytest.mark.parametrize("line", RARE)
 def test_rare_constants(line: str) -> None:
-    kernel = net.work_of(line).plan.launches[-1].kernel
+    kernel = corpus.case_of(line).plan.launches[-1].kernel
     constants = dict(kernel.constants)
     assert RARE[line].items().isdisjoint(constants.items())
     rare = replace(kernel, constants=tuple({**constants, **RARE[line]}.items()))
@@ -420,7 +420,7 @@ GEMM_MODES = {
 def test_matrix_products(entry: str) -> None:
     """With these kernels, even where another one is faster."""
     works = [
-        Work(name, problem, net.Gemm(direction), *GEMM_MODES[entry])
+        Work(name, problem, forced_plans.Gemm(direction), *GEMM_MODES[entry])
         for name, problem in RESNET50.items()
         for direction in ("forward", "input_grad")
     ]
@@ -443,7 +443,13 @@ EPILOGUES = {
     ],
     "sm_90a": [
         *(
-            Work("1x1 at 56", RESNET50["1x1 at 56"], net.Gemm("forward"), *mode, epilogue=epilogue)
+            Work(
+                "1x1 at 56",
+                RESNET50["1x1 at 56"],
+                forced_plans.Gemm("forward"),
+                *mode,
+                epilogue=epilogue,
+            )
             for mode, epilogue in product(GEMM_MODES.values(), (RESIDUAL_RELU, GELU))
         ),
         *(

@@ -1,5 +1,5 @@
-// CUDA C++ for a host compiler: what NVRTC predefines, as far as kernels use it. The driver
-// includes it before the kernel. Hardware instructions are not here but in device/ptx.cuh.
+// CUDA C++ for a host compiler: the built-ins of NVRTC that kernels use. The driver includes it
+// before the kernel. Hardware instructions are in device/ptx.cuh.
 #pragma once
 #include "runtime.h"
 
@@ -45,7 +45,7 @@ double tanh(double) noexcept;
 }
 inline float fma(float a, float b, float c) { return fmaf(a, b, c); }
 
-// Of a NaN and a number, the number.
+// If one operand is NaN, these return the other one, as CUDA does.
 inline float min(float a, float b) { return fminf(a, b); }
 inline double min(double a, double b) { return fmin(a, b); }
 inline float max(float a, float b) { return fmaxf(a, b); }
@@ -63,7 +63,7 @@ namespace emulator {
 
 template <class To, class From>
 To bit_cast(From value) {
-  static_assert(sizeof(To) == sizeof(From), "the same bits");
+  static_assert(sizeof(To) == sizeof(From), "bit_cast needs types of the same size");
   To result;
   __builtin_memcpy(&result, &value, sizeof result);
   return result;
@@ -73,7 +73,7 @@ inline int lane() { return static_cast<int>(threadIdx.x % 32); }
 
 template <class T>
 T shuffle(Site site, unsigned mask, T value, int source) {
-  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "what CUDA can shuffle");
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "CUDA shuffles 4 or 8 bytes");
   unsigned long long bits = 0;
   __builtin_memcpy(&bits, &value, sizeof value);
   bits = exchange(site, mask, bits, source).value;
@@ -90,7 +90,7 @@ inline float __int_as_float(int bits) { return emulator::bit_cast<float>(bits); 
 inline long long __double_as_longlong(double value) { return emulator::bit_cast<long long>(value); }
 inline double __longlong_as_double(long long bits) { return emulator::bit_cast<double>(bits); }
 
-// Each of the result's four bytes is one of the eight of a and b, by a digit of the selector.
+// Each hexadecimal digit of the selector picks one of the eight bytes of a and b for the result.
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const unsigned long long bytes = static_cast<unsigned long long>(b) << 32 | a;
   unsigned result = 0;

@@ -9,14 +9,14 @@ namespace {
 
 constexpr int kLanes = 32, kMatrixRows = 8, kMatrixRowBytes = 16;
 
-// What each lane of a warp has brought.
+// The operands of each lane of a warp.
 struct Lane {
   const unsigned char* row;
   unsigned left[4], right[2];
 };
 Lane lanes_of_warps[kMostClusterBlocks][1024 / kLanes][kLanes];
 
-// All lanes put something in, then all read what they need of it, then all go on.
+// All lanes store their operands, then all read the operands they need, then all proceed.
 template <class Put, class Read>
 void together(Site site, const Put& put, const Read& read) {
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
@@ -86,7 +86,8 @@ void gather_rows(Site site, unsigned (&rows)[2][kRowBytes / 4], const unsigned (
   together(site, [&](Lane& mine) { memcpy(mine.left, fragments, sizeof mine.left); }, read);
 }
 
-void mma(Site site, Scalar scalar, float* sums, const unsigned* left, const unsigned* right) {
+void mma(Site site, Scalar scalar, float* accumulators, const unsigned* left,
+         const unsigned* right) {
   Fragment fragment;
   const auto put = [&](Lane& mine) {
     memcpy(mine.left, left, sizeof mine.left);
@@ -95,7 +96,7 @@ void mma(Site site, Scalar scalar, float* sums, const unsigned* left, const unsi
   const auto read = [&](const Lane* lanes, int lane) {
     const int group = lane / 4, place = lane % 4;
     for (int word = 0; word < kRowBytes / 4; ++word) {
-      const int half = word / 4;  // of a row
+      const int half = word / 4;  // half of a row of 32 bytes
       for (int below = 0; below < 2; ++below) {
         const Lane& from = lanes[4 * group + word % 4];
         memcpy(fragment.left[below] + 4 * word, &from.left[2 * half + below], 4);
@@ -105,7 +106,7 @@ void mma(Site site, Scalar scalar, float* sums, const unsigned* left, const unsi
     }
   };
   together(site, put, read);
-  multiply(scalar, fragment, 8, sums);
+  multiply(scalar, fragment, 8, accumulators);
 }
 
 }  // namespace emulator

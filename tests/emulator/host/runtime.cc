@@ -18,80 +18,12 @@
 #include <string>
 #include <vector>
 
+#include "fiber.h"
+#include "buffers.h"
 #include "sm90.h"
 
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
-
-// Saves the callee-saved registers on the stack, stores the stack pointer through `from`, and goes
-// on where `to` was saved. Unlike swapcontext it makes no system call, and ASan does not intercept
-// it, which would clear the redzones of the stack.
-extern "C" void emulator_switch(void** from, void* to);
-
-#if defined(__x86_64__)
-asm(R"(
-.text
-.globl emulator_switch
-.type emulator_switch, @function
-emulator_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-.size emulator_switch, . - emulator_switch
-)");
-constexpr int kSavedWords = 8;  // six registers, the return address, one word of alignment
-constexpr int kReturnAddress = 6;
-#elif defined(__aarch64__)
-asm(R"(
-.text
-.globl emulator_switch
-.type emulator_switch, %function
-emulator_switch:
-  sub sp, sp, #160
-  stp x19, x20, [sp]
-  stp x21, x22, [sp, #16]
-  stp x23, x24, [sp, #32]
-  stp x25, x26, [sp, #48]
-  stp x27, x28, [sp, #64]
-  stp x29, x30, [sp, #80]
-  stp d8, d9, [sp, #96]
-  stp d10, d11, [sp, #112]
-  stp d12, d13, [sp, #128]
-  stp d14, d15, [sp, #144]
-  mov x9, sp
-  str x9, [x0]
-  mov sp, x1
-  ldp x19, x20, [sp]
-  ldp x21, x22, [sp, #16]
-  ldp x23, x24, [sp, #32]
-  ldp x25, x26, [sp, #48]
-  ldp x27, x28, [sp, #64]
-  ldp x29, x30, [sp, #80]
-  ldp d8, d9, [sp, #96]
-  ldp d10, d11, [sp, #112]
-  ldp d12, d13, [sp, #128]
-  ldp d14, d15, [sp, #144]
-  add sp, sp, #160
-  ret
-.size emulator_switch, . - emulator_switch
-)");
-constexpr int kSavedWords = 20;
-constexpr int kReturnAddress = 11;
-#else
-#error "write emulator_switch for this CPU"
-#endif
 
 namespace emulator {
 
@@ -102,7 +34,6 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr size_t kStackBytes = 256 << 10;
-constexpr ptrdiff_t kGuardBytes = 256 << 10;  // on either side of a buffer
 
 struct Copy {
   unsigned char* target;
@@ -114,15 +45,15 @@ struct Copy {
 struct Thread {
   unsigned char* stack;
   void* stack_pointer;
-  void* fake_stack = nullptr;  // ASan's
+  void* fake_stack = nullptr;  // ASan's handle of this fiber
   bool exited = false;
 
-  // While it waits.
+  // Set while the thread waits.
   Site site = {};
   bool (*ready)(const void*) = nullptr;
   const void* context = nullptr;
 
-  // While it takes part in a warp-wide operation, and what came of it.
+  // Its operands in a warp-wide operation, and the result.
   unsigned mask = 0;
   unsigned long long value = 0;
   int source = 0;
@@ -131,33 +62,25 @@ struct Thread {
   std::vector<Copy> copies;
   int groups = 0;
 
-  bool waited = false;  // for the launch before this one
+  bool waited = false;  // has called wait_for_earlier_launch
 };
 
-// A tensor, or a block's shared memory.
-struct Buffer {
-  std::string name;
-  unsigned char* begin;
-  ptrdiff_t bytes;
-  bool is_tensor;
-};
-
-// Of a barrier that some of the threads have.
+// A barrier.sync or barrier.arrive barrier of some of the block's threads.
 struct NamedBarrier {
-  int threads = 0;  // that a round is for
+  int threads = 0;  // arrivals in each round
   std::set<const Thread*> come;
   unsigned generation = 0;
 };
 
-// One of a cluster, all of which run together.
+// A thread block of the cluster. The blocks of a cluster run together.
 struct Block {
-  unsigned number;  // of the grid's
+  unsigned number;  // linear index in the grid
   Shared shared;
   std::vector<Thread> threads;
-  std::vector<unsigned> exchanging;  // of each warp, the lanes that wait in an operation of it
+  std::vector<unsigned> exchanging;  // for each warp, a mask of the lanes in a warp-wide operation
   bool begun, ended;
 
-  // Of __syncthreads.
+  // State of __syncthreads.
   Site barrier_site;
   unsigned barrier_arrived, barrier_generation = 0;
 
@@ -166,18 +89,16 @@ struct Block {
 
 decltype(emulator_run_thread)* run_thread;
 std::vector<Argument> arguments;
-std::vector<Buffer> buffers;
 std::vector<Block> cluster;
-Block* block = nullptr;  // whose threads run, one of the cluster's
+Block* block = nullptr;  // the block whose threads run
 Thread* running = nullptr;
 bool reverse;
-bool early;  // the launch before this one may be under way
-bool tensors_are_shown = true;
+bool early;  // programmatic dependent launch: the launch before it may not have ended
 
-// Of cluster_barrier: threads of all blocks.
+// State of cluster_barrier, which counts threads of all blocks.
 unsigned cluster_arrived, cluster_generation;
 
-// Of wait_long.
+// State of wait_long.
 unsigned long_waits, long_generation;
 
 // The stack that the scheduler runs on.
@@ -185,7 +106,8 @@ void* scheduler_stack_pointer;
 const void* scheduler_stack;
 size_t scheduler_stack_bytes;
 
-// Nearly always it is one string: ASan's strcmp takes far longer than all else in an exchange.
+// The pointers are nearly always equal, and ASan's strcmp would take far longer than the rest of an
+// exchange.
 bool same(const char* a, const char* b) { return a == b || !strcmp(a, b); }
 
 void print_place() {
@@ -194,49 +116,13 @@ void print_place() {
   fprintf(stderr, "\n");
 }
 
-// Memory of exactly this size between poisoned zones, `offset` bytes after a multiple of 1024.
-unsigned char* allocate(const char* name, ptrdiff_t bytes, ptrdiff_t offset, bool is_tensor) {
-  const ptrdiff_t total = (kGuardBytes + offset + bytes + kGuardBytes + 1023) / 1024 * 1024;
-  auto* const memory = static_cast<unsigned char*>(aligned_alloc(1024, total));
-  if (!memory) fail("no memory for %s", name);
-  unsigned char* const begin = memory + kGuardBytes + offset;
-  __asan_poison_memory_region(memory, begin - memory);
-  __asan_poison_memory_region(begin + bytes, memory + total - (begin + bytes));
-  buffers.push_back({name, begin, bytes, is_tensor});
-  return begin;
-}
-
-// A tensor, from stdin unless an earlier argument was the same one.
-unsigned char* find_or_read(const char* name, ptrdiff_t bytes, ptrdiff_t offset) {
-  for (const Buffer& buffer : buffers) {
-    if (buffer.name == name) return buffer.begin;
-  }
-  unsigned char* const begin = allocate(name, bytes, offset, true);
-  if (fread(begin, 1, bytes, stdin) != size_t(bytes)) fail("%s is cut short", name);
-  return begin;
-}
-
-// Lets tensors be accessed, or has ASan report it.
-void show_tensors(bool shown) {
-  if (shown == tensors_are_shown) return;
-  tensors_are_shown = shown;
-  for (const Buffer& buffer : buffers) {
-    if (!buffer.is_tensor) continue;
-    if (shown) {
-      __asan_unpoison_memory_region(buffer.begin, buffer.bytes);
-    } else {
-      __asan_poison_memory_region(buffer.begin, buffer.bytes);
-    }
-  }
-}
-
 void switch_to_scheduler(void** fake_stack) {
   __sanitizer_start_switch_fiber(fake_stack, scheduler_stack, scheduler_stack_bytes);
   emulator_switch(&running->stack_pointer, scheduler_stack_pointer);
 }
 
-// Where a fiber begins. ASan must not poison this frame, which it would never clear: start does not
-// return.
+// The first function of a fiber. It never returns, so ASan, which clears a frame's poison on
+// return, must not poison its frame.
 __attribute__((no_sanitize("address"))) void start() {
   __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_bytes);
   run_thread(arguments.data(), static_cast<int>(arguments.size()));
@@ -257,10 +143,10 @@ void resume(Thread& thread) {
   running = nullptr;
 }
 
-// The i-th of n in the order of this run.
+// The i-th of n indices in the order of this run.
 int in_order(int i, int n) { return reverse ? n - 1 - i : i; }
 
-// Has everything that is a block's own be this one's.
+// Makes a block the running one: sets all variables that belong to a block.
 void enter(Block& one) {
   const unsigned row = one.number / gridDim.x;
   block = &one;
@@ -269,7 +155,7 @@ void enter(Block& one) {
   shared = one.shared;
 }
 
-// Calls visit() in each block of the cluster, in order; returns whether any call did.
+// Calls visit() for each block of the cluster in order. Returns whether any call returned true.
 template <class Visit>
 bool in_each_block(const Visit& visit) {
   const int blocks = static_cast<int>(cluster.size());
@@ -281,7 +167,7 @@ bool in_each_block(const Visit& visit) {
   return any;
 }
 
-// Lets every thread of a warp that can go on do so once; returns whether there was any.
+// Resumes once every thread of a warp that can proceed. Returns whether there was any.
 bool run_warp(int warp) {
   bool any = false;
   for (int i = 0; i < kWarp; ++i) {
@@ -302,7 +188,7 @@ std::string state(const Thread& thread) {
          std::to_string(thread.site.line);
 }
 
-// What the block's threads do, a line for neighbours that do the same.
+// The states of the block's threads, one line for each range of threads in the same state.
 std::string states() {
   const std::vector<Thread>& threads = block->threads;
   const std::string of = cluster.size() > 1 ? " of block " + std::to_string(cluster_rank) : "";
@@ -322,11 +208,11 @@ std::string states() {
     enter(one);
     text += states();
   }
-  fail("deadlock: no thread can go on%s", text.c_str());
+  fail("deadlock: no thread can proceed%s", text.c_str());
 }
 
-// For when no thread can go on: finishes what takes long on hardware; returns whether there was
-// any. First copies, then the rest: a thread that only waits for copies goes on meanwhile.
+// Called when no thread can proceed: completes asynchronous operations. Returns whether there were
+// any. Copies complete before the rest, so that threads which wait only for copies proceed first.
 bool finish_something() {
   show_tensors(true);
   if (in_each_block(sm90_advance)) return true;
@@ -336,7 +222,7 @@ bool finish_something() {
   return true;
 }
 
-// Whether the lanes that a thread exchanges with have called the same function with its mask.
+// Whether all lanes in a thread's mask have called the same function with the same mask.
 bool agree(const Thread* warp, const Thread& self) {
   for (int lane = 0; lane < kWarp; ++lane) {
     if (!(self.mask >> lane & 1)) continue;
@@ -347,7 +233,7 @@ bool agree(const Thread* warp, const Thread& self) {
   return true;
 }
 
-// Gives each lane of the mask what it asked for.
+// Gives each lane in the mask its result.
 void deliver(Thread* warp, unsigned mask) {
   unsigned ballot = 0;
   for (int lane = 0; lane < kWarp; ++lane) {
@@ -380,13 +266,15 @@ void begin_block() {
 void end_block() {
   block->ended = true;
   for (const auto& [number, barrier] : block->named_barriers) {
-    if (!barrier.come.empty()) fail("some threads came to barrier %d for nobody", number);
+    if (!barrier.come.empty())
+      fail("some threads arrived at barrier %d, but the block ended before it had all its threads",
+           number);
   }
   block->named_barriers.clear();
   show_tensors(true);
   if (early && std::none_of(block->threads.begin(), block->threads.end(),
                             [](const Thread& thread) { return thread.waited; })) {
-    fail("an early launch, and no thread of the block calls wait_for_earlier_launch");
+    fail("an early launch, but no thread of the block calls wait_for_earlier_launch");
   }
   sm90_end_block();
 }
@@ -396,9 +284,9 @@ size_t count_exited() {
                        [](const Thread& thread) { return thread.exited; });
 }
 
-// Each warp runs as far as it can before the next does, and all begin anew after a barrier. Between
-// two barriers, then, whichever of two warps runs first in one order runs last in the other.
-// Returns whether any thread went on, or can now.
+// Runs each warp as far as it gets before the next one, and all of them again after a barrier. So
+// between two barriers, the warp that runs first in one order runs last in the other. Returns
+// whether any thread ran, or can proceed after a barrier.
 bool run_warps() {
   const int warps = static_cast<int>(block->exchanging.size());
   bool any = false;
@@ -414,7 +302,7 @@ bool run_warps() {
   return any;
 }
 
-// The same for a block among others: as far as it can before the next does.
+// Runs a block of a cluster as far as it gets. Returns whether any thread ran.
 bool run_block() {
   if (block->ended) return false;
   bool any = false;
@@ -423,8 +311,8 @@ bool run_block() {
   return any;
 }
 
-// Lets threads go on that wait for the cluster's, if all that have not exited do; returns whether
-// there are any.
+// Releases the threads at the cluster barrier if all threads that have not exited wait there.
+// Returns whether it released any.
 bool pass_cluster_barrier() {
   size_t awaited = 0;
   for (Block& one : cluster) {
@@ -501,16 +389,6 @@ void wait_long(Site site) {
   wait(site, [=] { return long_generation != generation; });
 }
 
-bool is_near_tensor(const void* address) {
-  for (const Buffer& buffer : buffers) {
-    const ptrdiff_t offset = static_cast<const unsigned char*>(address) - buffer.begin;
-    if (buffer.is_tensor && -kGuardBytes <= offset && offset < buffer.bytes + kGuardBytes) {
-      return true;
-    }
-  }
-  return false;
-}
-
 void barrier(Site site) {
   Block& own = *block;
   const Site& first = own.barrier_site;
@@ -547,14 +425,17 @@ const void* in_block(Site site, const void* address, int rank) {
 void named_barrier(Site site, int number, int count, bool waits) {
   if (number < 1 || number > 15 || count % kWarp ||
       count > static_cast<int>(block->threads.size())) {
-    fail("barrier %d of %d threads: there are 15, of whole warps", number, count);
+    fail("barrier %d of %d threads: barriers are 1 to 15, for whole warps of the block", number,
+         count);
   }
   NamedBarrier& barrier = block->named_barriers[number];
   if (barrier.come.empty()) barrier.threads = count;
   if (barrier.threads != count) {
-    fail("barrier %d is of %d threads, but others came for %d", number, count, barrier.threads);
+    fail("barrier %d for %d threads, but others arrived at it for %d", number, count,
+         barrier.threads);
   }
-  if (!barrier.come.insert(running).second) fail("comes to barrier %d twice in a round", number);
+  if (!barrier.come.insert(running).second)
+    fail("the thread arrives at barrier %d twice in a round", number);
   const unsigned generation = barrier.generation;
   if (static_cast<int>(barrier.come.size()) == count) {
     barrier.come.clear();
@@ -627,17 +508,10 @@ const char* __ubsan_default_options() { return "print_stacktrace=1"; }
 
 void __asan_on_error() {
   emulator::print_place();
-  if (!emulator::tensors_are_shown) {
+  if (!emulator::are_tensors_shown()) {
     fprintf(stderr, "in an early launch, before wait_for_earlier_launch\n");
   }
-  const auto* const address = static_cast<unsigned char*>(__asan_get_report_address());
-  for (const emulator::Buffer& buffer : emulator::buffers) {
-    const ptrdiff_t offset = address - buffer.begin;
-    if (-emulator::kGuardBytes <= offset && offset < buffer.bytes + emulator::kGuardBytes) {
-      fprintf(stderr, "at byte %td of %s, which has %td\n", offset, buffer.name.c_str(),
-              buffer.bytes);
-    }
-  }
+  emulator::print_address(static_cast<unsigned char*>(__asan_get_report_address()));
 }
 
 void __ubsan_on_report() { emulator::print_place(); }
@@ -654,8 +528,8 @@ decltype(emulator_run_thread)* load_kernel(const char* library) {
   return reinterpret_cast<decltype(emulator_run_thread)*>(entry);
 }
 
-// "null", or name:bytes:offset for a tensor whose address is `offset` bytes after a multiple of
-// 1024.
+// Parses "null", or name:bytes:offset for a tensor whose address is `offset` bytes after a multiple
+// of 1024.
 bool read_tensor(const char* text, unsigned char** address) {
   char name[64];
   ptrdiff_t bytes, offset;
@@ -669,13 +543,14 @@ bool read_tensor(const char* text, unsigned char** address) {
   return true;
 }
 
-// An int, a tensor, or "map", the tensor and the numbers of its map with blanks in between.
+// Parses an int, a tensor, or a tensor map: "map", the tensor and the map's numbers, with blanks in
+// between.
 Argument read_argument(const std::string& text) {
   unsigned char* address;
   if (text.compare(0, 4, "map ") == 0) {
     const size_t end = text.find(' ', 4);
     if (end == text.npos || !read_tensor(text.substr(4, end - 4).c_str(), &address)) {
-      fail("no map: %s", text.c_str());
+      fail("not a tensor map: %s", text.c_str());
     }
     return read_tensor_map(address, text.c_str() + end);
   }
@@ -687,9 +562,9 @@ Argument read_argument(const std::string& text) {
 }  // namespace emulator
 
 // Arguments: the kernel's library, the order (forward or reverse), the grid, the block, the bytes
-// of shared memory, whether it is an early launch, the blocks of a cluster, then the kernel's own.
-// The tensors' contents come from stdin and go back to stdout, each once, in the order of the
-// arguments.
+// of shared memory, whether it is an early launch (PDL), the blocks of a cluster, then the kernel's
+// arguments. The contents of the tensors come from stdin and go to stdout, each tensor once, in the
+// order of the arguments.
 int main(int argc, char** argv) {
   using namespace emulator;
   if (argc < 10) fail("too few arguments");
@@ -709,8 +584,7 @@ int main(int argc, char** argv) {
   }
   cluster.resize(blocks);
   for (int i = 10; i < argc; ++i) arguments.push_back(read_argument(argv[i]));
-  const size_t tensors = buffers.size();
   run_grid();
-  for (size_t i = 0; i < tensors; ++i) fwrite(buffers[i].begin, 1, buffers[i].bytes, stdout);
+  write_tensors();
   return fflush(stdout);
 }

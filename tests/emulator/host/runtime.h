@@ -1,6 +1,6 @@
-// What the host twins of device functions ask of the runtime.
+// The part of the runtime that the host twins of device functions call.
 //
-// Device code sees this header, so it includes no standard ones: under NVRTC there are none either.
+// Device code includes this header. It includes no standard headers because NVRTC has none.
 #pragma once
 #include "tensor_map.h"
 
@@ -9,16 +9,16 @@ struct uint3 {
 };
 using dim3 = uint3;
 
-// Those of the thread that runs; the scheduler sets them at every switch.
+// The scheduler sets these for the running thread at every switch.
 extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
 
 namespace emulator {
 
-// What memory holds before it is written: NaN in every floating-point type.
+// Every byte of memory that nothing has written yet: NaN in every floating-point type.
 constexpr unsigned char kPoison = 0xff;
 
-// A call in device code, for messages. As a default argument, here() names the caller's line.
+// A call in device code, named in messages. As a default argument, here() gives the caller's line.
 struct Site {
   const char* function;
   const char* file;
@@ -33,8 +33,8 @@ inline Site here(const char* function, const char* file = __builtin_FILE(),
 // Ends the program with a message that names the block and the thread.
 [[noreturn, gnu::format(printf, 1, 2)]] void fail(const char* format, ...);
 
-// Lets other threads run until ready() is true. Whatever makes a thread wait ends up here, so that
-// the runtime can tell who waits for what when nobody can go on.
+// Lets other threads run until ready() is true. Every wait of a thread goes through here, so that
+// in a deadlock the runtime can list what each thread waits for.
 void wait(Site site, bool (*ready)(const void*), const void* context);
 
 template <class Ready>
@@ -42,29 +42,29 @@ void wait(Site site, const Ready& ready) {
   wait(site, [](const void* context) { return (*static_cast<const Ready*>(context))(); }, &ready);
 }
 
-// Waits until no thread of the block can go on: as long as an operation of the hardware might take.
+// Waits until no other thread of the block can proceed: the longest that hardware might take.
 void wait_long(Site site);
 
-// Waits for all threads of the block, at the same site.
+// Waits until all threads of the block have called this at the same site.
 void barrier(Site site);
 
-// Waits for all threads of the cluster's blocks that have not exited.
+// Waits until all threads of the cluster that have not exited have called this.
 void cluster_barrier(Site site);
 
-// Comes to a barrier of so many threads, and waits for the others or not.
+// Arrives at a named barrier of `threads` threads, and waits for the others if `waits`.
 void named_barrier(Site site, int number, int threads, bool waits);
 
-// What one lane gets from a warp-wide operation.
+// The result of a warp-wide operation for one lane.
 struct Exchange {
-  unsigned long long value;  // what lane `source` passed, poison if it takes no part
-  unsigned ballot;           // the lanes that passed anything but 0
+  unsigned long long
+      value;        // the value of lane `source`, or poison if that lane is not in the mask
+  unsigned ballot;  // bit mask of the lanes whose value is not 0
 };
 
 // Waits until the lanes in `mask` have called the same function with the same mask.
 Exchange exchange(Site site, unsigned mask, unsigned long long value, int source);
 
-// The shared memory of the block that runs, and the block's number in its cluster; the scheduler
-// sets them too.
+// The running block's shared memory and its rank in the cluster, which the scheduler sets.
 struct Shared {
   unsigned char* begin;
   unsigned bytes;
@@ -72,29 +72,29 @@ struct Shared {
 extern Shared shared;
 extern int cluster_rank;
 
-constexpr int kMostClusterBlocks = 8;  // on every GPU
+constexpr int kMostClusterBlocks = 8;  // CUDA's portable cluster size
 
-// Where an address in shared memory lies in another block of the cluster, which is under way.
+// Maps an address in shared memory to the same place in another running block of the cluster.
 const void* in_block(Site site, const void* address, int rank);
 
-// Whether an address lies in a tensor, or so close to one that ASan knows.
+// Whether an address lies in a tensor, or in the poisoned zones around one, which ASan reports.
 bool is_near_tensor(const void* address);
 
-// In an early launch no tensor may be accessed by a thread that has not called this.
+// In an early launch (PDL), a thread must call this before it accesses any tensor.
 void wait_for_earlier_launch(Site site);
 
-// Copies of `bytes` that land in shared memory at copy_async_wait and not before; until then the
-// target is poisoned. Nothing is read from `global` unless `valid`: zeros land.
+// Copies `bytes`, which land in shared memory only at copy_async_wait; until then the target is
+// poisoned. Unless `valid`, zeros land and nothing is read from `global`.
 void copy_async(void* shared, const void* global, int bytes, bool valid);
 void copy_async_commit();
 void copy_async_wait(int pending);
 
-// Hands over the thread's copies that have not landed, one by one, to somebody who will land them.
+// Passes each of the thread's copies that have not landed to `take`, which takes charge of it.
 void take_copies(void (*take)(void* context, void* shared, const void* data, int bytes),
                  void* context);
 
-// An argument of a launch, converted to the type of the entry's parameter: a pointer, an int or a
-// map.
+// An argument of a launch, which converts to the type of the kernel's parameter: a pointer, an int
+// or a tensor map.
 class Argument {
  public:
   Argument(void* address) : kind_(kTensor), address_(address) {}
@@ -147,7 +147,6 @@ void call(void (*entry)(Parameters...), const Argument* arguments, int count) {
 
 }  // namespace emulator
 
-// The entry of the kernel, as one thread. The driver defines it, next to the kernel, in a library
-// of its own.
+// Runs the kernel as one thread. The driver defines it in the kernel's own shared library.
 extern "C" [[gnu::externally_visible]] void emulator_run_thread(const emulator::Argument* arguments,
                                                                 int count);

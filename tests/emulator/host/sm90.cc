@@ -1,27 +1,26 @@
-// The asynchronous instructions of sm_90a. Each is as slow as hardware might be: what a thread
-// waits for happens when no other thread can go on. What changes under an operation's hands is an
-// error.
+// mbarriers, bulk copies and TMA copies of sm_90a. Each takes as long as hardware might take: it
+// completes when no thread can proceed without it. It is an error if its operands change before
+// that.
 #include "sm90.h"
 
 #include <sanitizer/asan_interface.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <map>
 #include <string>
 #include <vector>
 
+#include "in_flight.h"
+
 namespace emulator {
 
 namespace {
 
-constexpr int kWarpgroup = 128;
 constexpr int kBarrierBytes = 8;
-constexpr int kPattern = 1024;            // bytes after which the swizzle repeats
-constexpr int kMaxCount = (1 << 20) - 1;  // of a barrier's arrivals, and of its bytes
+constexpr int kMaxCount = (1 << 20) - 1;  // an mbarrier's limit, for arrivals and for bytes
 
-// Memory in one piece that is copied to or from data, `offset` bytes after its start.
+// A contiguous piece of global memory, copied to or from an operation's data at `offset`.
 struct Piece {
   unsigned char* global;
   size_t offset;
@@ -31,20 +30,20 @@ struct Piece {
 struct Load {
   Site site;
   unsigned char* target;
-  std::vector<Piece> sources;  // those of asynchronous copies are not known any more
+  std::vector<Piece> sources;  // empty for cp.async, whose sources are not recorded
   std::vector<unsigned char> data;
-  bool rounds = false;  // to TF32, as it lands
+  bool rounds = false;  // rounds to TF32 when it lands
 };
 
-// An arrival that waits for a thread's asynchronous copies.
+// An arrival at an mbarrier that happens when a thread's cp.async copies have landed.
 struct Arrival {
   Site site;
   std::vector<Load> copies;
 };
 
 struct Barrier {
-  int arrivals;  // in each phase
-  int missing;   // arrivals, in this phase
+  int arrivals;  // of each phase
+  int missing;   // arrivals that this phase lacks
   int expected_bytes = 0;
   unsigned phase = 0;
   int waiting = 0;
@@ -67,35 +66,9 @@ struct Store {
   bool has_read = false;
 };
 
-struct Product {
-  Site site;
-  Scalar scalar;
-  float* sums;
-  int columns;
-  Operand left, right;
-  Rows rows;  // the left matrix, if rows.registers is not null
-  bool accumulate;
-  unsigned long long fingerprint;
-  int group;
-};
-
-// What a thread's sums really are while products on them are under way.
-struct Sums {
-  float* address;
-  int count;
-  int products;
-  float values[128];
-};
-
 struct Thread {
   std::vector<Store> stores;
   int store_groups = 0;
-
-  std::vector<Product> products;
-  std::vector<Sums> sums;
-  int product_groups = 0;
-  bool fenced = false;
-  unsigned long long history = 0;  // of the warpgroup's instructions
 };
 
 struct Block {
@@ -105,7 +78,7 @@ struct Block {
 };
 Block cluster[kMostClusterBlocks];
 
-// That runs.
+// The running block and thread.
 Block& block() { return cluster[cluster_rank]; }
 Thread& self() { return block().threads[threadIdx.x]; }
 
@@ -113,12 +86,7 @@ bool is_multiple(const void* address, int bytes) {
   return reinterpret_cast<uintptr_t>(address) % bytes == 0;
 }
 
-bool is_poison(const void* memory, size_t bytes) {
-  const auto* const begin = static_cast<const unsigned char*>(memory);
-  return std::all_of(begin, begin + bytes, [](unsigned char byte) { return byte == kPoison; });
-}
-
-// Has ASan report if any of the memory must not be accessed.
+// Makes ASan report if any of the memory must not be accessed.
 void touch(const void* memory, int bytes) {
   const void* const bad = __asan_region_is_poisoned(const_cast<void*>(memory), bytes);
   if (bad) static_cast<void>(*static_cast<const volatile unsigned char*>(bad));
@@ -159,7 +127,7 @@ void settle(Barrier& barrier) {
   ++barrier.phase;
 }
 
-// To nearest, ties to even, as an H200 does; denormals too. It makes one NaN of all.
+// Rounds to nearest, ties to even, denormals included, and maps every NaN to one, as an H200 does.
 void round_to_tf32(unsigned char* data, size_t bytes) {
   for (size_t i = 0; i < bytes; i += 4) {
     uint32_t bits;
@@ -174,18 +142,18 @@ void land(Barrier& barrier, const Load& load) {
   const Site& site = load.site;
   for (const Piece& piece : load.sources) {
     if (memcmp(piece.global, load.data.data() + piece.offset, piece.bytes)) {
-      fail("global memory changed under a %s, %s:%d", site.function, site.file, site.line);
+      fail("global memory changed during a %s, %s:%d", site.function, site.file, site.line);
     }
   }
   if (!is_poison(load.target, load.data.size())) {
-    fail("shared memory was written under a %s, %s:%d", site.function, site.file, site.line);
+    fail("shared memory was written during a %s, %s:%d", site.function, site.file, site.line);
   }
   memcpy(load.target, load.data.data(), load.data.size());
   if (load.rounds) round_to_tf32(load.target, load.data.size());
   barrier.expected_bytes -= static_cast<int>(load.data.size());
 }
 
-// What of a box lies in the tensor.
+// The pieces of a TMA box that lie in the tensor.
 std::vector<Piece> checked_pieces(const Box& box, const void* shared, int bytes) {
   const int alignment = box_alignment(*box.map);
   if (!is_multiple(shared, alignment)) {
@@ -221,7 +189,7 @@ std::vector<unsigned char> checked_copy(const char* what, const void* shared, co
 void finish_reading(Store& store) {
   if (store.has_read) return;
   if (memcmp(store.source, store.data.data(), store.data.size())) {
-    fail("shared memory changed under a %s, %s:%d", store.site.function, store.site.file,
+    fail("shared memory changed during a %s, %s:%d", store.site.function, store.site.file,
          store.site.line);
   }
   store.has_read = true;
@@ -233,158 +201,17 @@ void finish_writing(const Store& store) {
   }
 }
 
-// Until finish_writing.
+// Poisons the targets until finish_writing.
 void start_writing(Store store) {
   for (const Piece& piece : store.targets) memset(piece.global, kPoison, piece.bytes);
   self().stores.push_back(std::move(store));
 }
 
-// Until sm90_advance.
+// Poisons the target until sm90_advance.
 void start_loading(Barrier& barrier, Load load) {
   memset(load.target, kPoison, load.data.size());
   barrier.loads.push_back(std::move(load));
   settle(barrier);
-}
-
-// How many of a thread's operations, in the order of their groups, are done when at most `pending`
-// groups are under way.
-template <class Operation>
-size_t count_done(const std::vector<Operation>& operations, int groups, int pending) {
-  size_t done = 0;
-  while (done < operations.size() && operations[done].group < groups - pending) ++done;
-  return done;
-}
-
-// What shared memory a matrix takes, all of the last piece included.
-int end_of_matrix(const Operand& operand, int start, int rows) {
-  if (operand.order == Order::kCores) {
-    return start + operand.leading + (rows / 8 - 1) * operand.stride + 128;
-  }
-  if (operand.order == Order::kSwizzled) {
-    return start / kPattern * kPattern + (rows / 8 - 1) * operand.stride + kPattern;
-  }
-  return start + operand.stride + (rows - 1) / 64 * operand.leading + kPattern;
-}
-
-// The pattern must begin where tensor copies have it begin. Of rows along the sum, a matrix may
-// begin later, but all in its rows of 128 bytes.
-void check_swizzled(const Operand& operand, int start) {
-  const int latest = operand.order == Order::kAcross ? 0 : 128 - kRowBytes;
-  if (start % kPattern > latest) {
-    fail(
-        "wgmma reads a swizzled matrix from byte %d of shared memory, at most %d after a multiple "
-        "of %d",
-        start, latest, kPattern);
-  }
-  if (operand.stride % kPattern ||
-      (operand.order == Order::kAcross && operand.leading % kPattern)) {
-    fail("wgmma reads a swizzled matrix with offsets %d and %d, not multiples of %d",
-         operand.leading, operand.stride, kPattern);
-  }
-}
-
-Order order_of(Matrix matrix) {
-  const bool swizzled = matrix.descriptor >> 62 == 1;
-  if (matrix.across && !swizzled) fail("wgmma reads a matrix across the sum that is not swizzled");
-  if (matrix.across) return Order::kAcross;
-  return swizzled ? Order::kSwizzled : Order::kCores;
-}
-
-Operand operand(Matrix matrix, int rows) {
-  constexpr unsigned long long kFields = 0x4000'3fff'3fff'3fff;
-  const unsigned long long fields = matrix.descriptor;
-  if (fields & ~kFields) fail("%016llx is no matrix in shared memory", fields);
-  const int start = static_cast<int>(fields & 0x3fff) << 4;
-  const int leading = static_cast<int>(fields >> 16 & 0x3fff) << 4;
-  const int stride = static_cast<int>(fields >> 32 & 0x3fff) << 4;
-  const Operand operand = {order_of(matrix), shared.begin + start, leading, stride};
-  if (operand.order != Order::kCores) check_swizzled(operand, start);
-  const int end = end_of_matrix(operand, start, rows);
-  if (end > static_cast<int>(shared.bytes)) {
-    fail("wgmma reads a matrix of %d rows from byte %d to byte %d of shared memory, which has %u",
-         rows, start, end, shared.bytes);
-  }
-  return operand;
-}
-
-// The sums at an address, taken over by the products if they were not yet.
-Sums& take_sums(Thread& thread, float* address, int count) {
-  for (Sums& sums : thread.sums) {
-    if (sums.address == address && sums.count == count) return sums;
-    if (sums.address < address + count && address < sums.address + sums.count) {
-      fail("wgmma adds to part of the sums that another has under way");
-    }
-  }
-  thread.sums.push_back({address, count, 0, {}});
-  Sums& sums = thread.sums.back();
-  memcpy(sums.values, address, count * sizeof *address);
-  memset(address, kPoison, count * sizeof *address);
-  return sums;
-}
-
-void give_back_sums(Thread& thread, Sums& sums, const Site& site) {
-  if (!is_poison(sums.address, sums.count * sizeof *sums.address)) {
-    fail("the sums were written under a wgmma, %s:%d", site.file, site.line);
-  }
-  memcpy(sums.address, sums.values, sums.count * sizeof *sums.address);
-  thread.sums.erase(thread.sums.begin() + (&sums - thread.sums.data()));
-}
-
-Fragment& read_fragment(const Product& product) {
-  static Fragment fragment;
-  const int thread = static_cast<int>(threadIdx.x % kWarpgroup);
-  if (product.rows.registers) {
-    memcpy(fragment.left, product.rows.words, sizeof fragment.left);
-  } else {
-    gather_left(fragment, product.left, thread);
-  }
-  gather_right(fragment, product.right, product.columns, thread);
-  return fragment;
-}
-
-void finish(Thread& thread, const Product& product) {
-  const Fragment& fragment = read_fragment(product);
-  if (fingerprint(fragment, product.columns) != product.fingerprint) {
-    fail("shared memory changed under a wgmma, %s:%d", product.site.file, product.site.line);
-  }
-  const Rows& rows = product.rows;
-  if (rows.registers && memcmp(rows.registers, rows.held, sizeof rows.held)) {
-    fail("registers changed under a wgmma, %s:%d", product.site.file, product.site.line);
-  }
-  Sums& sums = take_sums(thread, product.sums, product.columns / 2);
-  if (!product.accumulate) std::fill_n(sums.values, sums.count, 0.0f);
-  multiply(product.scalar, fragment, product.columns, sums.values);
-  if (--sums.products == 0) give_back_sums(thread, sums, product.site);
-}
-
-void matrix_in_unison(Matrix matrix) {
-  in_unison(matrix.descriptor);
-  in_unison(int(matrix.across));
-}
-
-void start(Product product, Matrix right) {
-  Thread& thread = self();
-  const unsigned group_end = threadIdx.x / kWarpgroup * kWarpgroup + kWarpgroup;
-  if (group_end > blockDim.x) {
-    fail("wgmma by thread %u in a block of %u: no whole warpgroup", threadIdx.x, blockDim.x);
-  }
-  if (!thread.fenced) fail("wgmma without a wgmma_fence since the last wgmma_wait");
-  in_unison(static_cast<unsigned long long>(product.scalar) << 32 | product.columns << 1 |
-            int(product.accumulate));
-  matrix_in_unison(right);
-  product.fingerprint = fingerprint(read_fragment(product), product.columns);
-  ++take_sums(thread, product.sums, product.columns / 2).products;
-  thread.products.push_back(product);
-}
-
-void check_unison() {
-  const std::vector<Thread>& threads = block().threads;
-  for (size_t i = 0; i < threads.size(); ++i) {
-    const size_t first = i / kWarpgroup * kWarpgroup;
-    if (threads[i].history != threads[first].history) {
-      fail("threads %zu and %zu of a warpgroup executed different wgmma or setmaxnreg", first, i);
-    }
-  }
 }
 
 }  // namespace
@@ -422,7 +249,7 @@ void barrier_expect(void* address, int bytes) {
 void barrier_expect_copies(Site site, void* address) {
   Barrier& barrier = find_barrier(address);
   if (barrier.missing == 0) fail("the barrier has all arrivals: it cannot wait for copies");
-  ++barrier.missing;  // the copies' arrival
+  ++barrier.missing;  // the arrival of the copies
   barrier_arrive_after_copies(site, address);
 }
 
@@ -446,7 +273,7 @@ void barrier_arrive_after_copies(Site site, void* address) {
 
 void barrier_wait(Site site, const void* address, unsigned parity) {
   Barrier& barrier = find_barrier(address);
-  if (parity > 1) fail("%u is no parity", parity);
+  if (parity > 1) fail("%u is not a parity", parity);
   ++barrier.waiting;
   wait(site, [&] { return barrier.phase % 2 != parity; });
   --barrier.waiting;
@@ -483,8 +310,10 @@ void tensor_store(Site site, const Box& box, const void* shared) {
     if (box.at[i] < 0) fail("tensor_store: coordinate %d is %d: illegal instruction", i, box.at[i]);
   }
   if (map.sizes[0] * map.element_bytes % 16) {
-    fail("tensor_store to rows of %lld bytes: what an end within 16 bytes gets is not known",
-         map.sizes[0] * map.element_bytes);
+    fail(
+        "tensor_store to rows of %lld bytes: how hardware stores an end within 16 bytes is not "
+        "documented",
+        map.sizes[0] * map.element_bytes);
   }
   const int bytes = box_bytes(box);
   std::vector<Piece> pieces = checked_pieces(box, shared, bytes);
@@ -507,43 +336,6 @@ void bulk_store_wait(Site site) {
   const size_t done = count_done(thread.stores, thread.store_groups, 0);
   for (size_t i = 0; i < done; ++i) finish_writing(thread.stores[i]);
   thread.stores.erase(thread.stores.begin(), thread.stores.begin() + done);
-}
-
-void wgmma(Site site, Scalar scalar, float* sums, int columns, Matrix left, Matrix right,
-           bool accumulate) {
-  matrix_in_unison(left);
-  const Operand rows = operand(left, 64), others = operand(right, columns);
-  const int group = self().product_groups;
-  start({site, scalar, sums, columns, rows, others, {}, accumulate, 0, group}, right);
-}
-
-void wgmma(Site site, Scalar scalar, float* sums, int columns, const Rows& left, Matrix right,
-           bool accumulate) {
-  const Operand others = operand(right, columns);
-  const int group = self().product_groups;
-  start({site, scalar, sums, columns, {}, others, left, accumulate, 0, group}, right);
-}
-
-void wgmma_fence() {
-  self().fenced = true;
-  in_unison(1);
-}
-
-void wgmma_commit() {
-  ++self().product_groups;
-  in_unison(2);
-}
-
-void wgmma_wait(Site site, int pending) {
-  Thread& thread = self();
-  thread.fenced = false;
-  in_unison(3 + pending);
-  const size_t done = count_done(thread.products, thread.product_groups, pending);
-  if (done == 0) return;
-  wait_long(site);
-  for (size_t i = 0; i < done; ++i) finish(thread, thread.products[i]);
-  thread.products.erase(thread.products.begin(), thread.products.begin() + done);
-  exchange(site, ~0u, 0, 0);  // a warp's lanes wait as one
 }
 
 namespace {
@@ -573,28 +365,24 @@ void two_warpgroups_barrier(Site site, int number) {
   arrive_and_wait(site, block().warpgroup_barriers[number], 2 * kWarpgroup);
 }
 
-void in_unison(unsigned long long what) {
-  unsigned long long& history = self().history;
-  history = (history ^ what) * 0x9e3779b97f4a7c15u + 1;
-  history ^= history >> 29;
-}
-
 void sm90_begin_block() {
   for (const auto& entry : block().barriers) {
     __asan_unpoison_memory_region(shared.begin + entry.first, kBarrierBytes);
   }
   block() = {};
   block().threads.resize(blockDim.x);
+  wgmma_begin_block();
 }
 
-// Lands the copies that arrivals wait for, and has them arrive.
+// Lands the copies that late arrivals wait for, and arrives.
 static void arrive_late(unsigned address, Barrier& barrier) {
   std::vector<Arrival> arrivals;
   arrivals.swap(barrier.late);
   for (const Arrival& arrival : arrivals) {
     for (const Load& copy : arrival.copies) {
       if (!is_poison(copy.target, copy.data.size())) {
-        fail("shared memory was written under a copy_async, %s:%d", copy.site.file, copy.site.line);
+        fail("shared memory was written during a copy_async, %s:%d", copy.site.file,
+             copy.site.line);
       }
       memcpy(copy.target, copy.data.data(), copy.data.size());
     }
@@ -620,8 +408,8 @@ bool sm90_advance() {
 }
 
 void sm90_exit_thread() {
+  wgmma_exit_thread();
   const Thread& thread = self();
-  if (!thread.products.empty()) fail("the thread exits without waiting for its products");
   for (const Store& store : thread.stores) {
     if (!store.has_read) fail("the thread exits without waiting for its bulk stores");
   }
@@ -641,7 +429,7 @@ void sm90_end_block() {
   for (const Thread& thread : block().threads) {
     for (const Store& store : thread.stores) finish_writing(store);
   }
-  check_unison();
+  wgmma_end_block();
 }
 
 const char* sm90_describe_barriers() {

@@ -1,4 +1,4 @@
-// Where the elements of a tensor copy's box lie, in global and in shared memory.
+// Maps the elements of a TMA box to global and to shared memory.
 #include "tensor_map.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@ namespace emulator {
 
 namespace {
 
-constexpr int kChunk = 16;  // bytes that stay together when a box is swizzled
+constexpr int kChunk = 16;  // bytes that a swizzle keeps together
 
 template <class T>
 void read(std::istream& from, T* numbers, int first, int end) {
@@ -33,8 +33,8 @@ int rows(const TensorMap& map) {
   return product;
 }
 
-// Where a byte of a box lies: chunks change places within the span, by the number of the 128 bytes
-// that they lie in.
+// The offset of a box's byte in shared memory. The swizzle permutes chunks within a span by the
+// index of their 128 bytes.
 int swizzled(const TensorMap& map, int offset) {
   if (map.swizzle == 0) return offset;
   return offset ^ (offset >> 7 & (map.swizzle / kChunk - 1)) * kChunk;
@@ -45,7 +45,7 @@ struct Visitor {
   void* context;
 };
 
-// The row at these coordinates, the innermost of which may be outside of the tensor in part.
+// Visits the row at these coordinates, which may lie partly outside of the tensor.
 void visit_row(const TensorMap& map, const long long* at, int row, const Visitor& visitor) {
   unsigned char* global = map.begin;
   for (int i = 1; i < map.rank; ++i) {
@@ -77,7 +77,7 @@ void visit_tile(const Box& box, const Visitor& visitor) {
   }
 }
 
-// Pixels in a row of the bounding box, then in the next row, at last in the next image.
+// Visits pixels of a row of the bounding box, then of the next row, then of the next image.
 void visit_pixels(const Box& box, const Visitor& visitor) {
   const TensorMap& map = *box.map;
   const int images = map.rank - 1;
@@ -120,7 +120,7 @@ TensorMap read_tensor_map(unsigned char* begin, const char* numbers) {
   map.begin = begin;
   std::istringstream from(numbers);
   from >> map.im2col >> map.element_bytes >> map.rounds >> map.swizzle >> map.rank;
-  if (!from || map.rank < 1 || map.rank > kMaxRank) fail("no map of rank %d", map.rank);
+  if (!from || map.rank < 1 || map.rank > kMaxRank) fail("a tensor map of rank %d", map.rank);
   map.strides[0] = map.element_bytes;
   read(from, map.sizes, 0, map.rank);
   read(from, map.strides, 1, map.rank);
@@ -132,7 +132,7 @@ TensorMap read_tensor_map(unsigned char* begin, const char* numbers) {
   } else {
     read(from, map.box, 0, map.rank);
   }
-  if (!from) fail("a map is cut short: %s", numbers);
+  if (!from) fail("a tensor map is cut short: %s", numbers);
   return map;
 }
 
@@ -147,7 +147,7 @@ int box_bytes(const Box& box) {
     fail("%s: misaligned tensor in global memory", box.function);
   }
   if (map.swizzle && row_bytes(map) != map.swizzle) {
-    fail("%s: rows of %d bytes in spans of %d: how these lie is not known", box.function,
+    fail("%s: rows of %d bytes in spans of %d: their layout is not documented", box.function,
          row_bytes(map), map.swizzle);
   }
   if (box.at[0] * map.element_bytes % kChunk) {

@@ -19,7 +19,7 @@ inline unsigned shared_address(const void* pointer) {
 
 template <int kBytes>
 inline void copy_async(void* shared, const void* global, bool valid) {
-  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "what cp.async can copy");
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "cp.async copies 4, 8 or 16 bytes");
   shared_address(shared);
   emulator::copy_async(shared, global, kBytes, valid);
 }
@@ -38,12 +38,13 @@ inline void store_if(T* global, const T& value, bool valid) {
 
 inline float half_to_float(unsigned short bits) {
   const unsigned sign = (bits & 0x8000u) << 16;
-  const unsigned magnitude = (bits & 0x7fffu) << 13;  // with a float's exponent, 112 too small
+  const unsigned magnitude = (bits & 0x7fffu)
+                             << 13;  // as a float's bits, with an exponent that is 112 too small
   if (magnitude >= 0x0f800000u) return __uint_as_float(sign | 0x70000000u | magnitude);
   return __uint_as_float(sign | __float_as_uint(__uint_as_float(magnitude) * 0x1p112f));
 }
 
-// To nearest, ties to even.
+// Rounds to nearest, ties to even.
 inline unsigned short float_to_half(float value) {
   const unsigned bits = __float_as_uint(value);
   const unsigned sign = bits >> 16 & 0x8000u;
@@ -52,7 +53,7 @@ inline unsigned short float_to_half(float value) {
   if (magnitude > 0x7f800000u) return 0x7fff;  // the only NaN that GPUs make
   if (magnitude >= 0x477ff000u) {              // 65520 and more
     half = 0x7c00;
-  } else if (magnitude < 0x38800000u) {  // subnormal: the sum's last bit is 2^-24, as a half's
+  } else if (magnitude < 0x38800000u) {  // subnormal: the last bit of 0.5 + x is 2^-24, as a half's
     half = __float_as_uint(__uint_as_float(magnitude) + 0.5f) - 0x3f000000u;
   } else {
     half = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;

@@ -46,7 +46,7 @@ inline float round_to_even_tf32(float value) {
   return __uint_as_float((bits + 0x0fffu + (bits >> 13 & 1u)) & 0xffffe000u);
 }
 
-// Rounds a normal number, and truncates what float16 has not all bits of.
+// Rounds numbers that are normal in float16, and truncates those that are subnormal.
 inline unsigned short round_to_half(float value) {
   const float rounded = round_to_tf32(value);
   const unsigned magnitude = __float_as_uint(fabsf(rounded));

@@ -73,7 +73,7 @@ inline void tensor_map_prefetch(const TensorMap&) {}
 template <int kRank>
 inline void tensor_load(void* shared, const TensorMap& map, const int (&at)[kRank],
                         Barrier* barrier, emulator::Site site = emulator::here("tensor_load")) {
-  static_assert(kRank >= 2 && kRank <= 5, "what kernels use");
+  static_assert(kRank >= 2 && kRank <= 5, "kernels use ranks 2 to 5");
   emulator::tensor_load(site, shared, {site.function, &map, false, kRank, at, nullptr}, barrier);
 }
 
@@ -86,18 +86,20 @@ inline void im2col_load(void* shared, const TensorMap& map, const int (&at)[4],
 template <int kRank>
 inline void tensor_store(const TensorMap& map, const int (&at)[kRank], const void* shared,
                          emulator::Site site = emulator::here("tensor_store")) {
-  static_assert(kRank >= 2 && kRank <= 5, "what kernels use");
+  static_assert(kRank >= 2 && kRank <= 5, "kernels use ranks 2 to 5");
   emulator::tensor_store(site, {site.function, &map, false, kRank, at, nullptr}, shared);
 }
 
 template <int kRegisters>
 inline void give_back_registers() {
-  static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0, "a thread's choices");
+  static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0,
+                "setmaxnreg takes multiples of 8 from 24 to 256");
   emulator::in_unison(kRegisters);
 }
 template <int kRegisters>
 inline void take_registers() {
-  static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0, "a thread's choices");
+  static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0,
+                "setmaxnreg takes multiples of 8 from 24 to 256");
   emulator::in_unison(kRegisters);
 }
 
@@ -140,10 +142,11 @@ using Matrix = unsigned long long;
 
 inline Matrix matrix(const void* start, int leading, int stride) {
   const unsigned address = shared_address(start);
-  constexpr int kLimit = 1 << 18;  // of the fields, 14 bits for multiples of 16
+  constexpr int kLimit = 1 << 18;  // a field has 14 bits for a multiple of 16
   if (address % 16 || leading % 16 || stride % 16 || leading < 0 || leading >= kLimit ||
       stride < 0 || stride >= kLimit) {
-    emulator::fail("no matrix starts at byte %u with offsets %d and %d", address, leading, stride);
+    emulator::fail("a matrix cannot start at byte %u with offsets %d and %d", address, leading,
+                   stride);
   }
   return static_cast<Matrix>(address >> 4) | static_cast<Matrix>(leading >> 4) << 16 |
          static_cast<Matrix>(stride >> 4) << 32;

@@ -1,4 +1,4 @@
-#include "product.h"
+#include "thread_mma.h"
 
 #include <cstdint>
 #include <cstring>
@@ -9,8 +9,8 @@ namespace {
 
 constexpr int kPieceRows = 8, kCoreBytes = 16, kSpan = 128;
 
-// Where the hardware looks for what lies here in a box: it goes by the address, of which shared
-// memory begins at a multiple of 1024.
+// Applies the 128-byte swizzle to an address. Shared memory begins at a multiple of 1024, so
+// address bits are those of the hardware.
 const unsigned char* swizzled(const unsigned char* place) {
   const auto address = reinterpret_cast<uintptr_t>(place);
   return place - address % kSpan + (address % kSpan ^ address / kSpan % 8 * kCoreBytes);
@@ -52,7 +52,7 @@ float as_float(uint32_t bits) {
   return value;
 }
 
-// The hardware ignores what does not fit into TF32's mantissa.
+// The hardware ignores the mantissa bits that TF32 lacks.
 struct Tf32 {
   using Bits = uint32_t;
   static float widen(Bits bits) { return as_float(bits & 0xffffe000u); }
@@ -63,7 +63,7 @@ struct Bfloat16 {
   static float widen(Bits bits) { return as_float(uint32_t{bits} << 16); }
 };
 
-// As half_to_float in device/ptx.cuh, without branches.
+// Computes what half_to_float in device/ptx.cuh does, without branches.
 struct Float16 {
   using Bits = uint16_t;
   static float widen(Bits bits) {
@@ -88,7 +88,7 @@ struct Row {
   }
 };
 
-// Products of two such elements are exact. Four partial sums, for a CPU's vectors.
+// Each product is exact in double. Four partial sums let the compiler use vector instructions.
 template <class Element>
 double dot(const Row<Element>& a, const Row<Element>& b) {
   double sums[4] = {};
@@ -99,11 +99,11 @@ double dot(const Row<Element>& a, const Row<Element>& b) {
 }
 
 template <class Element>
-void multiply_as(const Fragment& fragment, int columns, float* sums) {
+void multiply_as(const Fragment& fragment, int columns, float* accumulators) {
   const Row<Element> top(fragment.left[0]), bottom(fragment.left[1]);
   for (int i = 0; i < columns / 4; ++i) {
     const Row<Element> column(fragment.right[i]);
-    float* const pair = sums + i / 2 * 4 + i % 2;
+    float* const pair = accumulators + i / 2 * 4 + i % 2;
     pair[0] = static_cast<float>(pair[0] + dot(top, column));
     pair[2] = static_cast<float>(pair[2] + dot(bottom, column));
   }
@@ -126,7 +126,7 @@ void gather_right(Fragment& fragment, const Operand& right, int columns, int thr
 unsigned long long fingerprint(const Fragment& fragment, int columns) {
   const auto* const bytes = reinterpret_cast<const unsigned char*>(&fragment);
   const int size = (2 + columns / 4) * kRowBytes;
-  uint64_t lanes[4] = {1, 2, 3, 4};  // independent of each other, so that they overlap
+  uint64_t lanes[4] = {1, 2, 3, 4};  // four independent chains, so that their latencies overlap
   for (int i = 0; i < size; i += 32) {
     uint64_t words[4];
     memcpy(words, bytes + i, sizeof words);
@@ -140,10 +140,10 @@ unsigned long long fingerprint(const Fragment& fragment, int columns) {
   return result;
 }
 
-void multiply(Scalar scalar, const Fragment& fragment, int columns, float* sums) {
-  if (scalar == Scalar::kTf32) return multiply_as<Tf32>(fragment, columns, sums);
-  if (scalar == Scalar::kFloat16) return multiply_as<Float16>(fragment, columns, sums);
-  return multiply_as<Bfloat16>(fragment, columns, sums);
+void multiply(Scalar scalar, const Fragment& fragment, int columns, float* accumulators) {
+  if (scalar == Scalar::kTf32) return multiply_as<Tf32>(fragment, columns, accumulators);
+  if (scalar == Scalar::kFloat16) return multiply_as<Float16>(fragment, columns, accumulators);
+  return multiply_as<Bfloat16>(fragment, columns, accumulators);
 }
 
 }  // namespace emulator

@@ -1,4 +1,4 @@
-"""ampere/halo/kernel.cuh on the CPU: every mode, layout and branch, small and odd."""
+"""Ampere's halo kernel on the CPU: every mode, layout and branch, on small odd shapes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from unittest import mock
 import pytest
 import torch
 
-from emulator import isolated, net, precompile
-from emulator.works import (
+from emulator import corpus, isolated, precompile
+from emulator.pass_cases import (
     LARGE,
-    ODD_NUMBERS,
-    Case,
+    SPECIAL_VALUES,
+    Conv,
+    PassCase,
     Planner,
     Tensors,
-    Work,
     assert_alone_as_in_batch,
     assert_correct,
-    assert_plain,
     at_corners,
     check,
+    check_special_values,
     in_batch,
     run,
     some,
@@ -38,9 +38,9 @@ from fastconv.kernels.gpus import GPUS
 from fastconv.kernels.planning.layers import forward_ways, input_grad_ways
 from fastconv.problem import Problem
 
-# Few processors: blocks take several tiles each.
+# Few SMs, so that a block takes several tiles.
 FEW = replace(GPUS["sm_80"], processors=2)
-LITTLE = replace(GPUS["sm_86"], processors=1)  # and little shared memory
+LITTLE = replace(GPUS["sm_86"], processors=1)  # also with little shared memory
 
 MODES = {
     "tf32": (torch.float32, "tf32"),
@@ -60,7 +60,7 @@ def _ways(direction: str, problem: Problem, operands: Operands) -> list[list[Lay
 
 
 def planner_of(direction: str, choice: Choice | None = None, halves: bool = False) -> Planner:
-    """Plans in this way, with the best tile of those that are wanted; whatever is worth it."""
+    """A planner with the best tile that ``choice`` accepts, even where other kernels are faster."""
 
     def planner(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         ways = [way for way in _ways(direction, problem, operands) if way[0].halves == halves]
@@ -80,24 +80,24 @@ def planner_of(direction: str, choice: Choice | None = None, halves: bool = Fals
     return planner
 
 
-def _work(direction: str, case: Case, mode: str, **options: Any) -> Work:
+def _case(direction: str, conv: Conv, mode: str, **options: Any) -> PassCase:
     dtype, precision = MODES[mode]
     options.setdefault("gpu", FEW)
     choice, halves = options.pop("choice", None), options.pop("halves", False)
     planner = planner_of(direction, choice, halves)
-    return Work(case, planner, dtype=dtype, precision=precision, **options)
+    return PassCase(conv, planner, dtype=dtype, precision=precision, **options)
 
 
-def _forward(case: Case, mode: str, **options: Any) -> Work:
-    return _work("forward", case, mode, **options)
+def _forward(conv: Conv, mode: str, **options: Any) -> PassCase:
+    return _case("forward", conv, mode, **options)
 
 
-def _input_grad(case: Case, mode: str, **options: Any) -> Work:
-    return _work("input_grad", case, mode, **options)
+def _input_grad(conv: Conv, mode: str, **options: Any) -> PassCase:
+    return _case("input_grad", conv, mode, **options)
 
 
 def _streamed(tile: Tile) -> bool:
-    """Weights go through the ring."""
+    """Whether weights stream through pipeline stages."""
     return not tile.resident
 
 
@@ -107,40 +107,39 @@ def _of(warps: int, loaders: int, rows: int, pixels: int, groups: int) -> Choice
     return lambda tile: wanted == of_team(tile.team)
 
 
-EVERYWHERE = Case(
+EVERYWHERE = Conv(
     "everywhere", (2, 24, 9, 21), (72, 24, 3, 5), padding=(1, 1, 2, 2), dilation=(2, 1)
 )
-STRIDED = Case("strided", (2, 24, 11, 16), (24, 24, 3, 3), (2, 2), (1, 1, 1, 1))
-POINTWISE = Case("pointwise", (2, 72, 8, 16), (40, 72, 1, 1))
-DEEP = Case("many channels", (1, 150, 6, 10), (140, 150, 3, 3), padding=(1, 1, 1, 1))
-GROUPED = Case("grouped", (2, 20, 6, 13), (40, 10, 3, 3), padding=(1, 1, 1, 1), groups=2)
-FIRST = Case("first layer", (1, 3, 23, 23), (24, 3, 7, 7), (4, 4), (2, 2, 2, 2))
-WIDE = Case("wide", (1, 20, 5, 101), (64, 20, 3, 3), padding=(1, 1, 1, 1))
-ALIGNED = Case("aligned", (1, 20, 5, 96), (64, 20, 3, 3), padding=(1, 1, 1, 1))
-TINY = Case("one pixel", (1, 1, 1, 1), (1, 1, 1, 1))
+STRIDED = Conv("strided", (2, 24, 11, 16), (24, 24, 3, 3), (2, 2), (1, 1, 1, 1))
+POINTWISE = Conv("pointwise", (2, 72, 8, 16), (40, 72, 1, 1))
+DEEP = Conv("many channels", (1, 150, 6, 10), (140, 150, 3, 3), padding=(1, 1, 1, 1))
+GROUPED = Conv("grouped", (2, 20, 6, 13), (40, 10, 3, 3), padding=(1, 1, 1, 1), groups=2)
+FIRST = Conv("first layer", (1, 3, 23, 23), (24, 3, 7, 7), (4, 4), (2, 2, 2, 2))
+WIDE = Conv("wide", (1, 20, 5, 101), (64, 20, 3, 3), padding=(1, 1, 1, 1))
+ALIGNED = Conv("aligned", (1, 20, 5, 96), (64, 20, 3, 3), padding=(1, 1, 1, 1))
+TINY = Conv("one pixel", (1, 1, 1, 1), (1, 1, 1, 1))
 
-# The kinds of sums that numbers in two parts have: with products of low parts, without, and
-# compensated.
+# All kinds of 3xTF32 sums: with products of two low parts, without them, and compensated.
 SPLIT = [
-    _forward(Case("short sums", (1, 8, 8, 9), (16, 8, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
-    _forward(Case("of ordinary length", (1, 24, 7, 11), (16, 24, 3, 3)), "ieee"),
-    _forward(Case("long sums", (1, 240, 5, 7), (16, 240, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
+    _forward(Conv("short sums", (1, 8, 8, 9), (16, 8, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
+    _forward(Conv("of ordinary length", (1, 24, 7, 11), (16, 24, 3, 3)), "ieee"),
+    _forward(Conv("long sums", (1, 240, 5, 7), (16, 240, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
 ]
 
-WORKS = [
+CASES = [
     *(_forward(EVERYWHERE, mode, channels_last=last, other_format=other)
       for mode, last, other in product(MODES, (False, True), (False, True))
       if not other or mode == ("tf32" if last else "bfloat16")),
     *(_input_grad(EVERYWHERE, mode, channels_last=mode in ("ieee", "float16")) for mode in MODES),
     *(_forward(EVERYWHERE, mode, aligned=False, channels_last=mode == "float16")
       for mode in ("tf32", "float16")),
-    # Weights that stream through the ring, little shared memory, many groups of channels.
+    # Weights stream through pipeline stages: little shared memory, many groups of channels.
     *(_forward(DEEP, mode, gpu=LITTLE, choice=_streamed, channels_last=mode == "bfloat16")
       for mode in MODES),
     _input_grad(DEEP, "tf32", gpu=LITTLE),
-    # Every shape of a warp's products, and of a block's.
-    *(_forward(case, mode, choice=_of(*shape), channels_last=last)
-      for case, mode, shape, last in (
+    # Every tile of a warp and of a block.
+    *(_forward(conv, mode, choice=_of(*shape), channels_last=last)
+      for conv, mode, shape, last in (
           (WIDE, "tf32", (4, 3, 64, 64, 1), False), (ALIGNED, "tf32", (8, 3, 32, 96, 2), False),
           (WIDE, "tf32", (4, 7, 16, 128, 4), True), (ALIGNED, "tf32", (4, 11, 32, 48, 1), False),
           (ALIGNED, "float16", (8, 3, 64, 48, 1), False),
@@ -149,9 +148,9 @@ WORKS = [
           (EVERYWHERE, "float16", (8, 3, 16, 64, 8), False),
           (WIDE, "ieee", (4, 3, 32, 32, 2), False), (ALIGNED, "ieee", (8, 3, 16, 48, 1), False),
           (WIDE, "ieee", (4, 11, 16, 32, 1), True), (WIDE, "ieee", (4, 7, 16, 48, 4), False))),
-    # Stages of weights with several flushes; rows of an even width.
-    _forward(Case("even", (1, 16, 5, 66), (32, 16, 5, 5), padding=(2, 2, 2, 2)), "ieee"),
-    # Strides: phases of the input, of the gradient; folded channels; positions without taps.
+    # Accumulators are flushed several times in a stage; rows of an even width.
+    _forward(Conv("even", (1, 16, 5, 66), (32, 16, 5, 5), padding=(2, 2, 2, 2)), "ieee"),
+    # Strides: residues of the input or the gradient; space-to-depth; positions without taps.
     *(_forward(STRIDED, mode, channels_last=last)
       for mode, last in (("tf32", False), ("bfloat16", True), ("ieee", True))),
     *(_input_grad(STRIDED, mode, channels_last=last)
@@ -160,41 +159,41 @@ WORKS = [
     _input_grad(replace(POINTWISE, stride=(3, 2)), "float16", channels_last=True),
     _forward(FIRST, "tf32"),
     _forward(FIRST, "bfloat16", channels_last=True),
-    _forward(Case("far apart", (1, 16, 9, 30), (16, 16, 3, 3), (2, 3), (0, 1, 4, 0), (3, 2)),
+    _forward(Conv("far apart", (1, 16, 9, 30), (16, 16, 3, 3), (2, 3), (0, 1, 4, 0), (3, 2)),
              "float16"),
-    # Pointwise: seen as long rows; short sums.
+    # Pointwise: planned as long rows; short sums.
     *(_forward(POINTWISE, mode, channels_last=mode in ("bfloat16", "ieee")) for mode in MODES),
     _input_grad(POINTWISE, "ieee"),
-    # Groups, and next to nothing.
+    # Groups, and a single product.
     _forward(GROUPED, "tf32"),
     _forward(GROUPED, "float16", channels_last=True),
     _input_grad(GROUPED, "ieee"),
     *(_forward(TINY, mode) for mode in ("tf32", "ieee")),
     *SPLIT,
-    # float32 as float16, and what repairs it.
+    # Float32 as scaled fp16, and its repair.
     *(_forward(EVERYWHERE, mode, halves=True) for mode in ("tf32", "ieee")),
     _input_grad(EVERYWHERE, "ieee", halves=True),
-    _forward(Case("groups", (2, 40, 6, 9), (48, 20, 3, 3), groups=2), "ieee", halves=True),
+    _forward(Conv("groups", (2, 40, 6, 9), (48, 20, 3, 3), groups=2), "ieee", halves=True),
     _forward(WIDE, "tf32", halves=True),
 ]  # fmt: skip
-RUN = some(WORKS, one_in=12)
+RUN = some(CASES, one_in=12)
 ALONE = [_forward(replace(WIDE, input=(1, 20, 5, 41)), "bfloat16", gpu=LITTLE)]
 TILES = [_forward(WIDE, "ieee"), _forward(WIDE, "ieee", choice=_of(4, 3, 16, 64, 2))]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    works = [*RUN, *SPLIT, *ALONE, *map(in_batch, ALONE), *TILES]
-    precompile({launch.kernel for work in works for launch in work.plan.launches})
+    cases = [*RUN, *SPLIT, *ALONE, *map(in_batch, ALONE), *TILES]
+    precompile({launch.kernel for case in cases for launch in case.plan.launches})
 
 
-@pytest.mark.parametrize("work", RUN, ids=str)
-def test_against_float64(work: Work) -> None:
-    check(work)
+@pytest.mark.parametrize("case", RUN, ids=str)
+def test_against_float64(case: PassCase) -> None:
+    check(case)
 
 
-def test_works_cover_all_branches() -> None:
-    of = [dict(work.plan.launches[-1].kernel.constants) for work in WORKS]
+def test_cases_cover_all_branches() -> None:
+    of = [dict(case.plan.launches[-1].kernel.constants) for case in CASES]
     flags = (
         *("low_products", "compensated", "transposed", "in_channels_last", "out_channels_last"),
         *("vector_loads", "resident", "ties_to_even", "repairs"),
@@ -209,9 +208,9 @@ def test_works_cover_all_branches() -> None:
     assert any(one["period_taps"] % one["flush_taps"] for one in of if one["parts"] == 2)
 
 
-@pytest.mark.parametrize("work", ALONE, ids=str)
-def test_an_image_does_not_depend_on_its_batch(work: Work) -> None:
-    assert_alone_as_in_batch(work)
+@pytest.mark.parametrize("case", ALONE, ids=str)
+def test_an_image_does_not_depend_on_its_batch(case: PassCase) -> None:
+    assert_alone_as_in_batch(case)
 
 
 def test_all_tiles_give_the_same_bits() -> None:
@@ -224,54 +223,54 @@ def test_all_tiles_give_the_same_bits() -> None:
         assert run(other, tensors).equal(expected)
 
 
-def test_split_works_are_all_kinds() -> None:
-    of = [dict(work.plan.launches[-1].kernel.constants) for work in SPLIT]
+def test_split_cases_are_all_kinds() -> None:
+    of = [dict(case.plan.launches[-1].kernel.constants) for case in SPLIT]
     kinds = [(one["low_products"], one["compensated"]) for one in of]
     assert kinds == [(True, False), (False, False), (False, True)]
 
 
-@pytest.mark.parametrize("work", SPLIT, ids=str)
-def test_odd_numbers_in_two_parts(work: Work) -> None:
-    """As in plain float32: infinities are so, with their sign, and what is not finite is NaN."""
-    tensors = Tensors.random(work)
+@pytest.mark.parametrize("case", SPLIT, ids=str)
+def test_special_values_in_3xtf32(case: PassCase) -> None:
+    """Infinities, their signs and NaNs are those of plain float32 arithmetic."""
+    tensors = Tensors.random(case)
     at_corners(tensors.input)
     tensors.weight[::2].round_(decimals=0)
     tensors.weight[1::4] *= 1e5  # low parts times the largest number overflow
-    assert_plain(work, tensors)
+    check_special_values(case, tensors)
 
 
-@pytest.mark.parametrize("work", SPLIT, ids=str)
-def test_odd_weights_in_two_parts(work: Work) -> None:
-    tensors = Tensors.random(work)
-    for channel, number in enumerate(ODD_NUMBERS[:3]):
+@pytest.mark.parametrize("case", SPLIT, ids=str)
+def test_special_weights_in_3xtf32(case: PassCase) -> None:
+    tensors = Tensors.random(case)
+    for channel, number in enumerate(SPECIAL_VALUES[:3]):
         tensors.weight[channel, 3, 1, 1] = number
-    tensors.input[0, 3, 2, 2] = torch.inf  # times infinity, too
+    tensors.input[0, 3, 2, 2] = torch.inf  # so that an infinity also meets an infinite weight
     tensors.weight[3, 4, 1, 1] = LARGE
-    tensors.input[:, 4] /= 8  # its products are finite
-    assert_plain(work, tensors)
+    tensors.input[:, 4] /= 8  # so that products with LARGE are finite
+    check_special_values(case, tensors)
 
 
 def test_long_sums_that_overflow() -> None:
     tensors = Tensors.random(SPLIT[2])
     tensors.input[0, 0, 2, 3] = LARGE
-    assert_plain(SPLIT[2], tensors)
+    check_special_values(SPLIT[2], tensors)
 
 
 def test_an_infinity_changes_no_other_bit() -> None:
-    for work in SPLIT:
-        tensors = Tensors.random(work)
-        expected = run(work, tensors)
+    for case in SPLIT:
+        tensors = Tensors.random(case)
+        expected = run(case, tensors)
         tensors.input[0, 0, 0, 0] = torch.inf
-        actual = run(work, tensors)
+        actual = run(case, tensors)
         finite = actual.isfinite()
         assert 0 < (~finite).sum() < finite.numel() // 4
         assert actual[finite].equal(expected[finite])
 
 
-# Input gradients of few channels whose stride is one of rows alone, which Hopper's kernels compute
-# with the phases of rows as channels.
+# Input gradients of few channels with a stride only along rows, for which Hopper's kernels treat
+# the residues of rows as channels.
 ROW_STRIDES = [
-    net.work_of(line)
+    corpus.case_of(line)
     for line in (
         "sm_86/5 input_grad* bfloat16 nchw/nchw: 2x22x2x28 22x22x2x1 stride=6,1",
         "sm_80/2 input_grad* tf32 nchw/nchw: 1x8x9x17 16x8x3x3 stride=2,1 padding=1,1",
@@ -280,8 +279,8 @@ ROW_STRIDES = [
 ]
 
 
-@pytest.mark.parametrize("work", ROW_STRIDES, ids=str)
-def test_row_strides_of_few_channels(work: Work) -> None:
-    assert work.plan.family == "ampere"
-    check(work)
-    isolated.check(work)
+@pytest.mark.parametrize("case", ROW_STRIDES, ids=str)
+def test_row_strides_of_few_channels(case: PassCase) -> None:
+    assert case.plan.family == "ampere"
+    check(case)
+    isolated.check(case)

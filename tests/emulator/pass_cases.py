@@ -1,4 +1,4 @@
-"""What the tests of kernel families share: small convolutions, and how to check a pass of one."""
+"""Small convolutions and checks of their passes, for the tests of all kernel families."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ SCALARS = {
     torch.float64: ("double", 8),
 }
 ROUNDINGS = 4
-"""Allowed of a sum's terms, in epsilons of the type that they are summed in."""
+"""Error allowed of a sum, in epsilons of the accumulation type times the sum of its magnitudes."""
 TENSOR_CORES = ("hopper", "ampere")
 
 
 Item = TypeVar("Item")
 
-ALL = "FASTCONV_NET" in os.environ
-"""Whether there is time for everything: ``make test-net``."""
+ALL = "FASTCONV_CORPUS" in os.environ
+"""Whether to run all test cases, as ``make test-corpus`` does, instead of a selection for CI."""
 
 
 def some(items: Iterable[Item], one_in: int) -> list[Item]:
-    """One in so many of them, unless there is time for all."""
+    """One item in ``one_in``, or every item if :data:`ALL`."""
     return list(items)[:: 1 if ALL else one_in]
 
 
 @dataclass(frozen=True)
-class Case:
-    """A small convolution that has something the others lack."""
+class Conv:
+    """A small convolution with a name."""
 
     name: str
     input: tuple[int, int, int, int]
@@ -62,15 +62,15 @@ Planner = Callable[[Problem, Operands, Gpu], Plan]
 
 
 @dataclass(frozen=True)
-class Work:
-    """One pass of a case on given kinds of tensors.
+class PassCase:
+    """A test case: one pass of a small convolution on given kinds of tensors.
 
-    ``channels_last`` is the memory format of what the pass reads; what it writes has the same
-    unless ``other_format`` says otherwise. Weights follow what is written, or are contiguous, if
-    they are ``plain``.
+    ``channels_last`` is the memory format of the activation that the pass reads. What it writes has
+    the same format, or the other one if ``other_format``. Weights have the format of what the pass
+    writes, or are contiguous if ``plain_weight``.
     """
 
-    case: Case
+    conv: Conv
     planner: Planner
     dtype: torch.dtype = torch.float32
     channels_last: bool = False
@@ -93,7 +93,7 @@ class Work:
 
     @property
     def plan(self) -> Plan:
-        weight = torch.empty(self.case.weight, device="meta").contiguous(
+        weight = torch.empty(self.conv.weight, device="meta").contiguous(
             memory_format=self.weight_format
         )
         operands = Operands(
@@ -106,11 +106,11 @@ class Work:
             self.bias_grad,
             self.epilogue,
         )
-        return self.planner(self.case.problem, operands, self.gpu)
+        return self.planner(self.conv.problem, operands, self.gpu)
 
     @property
     def ties_to_even(self) -> bool:
-        """Whether TF32 rounds so: the kernel's choice, which it can be held to."""
+        """Whether the planned kernel rounds ties to even in TF32, rather than away from zero."""
         return bool(dict(self.plan.launches[-1].kernel.constants).get("ties_to_even"))
 
     @property
@@ -126,7 +126,7 @@ class Work:
         return _memory_format(self.output_channels_last and not self.plain_weight)
 
     def __str__(self) -> str:
-        words = [self.case.name, self.direction, str(self.dtype).removeprefix("torch.")]
+        words = [self.conv.name, self.direction, str(self.dtype).removeprefix("torch.")]
         if self.precision != "ieee":
             words.append(self.precision)
         words.append("channels-last" if self.channels_last else "contiguous")
@@ -147,93 +147,94 @@ class Work:
 
 @dataclass(frozen=True)
 class Tensors:
-    """What the three passes read."""
+    """The tensors that the three passes read."""
 
     input: Tensor
     weight: Tensor
     bias: Tensor
     grad_output: Tensor
-    residual: Tensor  # zero, if the epilogue has none
+    residual: Tensor  # a zero if the epilogue has no residual
 
     @classmethod
-    def random(cls, work: Work) -> Tensors:
-        problem = work.case.problem
-        # What the pass reads, and the activation beside it: in a weight gradient it is read too.
-        first, second = work.input_format, work.output_format
-        if work.direction == "input_grad":
+    def random(cls, case: PassCase) -> Tensors:
+        problem = case.conv.problem
+        # Formats of the input and of the gradient of the output. A weight gradient reads both.
+        first, second = case.input_format, case.output_format
+        if case.direction == "input_grad":
             first, second = second, first
         return cls(
-            _random(problem.input_shape, first, work),
-            _random(problem.weight_shape, work.weight_format, work),
-            torch.randn(problem.out_channels).to(work.dtype),
-            _random(problem.output_shape, second, work),
-            _random(problem.output_shape, work.output_format, work)
-            if work.epilogue.residual
-            else torch.zeros((), dtype=work.dtype),
+            _random(problem.input_shape, first, case),
+            _random(problem.weight_shape, case.weight_format, case),
+            torch.randn(problem.out_channels).to(case.dtype),
+            _random(problem.output_shape, second, case),
+            _random(problem.output_shape, case.output_format, case)
+            if case.epilogue.residual
+            else torch.zeros((), dtype=case.dtype),
         )
 
 
-def new_output(work: Work) -> Tensor:
-    """Where the pass's result goes, full of NaN."""
-    problem = work.case.problem
+def new_output(case: PassCase) -> Tensor:
+    """A tensor for the result of the pass, filled with NaN."""
+    problem = case.conv.problem
     shape = {
         "forward": problem.output_shape,
         "input_grad": problem.input_shape,
         "weight_grad": problem.weight_shape,
-    }[work.direction]
-    nan = torch.full(shape, torch.nan, dtype=work.dtype)
-    is_weight = work.direction == "weight_grad"
-    return placed(nan, work.weight_format if is_weight else work.output_format, work.aligned)
+    }[case.direction]
+    nan = torch.full(shape, torch.nan, dtype=case.dtype)
+    is_weight = case.direction == "weight_grad"
+    return placed(nan, case.weight_format if is_weight else case.output_format, case.aligned)
 
 
-def tensors_read(work: Work, tensors: Tensors) -> dict[str, Tensor]:
-    """What the pass reads, by the names that launches have for it."""
+def tensors_read(case: PassCase, tensors: Tensors) -> dict[str, Tensor]:
+    """The tensors that the pass reads, by their names in launches."""
     read = {
         "forward": {"input": tensors.input, "weight": tensors.weight, "bias": tensors.bias},
         "input_grad": {"input": tensors.grad_output, "weight": tensors.weight},
         "weight_grad": {"grad_output": tensors.grad_output, "input": tensors.input},
-    }[work.direction]
-    if not work.bias:
+    }[case.direction]
+    if not case.bias:
         read.pop("bias", None)
-    if work.epilogue.residual:
+    if case.epilogue.residual:
         read["residual"] = tensors.residual
     return read
 
 
 def run(
-    work: Work, tensors: Tensors, bias_grad: Tensor | None = None, both_orders: bool = True
+    case: PassCase, tensors: Tensors, bias_grad: Tensor | None = None, both_orders: bool = True
 ) -> Tensor:
-    """The pass in the emulator; outputs and workspace hold NaN before.
+    """Runs the pass in the emulator, with outputs and workspace that hold NaN before.
 
-    ``bias_grad`` is filled by a weight gradient that gives that of the bias too.
+    A weight gradient that also computes the gradient of the bias writes it to ``bias_grad``.
     """
-    read = tensors_read(work, tensors)
+    read = tensors_read(case, tensors)
     if bias_grad is not None:
         read["bias_grad"] = bias_grad
-    plan, output = work.plan, new_output(work)
+    plan, output = case.plan, new_output(case)
     scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
     execute = driver.run_both_orders if both_orders else driver.run
     execute(plan.launches, {**read, "output": output, "scratch": scratch})
     return output
 
 
-def float64(work: Work, tensors: Tensors) -> Tensor:
-    """What the pass should give; TF32's operands are rounded first, as its products take them."""
-    problem = work.case.problem
+def float64(case: PassCase, tensors: Tensors) -> Tensor:
+    """The result in float64. In TF32, operands are rounded first, as tensor cores read them."""
+    problem = case.conv.problem
     top, bottom, left, right = problem.padding
     operands = (tensors.input, tensors.weight, tensors.grad_output)
-    if work.precision == "tf32" and work.plan.family in TENSOR_CORES:  # others do so in float32
-        operands = tuple(rounded_to_tf32(one, work.ties_to_even) for one in operands)
+    # Portable kernels compute TF32 in float32.
+    if case.precision == "tf32" and case.plan.family in TENSOR_CORES:
+        operands = tuple(rounded_to_tf32(one, case.ties_to_even) for one in operands)
     input, weight, grad_output = (tensor.double() for tensor in operands)
     input.requires_grad_(), weight.requires_grad_()
     padded = torch.nn.functional.pad(input, (left, right, top, bottom))
-    bias = tensors.bias.double() if work.bias else None
+    bias = tensors.bias.double() if case.bias else None
     output = torch.nn.functional.conv2d(
         padded, weight, bias, problem.stride, 0, problem.dilation, problem.groups
     )
-    if work.direction == "forward":
-        return _activated(output.detach() + tensors.residual.double(), work.epilogue)
-    wanted = input if work.direction == "input_grad" else weight
+    if case.direction == "forward":
+        return _activated(output.detach() + tensors.residual.double(), case.epilogue)
+    wanted = input if case.direction == "input_grad" else weight
     (grad,) = torch.autograd.grad(output, wanted, grad_output)
     return grad
 
@@ -245,49 +246,49 @@ def _activated(sums: Tensor, epilogue: Epilogue) -> Tensor:
 
 
 LARGE = 3.4022e38
-"""Less than the largest number of float32, but more than that of TF32: rounds to infinity."""
-ODD_NUMBERS = (torch.inf, -torch.inf, torch.nan, LARGE)
+"""A finite float32 that TF32 rounds to infinity."""
+SPECIAL_VALUES = (torch.inf, -torch.inf, torch.nan, LARGE)
 
 
-def at_corners(tensor: Tensor, numbers: Sequence[float] = ODD_NUMBERS) -> None:
-    """Writes numbers where, of small kernels, no output or input sees two of them."""
+def at_corners(tensor: Tensor, numbers: Sequence[float] = SPECIAL_VALUES) -> None:
+    """Writes values to the corners of an image, so far apart that no window has two of them."""
     for number, (row, column) in zip(numbers, product((0, -1), repeat=2), strict=False):
         tensor[0, 0, row, column] = number
 
 
-def assert_plain(work: Work, tensors: Tensors) -> None:
-    """Outputs are infinite, of which sign, or NaN just where plain sums are; others are correct."""
-    assert_plainly(work, tensors, run(work, tensors, new_bias_grad(work)))
+def check_special_values(case: PassCase, tensors: Tensors) -> None:
+    """Runs a case, and calls :func:`assert_special_values` on its result."""
+    assert_special_values(case, tensors, run(case, tensors, new_bias_grad(case)))
 
 
-def assert_plainly(
-    work: Work, tensors: Tensors, actual: Tensor, roundings: float = ROUNDINGS
+def assert_special_values(
+    case: PassCase, tensors: Tensors, actual: Tensor, roundings: float = ROUNDINGS
 ) -> None:
-    """The same of a result that there is already."""
-    expected = float64(work, tensors).to(actual.dtype)
+    """Checks that infinities, their signs and NaNs are as in float64, and the rest is correct."""
+    expected = float64(case, tensors).to(actual.dtype)
     odd = ~expected.isfinite()
     torch.testing.assert_close(actual[odd], expected[odd], rtol=0, atol=0, equal_nan=True)
-    assert_correct(work, tensors, actual, roundings, among=~odd)
+    assert_correct(case, tensors, actual, roundings, among=~odd)
 
 
-def new_bias_grad(work: Work) -> Tensor | None:
-    """Where a bias gradient goes that the work computes beside that of the weight."""
-    if not work.bias_grad:
+def new_bias_grad(case: PassCase) -> Tensor | None:
+    """A tensor of NaN for the gradient of the bias, if the case computes it."""
+    if not case.bias_grad:
         return None
-    return torch.full(work.case.weight[:1], torch.nan, dtype=work.dtype)
+    return torch.full(case.conv.weight[:1], torch.nan, dtype=case.dtype)
 
 
 BATCH = 5
 
 
-def in_batch(work: Work, batch: int = BATCH) -> Work:
-    """The same work with so many images."""
-    return replace(work, case=replace(work.case, input=(batch, *work.case.input[1:])))
+def in_batch(case: PassCase, batch: int = BATCH) -> PassCase:
+    """The test case with ``batch`` images."""
+    return replace(case, conv=replace(case.conv, input=(batch, *case.conv.input[1:])))
 
 
-def assert_alone_as_in_batch(work: Work) -> None:
-    """That an image gives the same bits alone and among others."""
-    batch, single = in_batch(work), in_batch(work, 1)
+def assert_alone_as_in_batch(case: PassCase) -> None:
+    """Checks that an image gives the same bits alone and in a batch."""
+    batch, single = in_batch(case), in_batch(case, 1)
     tensors = Tensors.random(batch)
     together = run(batch, tensors)
     for index in (0, BATCH - 1):
@@ -300,41 +301,45 @@ def assert_alone_as_in_batch(work: Work) -> None:
         assert run(single, alone).equal(together[image])
 
 
-def check(work: Work) -> None:
+def check(case: PassCase) -> None:
     """Runs the pass on random tensors and compares every element with float64."""
-    tensors = Tensors.random(work)
-    bias_grad = new_bias_grad(work)
-    assert_correct(work, tensors, run(work, tensors, bias_grad))
+    tensors = Tensors.random(case)
+    bias_grad = new_bias_grad(case)
+    assert_correct(case, tensors, run(case, tensors, bias_grad))
     if bias_grad is not None:
         grad, over = tensors.grad_output.double(), (0, 2, 3)
         assert_close(bias_grad, grad.sum(over), grad.abs().sum(over), ROUNDINGS)
 
 
 def assert_correct(
-    work: Work,
+    case: PassCase,
     tensors: Tensors,
     actual: Tensor,
     roundings: float = ROUNDINGS,
     among: Tensor | None = None,
 ) -> None:
-    """Compares every element with float64, or every one ``among`` these."""
-    # The sum of a sum's terms, with no cancellation between them.
-    plain = replace(work, epilogue=work.epilogue._replace(activation="identity"))
+    """Compares every element, or those where ``among`` is true, with float64."""
+    # The sum of the magnitudes of each sum's terms.
+    plain = replace(case, epilogue=case.epilogue._replace(activation="identity"))
     size = float64(plain, Tensors(*(tensor.abs() for tensor in vars(tensors).values())))
-    if work.epilogue.activation != "identity":
-        # They make of an error half as much again at most, and round some terms of their own.
+    if case.epilogue.activation != "identity":
+        # An activation grows errors by half at most, and has rounding errors of its own.
         size, roundings = size + 1, 2 * roundings
-    assert_close(actual, float64(work, tensors), size, roundings, among)
+    assert_close(actual, float64(case, tensors), size, roundings, among)
 
 
 def assert_close(
     actual: Tensor, expected: Tensor, size: Tensor, roundings: float, among: Tensor | None = None
 ) -> None:
-    """Compares every element: terms are summed in a wide type, then the sum is rounded once."""
+    """Compares every element with its error bound.
+
+    The bound is that of a sum in float32 or float64, whose terms have magnitudes that add up to
+    ``size``, and of one rounding to the result's type.
+    """
     dtype = actual.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     bound = roundings * torch.finfo(wide).eps * size
-    # The rounding, of what is below the smallest normal number by half of its last bit.
+    # Half a unit in the last place, which is constant below the smallest normal number.
     info = torch.finfo(dtype)
     bound += info.eps / 2 * (expected.abs() + bound).clamp(min=info.smallest_normal)
     error = (actual.double() - expected).abs()
@@ -356,12 +361,12 @@ def placed(tensor: Tensor, memory_format: torch.memory_format, aligned: bool) ->
     return storage.as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
 
 
-def _random(shape: tuple[int, ...], memory_format: torch.memory_format, work: Work) -> Tensor:
-    return placed(torch.randn(shape).to(work.dtype), memory_format, work.aligned)
+def _random(shape: tuple[int, ...], memory_format: torch.memory_format, case: PassCase) -> Tensor:
+    return placed(torch.randn(shape).to(case.dtype), memory_format, case.aligned)
 
 
 def rounded_to_tf32(tensor: Tensor, ties_to_even: bool = False) -> Tensor:
-    """To 10 bits of mantissa, to nearest, ties away from zero or to even."""
+    """Rounds to the 10 mantissa bits of TF32, to nearest, ties away from zero or to even."""
     bits = tensor.contiguous().view(torch.int32)
     half = 0xFFF + (bits >> 13 & 1) if ties_to_even else 0x1000
     return ((bits + half) & ~0x1FFF).view(torch.float32)

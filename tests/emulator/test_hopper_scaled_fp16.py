@@ -1,4 +1,4 @@
-"""correlate.cuh with float32 multiplied as float16: scales, and the repair of what does not fit."""
+"""Hopper's halo kernel with float32 as scaled fp16: scales, and repair of images and channels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,19 @@ from torch import Tensor
 
 from emulator import precompile
 from emulator.driver import run_both_orders
-from emulator.test_hopper_correlate import (
+from emulator.pass_cases import (
+    Conv,
+    PassCase,
+    Tensors,
+    assert_alone_as_in_batch,
+    assert_correct,
+    check,
+    in_batch,
+    new_output,
+    run,
+    some,
+)
+from emulator.test_hopper_halo import (
     DEEP,
     EVERYWHERE,
     FEW,
@@ -27,84 +39,72 @@ from emulator.test_hopper_correlate import (
     named,
     planner_of,
 )
-from emulator.works import (
-    Case,
-    Tensors,
-    Work,
-    assert_alone_as_in_batch,
-    assert_correct,
-    check,
-    in_batch,
-    new_output,
-    run,
-    some,
-)
 from fastconv.kernels.planning import launches
 
 MODES = ("tf32", "ieee")
 
 
-def _work(
-    case: Case,
+def _case(
+    conv: Conv,
     mode: str,
     direction: str = "forward",
     choose: Choice | None = None,
     **options: Any,
-) -> Work:
+) -> PassCase:
     options.setdefault("gpu", FEW)
-    return Work(case, planner_of(direction, choose, halves=True), precision=mode, **options)
+    return PassCase(conv, planner_of(direction, choose, halves=True), precision=mode, **options)
 
 
-WORKS = [
-    *(_work(EVERYWHERE, mode) for mode in MODES),
-    _work(EVERYWHERE, "ieee", other_format=True, aligned=False),
-    *(_work(ROLLING, mode) for mode in MODES),
-    *(_work(WIDE, mode, choose=named(f"{slots} staged"), gpu=ONE)
+CASES = [
+    *(_case(EVERYWHERE, mode) for mode in MODES),
+    _case(EVERYWHERE, "ieee", other_format=True, aligned=False),
+    *(_case(ROLLING, mode) for mode in MODES),
+    *(_case(WIDE, mode, choose=named(f"{slots} staged"), gpu=ONE)
       for mode, slots in zip(MODES, (1, 2), strict=True)),
-    *(_work(NARROW, mode, choose=named("2 copied"), gpu=ONE) for mode in MODES),
-    _work(STRIPS, "tf32", gpu=SMALL),
-    _work(NARROW, "ieee", gpu=ONE),
-    _work(Case("stack 2", (1, 24, 7, 20), (32, 24, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
-    _work(Case("folded", (2, 5, 23, 26), (64, 5, 7, 6), (2, 2), (3, 3, 3, 3)), "tf32"),
-    _work(Case("pointwise", (2, 40, 9, 20), (40, 40, 1, 1)), "tf32"),
-    _work(Case("groups", (2, 40, 6, 9), (144, 20, 3, 3), groups=2), "ieee"),
-    _work(Case("whole lines", (2, 16, 5, 301), (128, 16, 3, 3)), "tf32", choose=named("+32"),
+    *(_case(NARROW, mode, choose=named("2 copied"), gpu=ONE) for mode in MODES),
+    _case(STRIPS, "tf32", gpu=SMALL),
+    _case(NARROW, "ieee", gpu=ONE),
+    _case(Conv("stack 2", (1, 24, 7, 20), (32, 24, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
+    _case(Conv("space-to-depth", (2, 5, 23, 26), (64, 5, 7, 6), (2, 2), (3, 3, 3, 3)), "tf32"),
+    _case(Conv("pointwise", (2, 40, 9, 20), (40, 40, 1, 1)), "tf32"),
+    _case(Conv("groups", (2, 40, 6, 9), (144, 20, 3, 3), groups=2), "ieee"),
+    _case(Conv("whole lines", (2, 16, 5, 301), (128, 16, 3, 3)), "tf32", choose=named("+32"),
           gpu=ONE),
-    _work(DEEP, "tf32", gpu=SMALL),
-    _work(Case("strips", (1, 16, 6, 301), (128, 16, 3, 3)), "ieee", gpu=ONE),
-    _work(Case("turns", (1, 16, 5, 322), (128, 16, 3, 3)), "ieee", gpu=ONE),
-    _work(Case("dilated", (1, 40, 15, 16), (72, 40, 3, 4), padding=(2, 1, 4, 3), dilation=(2, 3)),
+    _case(DEEP, "tf32", gpu=SMALL),
+    _case(Conv("strips", (1, 16, 6, 301), (128, 16, 3, 3)), "ieee", gpu=ONE),
+    _case(Conv("turns", (1, 16, 5, 322), (128, 16, 3, 3)), "ieee", gpu=ONE),
+    _case(Conv("dilated", (1, 40, 15, 16), (72, 40, 3, 4), padding=(2, 1, 4, 3), dilation=(2, 3)),
           "ieee", "input_grad"),
 ]  # fmt: skip
-RUN = some(WORKS, one_in=7)
+RUN = some(CASES, one_in=7)
 
 THREE = [
-    _work(Case("three images", (3, 24, 5, 6), (40, 24, 3, 3), padding=(1, 1, 1, 1)), mode)
+    _case(Conv("three images", (3, 24, 5, 6), (40, 24, 3, 3), padding=(1, 1, 1, 1)), mode)
     for mode in MODES
 ]
-ALONE = _work(Case("alone", (1, 16, 9, 140), (72, 16, 3, 3), padding=(1, 1, 1, 1)), "ieee")
+ALONE = _case(Conv("alone", (1, 16, 9, 140), (72, 16, 3, 3), padding=(1, 1, 1, 1)), "ieee")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    works = [*RUN, *THREE, ALONE, in_batch(ALONE)]
-    precompile({launch.kernel for work in works for launch in work.plan.launches})
+    cases = [*RUN, *THREE, ALONE, in_batch(ALONE)]
+    precompile({launch.kernel for case in cases for launch in case.plan.launches})
 
 
-@pytest.mark.parametrize("work", RUN, ids=str)
-def test_against_float64(work: Work) -> None:
-    check(work)
+@pytest.mark.parametrize("case", RUN, ids=str)
+def test_against_float64(case: PassCase) -> None:
+    check(case)
 
 
 def test_blocks_that_pack_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output channels and images, one after the other."""
+    """A block packs several output channels, or finds the scales of several images."""
     monkeypatch.setattr(launches, "MOST_PACK_BLOCKS", 5)
     assert [one.grid for one in THREE[0].plan.launches[:2]] == [(5, 1, 1)] * 2
     check(THREE[0])
 
 
-def test_works_cover_all_branches() -> None:
-    planned = [work.plan.launches for work in WORKS]
+def test_cases_cover_all_branches() -> None:
+    planned = [case.plan.launches for case in CASES]
     assert all([launch.kernel.entry for launch in one] == ["scale", *["pack", "correlate"] * 2]
                for one in planned)  # fmt: skip
     first = [dict(one[2].kernel.constants) for one in planned]
@@ -119,15 +119,15 @@ def test_works_cover_all_branches() -> None:
     assert {(one["turns"], one["parts"]) for one in first} == {*product((False, True), (1, 2))}
 
 
-def _first_half(work: Work, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What float16 alone gives; and the tables: of channels, of images' scales, of their marks."""
-    plan, output = work.plan, new_output(work)
+def _before_repair(case: PassCase, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result before the repair, with factors of channels, scales of images, and their marks."""
+    plan, output = case.plan, new_output(case)
     scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
     read = {"input": tensors.input, "weight": tensors.weight, "bias": tensors.bias}
     run_both_orders(plan.launches[:3], {**read, "output": output, "scratch": scratch})
     constants = dict(plan.launches[2].kernel.constants)
     channels, columns = constants["table_channels"], constants["table_columns"]
-    batch = work.case.input[0]
+    batch = case.conv.input[0]
     tables = scratch[constants["tables_at"] :]
     sizes = [4 * channels, 4 * columns * (1 + batch), 4 * batch, 4 * batch]
     factors, _, scales, marks = tables.split(sizes)
@@ -135,22 +135,22 @@ def _first_half(work: Work, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, T
 
 
 @pytest.mark.parametrize(
-    ("size", "work"), some(product([1.0, 1e-6, 3e4, 1e-12, 1e14], THREE), one_in=3), ids=str
+    ("size", "case"), some(product([1.0, 1e-6, 3e4, 1e-12, 1e14], THREE), one_in=3), ids=str
 )
-def test_numbers_of_any_size_need_no_repair(work: Work, size: float) -> None:
-    tensors = Tensors.random(work)
+def test_numbers_of_any_size_need_no_repair(case: PassCase, size: float) -> None:
+    tensors = Tensors.random(case)
     tensors = replace(
         tensors, input=tensors.input * size, weight=tensors.weight * 3e-3, bias=tensors.bias * size
     )
     tensors.input[:, :, :3] = 0  # as after a ReLU
-    output, factors, scales, marks = _first_half(work, tensors)
+    output, factors, scales, marks = _before_repair(case, tensors)
     assert factors.ne(0).all()
     assert scales.ne(0).all()
     assert not marks.any()
-    assert_correct(work, tensors, output)
+    assert_correct(case, tensors, output)
 
 
-# What becomes of the middle one of three images, and whether it shows in a sample.
+# Changes to the middle one of three images, after which it needs a repair.
 BEYOND = {
     "small rows": lambda image: image[:, 2:6].mul_(1e-12),
     "one small vector": lambda image: image[:8, 3, 5].mul_(1e-20),
@@ -159,26 +159,26 @@ BEYOND = {
 }
 
 
-@pytest.mark.parametrize(("beyond", "work"), some(product(BEYOND, THREE), one_in=3), ids=str)
-def test_images_that_do_not_fit_are_repaired(work: Work, beyond: str) -> None:
-    tensors = Tensors.random(work)
+@pytest.mark.parametrize(("beyond", "case"), some(product(BEYOND, THREE), one_in=3), ids=str)
+def test_images_that_do_not_fit_are_repaired(case: PassCase, beyond: str) -> None:
+    tensors = Tensors.random(case)
     tensors.bias.zero_()
-    unchanged = run(work, tensors)
+    unchanged = run(case, tensors)
     BEYOND[beyond](tensors.input[1])
-    output, factors, scales, marks = _first_half(work, tensors)
+    output, factors, scales, marks = _before_repair(case, tensors)
     assert factors.ne(0).all()
     assert (marks.ne(0) | scales.eq(0)).tolist() == [False, True, False]
     if beyond == "small rows":
         with pytest.raises(AssertionError, match="elements are wrong"):
-            assert_correct(work, tensors, output)
-    actual = run(work, tensors)
-    assert_correct(work, tensors, actual)
+            assert_correct(case, tensors, output)
+    actual = run(case, tensors)
+    assert_correct(case, tensors, actual)
     assert actual[::2].equal(unchanged[::2])
     assert not actual[1].equal(unchanged[1])
 
 
 def _all_but_one(factor: float, one: float) -> Callable[[Tensor], None]:
-    """Makes of a channel so much, and of one of its numbers this."""
+    """Multiplies a channel by ``factor``, and sets one of its numbers to ``one``."""
 
     def change(channel: Tensor) -> None:
         channel.mul_(factor)
@@ -187,7 +187,7 @@ def _all_but_one(factor: float, one: float) -> Callable[[Tensor], None]:
     return change
 
 
-# What becomes of one channel; others of the same vector hide it.
+# Changes to one channel. Other channels of the same vector are large.
 HIDDEN = {
     "a small channel": _all_but_one(2.0**-28, 2.0**-28),
     "small but for one number": _all_but_one(2.0**-32, 2.0**-22),
@@ -195,76 +195,76 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize(("hidden", "work"), some(product(HIDDEN, THREE), one_in=3), ids=str)
-def test_channels_are_judged_by_themselves(work: Work, hidden: str) -> None:
-    """An output that sees one channel alone is exact, whatever the size of the others."""
-    tensors = Tensors.random(work)
+@pytest.mark.parametrize(("hidden", "case"), some(product(HIDDEN, THREE), one_in=3), ids=str)
+def test_channels_are_judged_by_themselves(case: PassCase, hidden: str) -> None:
+    """An output that reads only one channel is exact, whatever the size of the others."""
+    tensors = Tensors.random(case)
     tensors.bias.zero_()
     tensors.weight[3] = 0
     tensors.weight[3, 5] = torch.randn(3, 3)
     HIDDEN[hidden](tensors.input[1, 5])
-    _, factors, scales, marks = _first_half(work, tensors)
+    _, factors, scales, marks = _before_repair(case, tensors)
     assert factors.ne(0).all()
     assert scales.ne(0).all()
     assert marks.ne(0).tolist() == [False, True, False]
-    assert_correct(work, tensors, run(work, tensors))
+    assert_correct(case, tensors, run(case, tensors))
 
 
 def test_channels_of_zeros_fit() -> None:
-    """As after a ReLU that lets nothing through; and few numbers, if float16 has them."""
-    work = THREE[0]
-    tensors = Tensors.random(work)
+    """A ReLU can zero whole channels, or leave a few numbers that float16 represents."""
+    case = THREE[0]
+    tensors = Tensors.random(case)
     tensors.input[:, 3] = 0
     tensors.input[:, 9] = 0
     tensors.input[:, 9, 4, 4] = 1e-3
-    output, _, _, marks = _first_half(work, tensors)
+    output, _, _, marks = _before_repair(case, tensors)
     assert not marks.any()
-    assert_correct(work, tensors, output)
+    assert_correct(case, tensors, output)
 
 
 def _powers(count: int) -> Tensor:
-    """Of two, from 2^-40 to 2^40, the ends included."""
+    """Random powers of two from 2^-40 to 2^40, both ends included."""
     exponents = torch.randint(-40, 41, (count,))
     exponents[0], exponents[-1] = -40, 40
     return torch.exp2(exponents.float())
 
 
-@pytest.mark.parametrize("work", THREE, ids=str)
-def test_units_do_not_matter(work: Work) -> None:
-    """Scaled input channels with the inverse on their weights, output channels and images."""
-    tensors = Tensors.random(work)
+@pytest.mark.parametrize("case", THREE, ids=str)
+def test_units_do_not_matter(case: PassCase) -> None:
+    """Powers of two on input channels (inverse on weights), outputs and images scale exactly."""
+    tensors = Tensors.random(case)
     tensors.bias.zero_()
-    images, channels, outputs, _ = *work.case.input[:2], *work.case.weight[:2]
+    images, channels, outputs, _ = *case.conv.input[:2], *case.conv.weight[:2]
     image, channel, output = (_powers(count) for count in (images, channels, outputs))
     scaled = replace(
         tensors,
         input=tensors.input * channel[:, None, None] * image[:, None, None, None],
         weight=tensors.weight / channel[:, None, None] * output[:, None, None, None],
     )
-    _, _, _, marks = _first_half(work, scaled)
+    _, _, _, marks = _before_repair(case, scaled)
     assert not marks.any()
-    expected = run(work, tensors) * output[:, None, None] * image[:, None, None, None]
-    assert run(work, scaled).equal(expected)
+    expected = run(case, tensors) * output[:, None, None] * image[:, None, None, None]
+    assert run(case, scaled).equal(expected)
 
 
-@pytest.mark.parametrize("work", THREE, ids=str)
+@pytest.mark.parametrize("case", THREE, ids=str)
 @pytest.mark.parametrize("small", [(3, slice(8), 1, 1), (3, 5)], ids=["vector", "filter"])
-def test_weights_that_do_not_fit_are_repaired(work: Work, small: tuple[Any, ...]) -> None:
-    tensors = Tensors.random(work)
+def test_weights_that_do_not_fit_are_repaired(case: PassCase, small: tuple[Any, ...]) -> None:
+    tensors = Tensors.random(case)
     tensors.weight[small] *= 1e-12
-    output, factors, _, _ = _first_half(work, tensors)
+    output, factors, _, _ = _before_repair(case, tensors)
     assert factors[: len(tensors.weight)].eq(0).nonzero().tolist() == [[3]]
-    assert output.isnan().all()  # nothing is computed twice
-    assert_correct(work, tensors, run(work, tensors))
+    assert output.isnan().all()  # the first pass stores nothing, as the repair computes all
+    assert_correct(case, tensors, run(case, tensors))
 
 
 @pytest.mark.parametrize("number", [torch.inf, torch.nan], ids=["infinity", "NaN"])
-def test_what_is_no_number_is_repaired(number: float) -> None:
-    work = THREE[0]
-    tensors = Tensors.random(work)
+def test_infinities_and_nans_are_repaired(number: float) -> None:
+    case = THREE[0]
+    tensors = Tensors.random(case)
     tensors.input[1, 4, 3, 3] = number
-    expected = run(replace(work, planner=planner_of("forward")), tensors)
-    actual = run(work, tensors)
+    expected = run(replace(case, planner=planner_of("forward")), tensors)
+    actual = run(case, tensors)
     torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=0, equal_nan=True)
     assert not actual[1].isfinite().all()
     assert actual[::2].isfinite().all()

@@ -1,4 +1,4 @@
-"""The tensor cores' weight gradient on the CPU: every mode on small odd geometries."""
+"""Hopper's halo kernel for weight gradients on the CPU: every mode on small odd shapes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from emulator import isolated, net, precompile
+from emulator import corpus, isolated, precompile
 from emulator import run as run_launches
-from emulator.works import (
-    ODD_NUMBERS,
-    Case,
+from emulator.pass_cases import (
+    SPECIAL_VALUES,
+    Conv,
+    PassCase,
     Planner,
     Tensors,
-    Work,
-    assert_plain,
     check,
+    check_special_values,
     float64,
     run,
     some,
@@ -35,19 +35,19 @@ from fastconv.kernels.hopper.wgrad_halo import plan as by_tiles
 from fastconv.kernels.hopper.wgrad_halo import tiles as wgrad_tiles
 from fastconv.problem import Problem
 
-# Few processors, so that blocks have several runs each.
+# Few SMs, so that a block has several runs of steps.
 GPU = Gpu("sm_90a", 3, 232448, 233472)
 
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    """With this kernel, even where it is not the fastest; float32 in TF32."""
+    """Plans with this kernel, even where it is not the fastest, and with float32 in TF32."""
     return by_tiles.plan(by_tiles.choose_tile(problem, operands, gpu, halves=False), gpu)
 
 
 def _in_stages_of(columns: int, halves: bool = False, boxes: bool = False) -> Planner:
-    """The same with stages of so many columns, even where others are faster.
+    """A planner with stages of ``columns`` columns, even where others are faster.
 
-    With ``boxes``, each is one that a tensor copy brings.
+    With ``boxes``, each stage is one TMA box.
     """
     ways = by_tiles._groups
 
@@ -70,7 +70,7 @@ def _in_stages_of(columns: int, halves: bool = False, boxes: bool = False) -> Pl
     return weight_grad
 
 
-# Stages of so few columns that lanes copy them, and of enough for bulk copies.
+# Stages of so few columns that lanes copy them, and of enough columns for bulk copies.
 BY_LANES, IN_BULK = _in_stages_of(16), _in_stages_of(32)
 IN_BOXES = {
     (columns, halves): _in_stages_of(columns, halves, boxes=True)
@@ -78,7 +78,7 @@ IN_BOXES = {
 }
 
 
-# Dtype, precision, and the relative error allowed.
+# Data type, precision, and the largest relative error.
 MODES = {
     "tf32": (torch.float32, "tf32", 5e-7),
     "ieee": (torch.float32, "ieee", 3e-7),
@@ -87,37 +87,37 @@ MODES = {
 }
 TOLERANCES = {(dtype, precision): tolerance for dtype, precision, tolerance in MODES.values()}
 
-CASES = (
-    Case("asymmetric", (2, 12, 9, 20), (70, 12, 5, 9), padding=(2, 2, 4, 4)),
-    Case("dilated", (1, 17, 15, 32), (40, 17, 3, 4), padding=(2, 1, 4, 3), dilation=(2, 3)),
-    Case("rows not aligned", (5, 16, 12, 38), (130, 16, 3, 3)),
-    Case("columns not aligned", (1, 20, 9, 21), (64, 20, 3, 5), padding=(1, 1, 2, 2)),
-    Case("strided", (2, 16, 11, 37), (30, 16, 3, 3), stride=(2, 3), padding=(1, 1, 1, 1)),
-    Case("stride beyond the kernel", (1, 9, 20, 19), (16, 9, 2, 3), (5, 2), (3, 4, 0, 9), (1, 4)),
-    Case("stride and dilation share a factor", (1, 8, 21, 24), (9, 8, 3, 3), (4, 2), (3, 0, 1, 2),
+CONVS = (
+    Conv("asymmetric", (2, 12, 9, 20), (70, 12, 5, 9), padding=(2, 2, 4, 4)),
+    Conv("dilated", (1, 17, 15, 32), (40, 17, 3, 4), padding=(2, 1, 4, 3), dilation=(2, 3)),
+    Conv("rows not aligned", (5, 16, 12, 38), (130, 16, 3, 3)),
+    Conv("columns not aligned", (1, 20, 9, 21), (64, 20, 3, 5), padding=(1, 1, 2, 2)),
+    Conv("strided", (2, 16, 11, 37), (30, 16, 3, 3), stride=(2, 3), padding=(1, 1, 1, 1)),
+    Conv("stride beyond the kernel", (1, 9, 20, 19), (16, 9, 2, 3), (5, 2), (3, 4, 0, 9), (1, 4)),
+    Conv("stride and dilation share a factor", (1, 8, 21, 24), (9, 8, 3, 3), (4, 2), (3, 0, 1, 2),
          (2, 4)),
-    Case("pointwise", (1, 40, 9, 20), (72, 40, 1, 1)),
-    Case("small images", (9, 24, 7, 7), (40, 24, 3, 3), padding=(1, 1, 1, 1)),
-    Case("grouped", (1, 48, 9, 20), (32, 24, 3, 2), padding=(1, 0, 0, 1), groups=2),
-    Case("high kernel", (1, 9, 30, 16), (16, 9, 17, 1), padding=(3, 2, 0, 0)),
-    Case("wide kernel", (1, 8, 4, 56), (16, 8, 1, 33), padding=(0, 0, 16, 16)),
-    Case("wide image", (1, 8, 5, 300), (8, 8, 3, 3), padding=(1, 1, 1, 1)),
-    Case("rows shifted by pairs", (1, 9, 6, 68), (20, 9, 2, 3)),
-    Case("rows shifted", (1, 9, 4, 133), (20, 9, 2, 3)),
+    Conv("pointwise", (1, 40, 9, 20), (72, 40, 1, 1)),
+    Conv("small images", (9, 24, 7, 7), (40, 24, 3, 3), padding=(1, 1, 1, 1)),
+    Conv("grouped", (1, 48, 9, 20), (32, 24, 3, 2), padding=(1, 0, 0, 1), groups=2),
+    Conv("high kernel", (1, 9, 30, 16), (16, 9, 17, 1), padding=(3, 2, 0, 0)),
+    Conv("wide kernel", (1, 8, 4, 56), (16, 8, 1, 33), padding=(0, 0, 16, 16)),
+    Conv("wide image", (1, 8, 5, 300), (8, 8, 3, 3), padding=(1, 1, 1, 1)),
+    Conv("rows shifted by pairs", (1, 9, 6, 68), (20, 9, 2, 3)),
+    Conv("rows shifted", (1, 9, 4, 133), (20, 9, 2, 3)),
 )  # fmt: skip
-SHIFTED = CASES[-1]
-# So far that a product has one, and the next is further than a matrix of the tensor cores reaches.
-FAR_TAPS = Case("taps far apart", (1, 8, 3, 4105), (8, 8, 1, 3), dilation=(1, 2050))
+SHIFTED = CONVS[-1]
+# Taps so far apart that an MMA has one, and the next lies beyond the strides of a wgmma matrix.
+FAR_TAPS = Conv("taps far apart", (1, 8, 3, 4105), (8, 8, 1, 3), dilation=(1, 2050))
 
 
-def _rows(width: int, images: int = 1) -> Case:
-    """Images that are multiples of 16 bytes, of output rows that are not."""
+def _rows(width: int, images: int = 1) -> Conv:
+    """A convolution with images of a multiple of 16 bytes, but output rows that are not."""
     name = f"rows of {width}" + (f" of {images} images" if images > 1 else "")
-    return Case(name, (images, 9, 7, width), (20, 9, 2, 3), padding=(1, 1, 1, 1))
+    return Conv(name, (images, 9, 7, width), (20, 9, 2, 3), padding=(1, 1, 1, 1))
 
 
-# Rows whose copies begin early, by up to 7, 6 or 3 columns: their ends are copied element by
-# element, in pairs or as they are in float32, and beside them whole units.
+# Copies of rows begin up to 7, 6 or 3 columns early. Row ends are copied by elements, by pairs or
+# in float32, and the rest in whole units.
 LEADS = (
     ("bfloat16", _rows(41), BY_LANES, True),
     ("float16", _rows(41), IN_BULK, True),
@@ -127,74 +127,83 @@ LEADS = (
 )
 
 
-# Of all types: whole rows, and rows of pixels that follow each other; planes that begin at two,
-# four or eight distances from a multiple of 16 bytes, a tile for each.
+# TMA boxes in all types: whole rows, and pixels of consecutive rows. Planes begin at one, two, four
+# or eight offsets from a multiple of 16 bytes (the last number), each of which has its own tile.
 BOXES = (
-    ("tf32", Case("boxes", (6, 12, 5, 44), (70, 12, 2, 3), padding=(1, 0, 1, 1)), 32, 1),
-    ("ieee", Case("boxes that are cleared", (5, 9, 6, 40), (70, 9, 3, 3)), 16, 1),
-    ("bfloat16", Case("boxes of pairs of images", (10, 9, 4, 66), (24, 9, 1, 3)), 64, 1),
-    ("float16", Case("boxes of two classes", (8, 16, 12, 44), (136, 16, 3, 3)), 32, 2),
-    ("bfloat16", Case("boxes of eight", (8, 9, 7, 41), (24, 9, 1, 1)), 32, 8),
-    ("tf32", Case("boxes of four, of groups", (3, 18, 5, 42), (40, 9, 3, 2), groups=2), 32, 4),
+    ("tf32", Conv("boxes", (6, 12, 5, 44), (70, 12, 2, 3), padding=(1, 0, 1, 1)), 32, 1),
+    ("ieee", Conv("boxes that are cleared", (5, 9, 6, 40), (70, 9, 3, 3)), 16, 1),
+    ("bfloat16", Conv("boxes of pairs of images", (10, 9, 4, 66), (24, 9, 1, 3)), 64, 1),
+    ("float16", Conv("boxes of two classes", (8, 16, 12, 44), (136, 16, 3, 3)), 32, 2),
+    ("bfloat16", Conv("boxes of eight", (8, 9, 7, 41), (24, 9, 1, 1)), 32, 8),
+    ("tf32", Conv("boxes of four, of groups", (3, 18, 5, 42), (40, 9, 3, 2), groups=2), 32, 4),
 )
 
 
-def _work(
-    case: Case, mode: str, channels_last: bool = False, aligned: bool = True, bias: bool = False
-) -> Work:
+def _case(
+    conv: Conv,
+    mode: str,
+    channels_last: bool = False,
+    aligned: bool = True,
+    bias: bool = False,
+) -> PassCase:
     dtype, precision, _ = MODES[mode]
-    return Work(case, weight_grad, dtype, channels_last, aligned, GPU, precision, bias_grad=bias)
+    return PassCase(
+        conv, weight_grad, dtype, channels_last, aligned, GPU, precision, bias_grad=bias
+    )
 
 
-def _works() -> list[Work]:
-    """Every case in every layout, with the modes taking turns, with the bias and without."""
+def _cases() -> list[PassCase]:
+    """Every convolution in every layout; modes and the gradient of the bias alternate."""
     modes = list(MODES)
-    works = []
-    for i, case in enumerate(CASES):
-        works.append(_work(case, modes[i % 4], bias=i % 2 == 0))
-        works.append(_work(case, modes[(i + 1) % 4], channels_last=True, bias=i % 2 == 1))
+    cases = []
+    for i, conv in enumerate(CONVS):
+        cases.append(_case(conv, modes[i % 4], bias=i % 2 == 0))
+        cases.append(_case(conv, modes[(i + 1) % 4], channels_last=True, bias=i % 2 == 1))
     for i, mode in enumerate(modes):
-        works += [_work(CASES[0], mode, aligned=False, bias=i % 2 == 0)]
-        works += [_work(CASES[2], mode, bias=True), _work(SHIFTED, mode, bias=i % 2 == 1)]
-        if mode in ("tf32", "float16"):  # the others differ from these as contiguous ones do
-            works += [_work(CASES[2], mode, channels_last=True, bias=True)]
-    works.append(_work(FAR_TAPS, "bfloat16"))
-    for mode, case, planner, bias in LEADS:
-        works.append(replace(_work(case, mode, bias=bias), planner=planner))
-    return list(dict.fromkeys(works))
+        cases += [_case(CONVS[0], mode, aligned=False, bias=i % 2 == 0)]
+        cases += [_case(CONVS[2], mode, bias=True), _case(SHIFTED, mode, bias=i % 2 == 1)]
+        if mode in (
+            "tf32",
+            "float16",
+        ):  # the other modes differ from these only as contiguous ones do
+            cases += [_case(CONVS[2], mode, channels_last=True, bias=True)]
+    cases.append(_case(FAR_TAPS, "bfloat16"))
+    for mode, conv, planner, bias in LEADS:
+        cases.append(replace(_case(conv, mode, bias=bias), planner=planner))
+    return list(dict.fromkeys(cases))
 
 
-WORKS = _works()
-RUN = some(WORKS, one_in=7)
-BOX_WORKS = [
-    replace(_work(case, mode, bias=i % 2 == 0), planner=IN_BOXES[columns, False])
-    for i, (mode, case, columns, _) in enumerate(BOXES)
+CASES = _cases()
+RUN = some(CASES, one_in=7)
+BOX_CASES = [
+    replace(_case(conv, mode, bias=i % 2 == 0), planner=IN_BOXES[columns, False])
+    for i, (mode, conv, columns, _) in enumerate(BOXES)
 ]
-WORKS += BOX_WORKS
-RUN += BOX_WORKS
+CASES += BOX_CASES
+RUN += BOX_CASES
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    precompile({launch.kernel for work in RUN for launch in work.plan.launches})
+    precompile({launch.kernel for case in RUN for launch in case.plan.launches})
 
 
-@pytest.mark.parametrize("work", RUN, ids=str)
-def test_against_float64(work: Work) -> None:
-    assert_gradients(work)
+@pytest.mark.parametrize("case", RUN, ids=str)
+def test_against_float64(case: PassCase) -> None:
+    assert_gradients(case)
 
 
-def assert_gradients(work: Work) -> None:
-    """Runs the pass on random tensors and compares what it gives with float64."""
-    tensors = Tensors.random(work)
-    bias = torch.full((work.case.weight[0],), torch.nan, dtype=work.dtype)
-    output = run(work, tensors, bias if work.bias_grad else None)
-    error = _error(output, float64(work, tensors))
-    assert error <= TOLERANCES[work.dtype, work.precision], f"relative error {error:.1e}"
-    if work.bias_grad:
-        # Of numbers as they are, not as TF32's products take them.
+def assert_gradients(case: PassCase) -> None:
+    """Runs the pass on random tensors and compares its results with float64."""
+    tensors = Tensors.random(case)
+    bias = torch.full((case.conv.weight[0],), torch.nan, dtype=case.dtype)
+    output = run(case, tensors, bias if case.bias_grad else None)
+    error = _error(output, float64(case, tensors))
+    assert error <= TOLERANCES[case.dtype, case.precision], f"relative error {error:.1e}"
+    if case.bias_grad:
+        # The gradient of the bias sums unrounded numbers, in TF32 too.
         error = _error(bias, tensors.grad_output.double().sum((0, 2, 3)))
-        assert error <= TOLERANCES[work.dtype, "ieee"], f"relative error of the bias {error:.1e}"
+        assert error <= TOLERANCES[case.dtype, "ieee"], f"relative error of the bias {error:.1e}"
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:
@@ -203,70 +212,70 @@ def _error(actual: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("mode", ["ieee", "bfloat16"])
 def test_channels_keep_to_themselves(mode: str) -> None:
-    """What copies bring along of a row's neighbours does not count, not even NaN."""
-    work = _work(SHIFTED, mode, bias=MODES[mode][0] is torch.float32)
-    assert work in WORKS
-    tensors = Tensors.random(work)
-    bias = torch.zeros(work.case.weight[0], dtype=work.dtype)
-    expected = run(work, tensors, bias if work.bias_grad else None)
+    """Neighbours that copies load with a row do not change results, not even as NaN."""
+    case = _case(SHIFTED, mode, bias=MODES[mode][0] is torch.float32)
+    assert case in CASES
+    tensors = Tensors.random(case)
+    bias = torch.zeros(case.conv.weight[0], dtype=case.dtype)
+    expected = run(case, tensors, bias if case.bias_grad else None)
     poisoned = [5, 11]
     tensors.grad_output[:, poisoned] = torch.nan
-    actual = run(work, tensors, bias if work.bias_grad else None)
+    actual = run(case, tensors, bias if case.bias_grad else None)
     assert actual[poisoned].isnan().all()
-    others = [i for i in range(work.case.weight[0]) if i not in poisoned]
+    others = [i for i in range(case.conv.weight[0]) if i not in poisoned]
     assert torch.equal(actual[others], expected[others])
 
 
-def put_odd_numbers(tensor: Tensor, numbers: Sequence[float] = ODD_NUMBERS) -> None:
-    """In the middle of the first channels."""
+def put_special_values(tensor: Tensor, numbers: Sequence[float] = SPECIAL_VALUES) -> None:
+    """Writes one value to the middle of each of the first channels."""
     row, column = tensor.shape[2] // 2, tensor.shape[3] // 2
     for channel, number in zip(range(tensor.shape[1]), numbers, strict=False):
         tensor[0, channel, row, column] = number
 
 
-def shifted(mode: str) -> Work:
+def shifted(mode: str) -> PassCase:
     kind = MODES[mode][:2]
     return next(
-        work for work in WORKS if work.case == SHIFTED and (work.dtype, work.precision) == kind
+        case for case in CASES if case.conv == SHIFTED and (case.dtype, case.precision) == kind
     )
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_infinity_stays_where_it_is(mode: str) -> None:
-    work = shifted(mode)
-    tensors = Tensors.random(work)
-    put_odd_numbers(tensors.input, ODD_NUMBERS[:3])
-    tensors.grad_output[0, 7, 1, 65] = -torch.inf  # times infinity, too
-    assert_plain(work, tensors)
+    case = shifted(mode)
+    tensors = Tensors.random(case)
+    put_special_values(tensors.input, SPECIAL_VALUES[:3])
+    tensors.grad_output[0, 7, 1, 65] = -torch.inf  # meets an infinity of the input
+    check_special_values(case, tensors)
 
 
-def test_odd_numbers_in_the_gradient() -> None:
-    work = shifted("ieee")
-    tensors = Tensors.random(work)
-    put_odd_numbers(tensors.grad_output)
-    assert_plain(work, tensors)
+def test_special_values_in_the_gradient() -> None:
+    case = shifted("ieee")
+    tensors = Tensors.random(case)
+    put_special_values(tensors.grad_output)
+    check_special_values(case, tensors)
 
 
-@pytest.mark.xfail(reason="columns beyond the output are multiplied, as zeros", strict=True)
+@pytest.mark.xfail(reason="the kernel multiplies columns beyond the output by zero", strict=True)
 def test_infinity_at_the_border() -> None:
-    """Few taps see it where nothing is padded."""
-    work = shifted("ieee")
-    tensors = Tensors.random(work)
+    """Without padding, only a few taps read the corner."""
+    case = shifted("ieee")
+    tensors = Tensors.random(case)
     tensors.input[0, 0, -1, -1] = torch.inf
-    assert_plain(work, tensors)
+    check_special_values(case, tensors)
 
 
 def test_padding_far_beyond_the_image() -> None:
-    """So far that offsets of what it reads there, were it anything, exceed 32 bits."""
-    near = Case("a row", (1, 64, 1, 1024), (8, 64, 1, 1), (1, 8))
+    """The offsets of rows that far in the padding would exceed 32 bits."""
+    near = Conv("a row", (1, 64, 1, 1024), (8, 64, 1, 1), (1, 8))
     far = replace(near, stride=(2**15, 8), padding=(2**16, 0, 0, 0))
-    work = _work(far, "ieee", channels_last=True)
+    case = _case(far, "ieee", channels_last=True)
     assert far.padding[0] * 1024 * 64 > 2**31
     assert far.problem.output_size == (3, 128)
-    tensors = Tensors.random(work)
-    tensors.grad_output[:, :, :2] *= 2.0  # as good as any: they see zeros
+    tensors = Tensors.random(case)
+    tensors.grad_output[:, :, :2] *= 2.0  # their windows hold only padding
     alone = replace(tensors, grad_output=tensors.grad_output[:, :, 2:])
-    assert _error(run(work, tensors), float64(replace(work, case=near), alone)) <= 3e-7
+    assert _error(run(case, tensors), float64(replace(case, conv=near), alone)) <= 3e-7
 
 
 SHARES = """
@@ -284,10 +293,10 @@ extern "C" __global__ void shares(int* places, int workers, int batch) {
 
 
 def test_shares_of_more_than_32_bits(tmp_path: Path) -> None:
-    """Workers have all steps, each once, and about equally many."""
-    case = Case("vast", (8, 1, 8_000_000, 130), (16, 1, 5, 10))
-    work = replace(_work(case, "tf32"), gpu=H200)
-    launch = work.plan.launches[0]
+    """Each step belongs to one worker, and all workers have about as many steps."""
+    conv = Conv("vast", (8, 1, 8_000_000, 130), (16, 1, 5, 10))
+    case = replace(_case(conv, "tf32"), gpu=H200)
+    launch = case.plan.launches[0]
     c: dict[str, Any] = dict(launch.kernel.constants)
     workers = launch.arguments[5]
     assert isinstance(workers, int)
@@ -314,16 +323,16 @@ def test_shares_of_more_than_32_bits(tmp_path: Path) -> None:
 
 
 def test_planes_beyond_32_bits_are_not_boxes() -> None:
-    """Of eight, that is: alone, each has fewer pixels."""
+    """A TMA box of eight planes addresses eight times the pixels of one plane."""
     operands = Operands("fastconv::bfloat16", 2, False, False, (8, 1, 1, 1), True)
     for height, expected in ((2**15 - 9, True), (2**15 + 1, False)):
-        problem = Case("vast", (8, 8, height, 2**13 + 1), (64, 8, 1, 1)).problem
+        problem = Conv("vast", (8, 8, height, 2**13 + 1), (64, 8, 1, 1)).problem
         (*_, layer) = by_tiles._layers(problem, operands, None)
         assert layer.has_boxes == (layer.plane_classes == 8) == expected
 
 
-def test_classes_of_planes() -> None:
-    found = [dict(work.plan.launches[0].kernel.constants)["plane_classes"] for work in BOX_WORKS]
+def test_plane_classes() -> None:
+    found = [dict(case.plan.launches[0].kernel.constants)["plane_classes"] for case in BOX_CASES]
     assert found == [classes for *_, classes in BOXES]
 
 
@@ -347,9 +356,9 @@ extern "C" __global__ void cleared(int* others, int* columns) {
 
 
 def test_a_stage_that_begins_beyond_its_row(tmp_path: Path) -> None:
-    """It has zeros alone, and its neighbours in shared memory stay as they are."""
-    work = replace(_work(Case("beyond", (4, 9, 4, 47), (20, 9, 1, 1)), "tf32"), gpu=H200)
-    launch = replace(work, planner=IN_BOXES[16, False]).plan.launches[0]
+    """The kernel fills it with zeros, and does not write to its neighbours in shared memory."""
+    case = replace(_case(Conv("beyond", (4, 9, 4, 47), (20, 9, 1, 1)), "tf32"), gpu=H200)
+    launch = replace(case, planner=IN_BOXES[16, False]).plan.launches[0]
     c: dict[str, Any] = dict(launch.kernel.constants)
     assert round_up(c["out_width"] + c["lead"], 8) == 56
     source = tmp_path / "cleared.cuh"
@@ -362,8 +371,8 @@ def test_a_stage_that_begins_beyond_its_row(tmp_path: Path) -> None:
     assert found["columns"].item() == stage // 32 // 64 * 8 * 4
 
 
-# An arrival after copies alone (1) says nothing of what the thread has written itself. No memory of
-# the emulator is as weak as that: which arrivals a stage has is written down instead.
+# An arrival after copies (1) does not publish what the thread has written itself. The emulator's
+# memory is not weak enough to show the fault, so this kernel records which arrivals a stage has.
 ARRIVALS = """
 #include "device/sm90.cuh"
 static int arrivals;
@@ -391,10 +400,10 @@ extern "C" __global__ void arrival(int* found) {
 def test_arrival_after_copies_and_writes(
     mode: str, width: int, aligned: bool, expected: int, tmp_path: Path
 ) -> None:
-    work = replace(_work(_rows(width), mode, aligned=aligned), planner=IN_BULK)
+    case = replace(_case(_rows(width), mode, aligned=aligned), planner=IN_BULK)
     source = tmp_path / "arrivals.cuh"
     source.write_text(ARRIVALS)
-    arrival = Kernel(str(source), "arrival", work.plan.launches[0].kernel.constants)
+    arrival = Kernel(str(source), "arrival", case.plan.launches[0].kernel.constants)
     found = torch.zeros(1, dtype=torch.int32)
     run_launches([Launch(arrival, (1, 1, 1), 1, 0, ("found",))], {"found": found})
     assert found.item() == expected
@@ -412,13 +421,13 @@ def test_declines(changes: dict[str, object], reason: str) -> None:
         "output_channels_last": False, "weight_strides": (1, 1, 1, 1), "aligned": True,
     }  # fmt: skip
     with pytest.raises(Declined, match=reason):
-        hopper.weight_grad(CASES[0].problem, Operands(**{**kind, **changes}), GPU)  # type: ignore[arg-type]
+        hopper.weight_grad(CONVS[0].problem, Operands(**{**kind, **changes}), GPU)  # type: ignore[arg-type]
 
 
-# Layers in whose stages other channels' gradients lie close by: rows of a walk end beyond an image
-# of an odd plane, or all groups together have as many output channels as a stage.
+# Stages of these convolutions are next to gradients of other channels: rows of a walk end beyond an
+# image with an odd plane, or all groups together have as many output channels as a stage.
 OF_OTHER_CHANNELS = [
-    net.work_of(f"sm_90a/1 weight_grad*{line}")
+    corpus.case_of(f"sm_90a/1 weight_grad*{line}")
     for line in (
         "1,3,3,1,3,4,16,1,4 tf32 nchw/nchw: 4x8x9x9 8x8x3x3 padding=2,2 dilation=2,2",
         "1,3,3,1,3,8,32,1,8 bfloat16 nchw/nchw: 8x8x11x29 16x8x3x3 padding=3,3 dilation=3,3",
@@ -428,7 +437,7 @@ OF_OTHER_CHANNELS = [
 ]
 
 
-@pytest.mark.parametrize("work", OF_OTHER_CHANNELS, ids=str)
-def test_channels_of_others(work: Work) -> None:
-    check(work)
-    isolated.check(work)
+@pytest.mark.parametrize("case", OF_OTHER_CHANNELS, ids=str)
+def test_channels_of_others(case: PassCase) -> None:
+    check(case)
+    isolated.check(case)

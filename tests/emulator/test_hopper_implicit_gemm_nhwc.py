@@ -1,4 +1,4 @@
-"""Channels-last layers as products of matrices, on the CPU: every branch, small and odd."""
+"""Hopper's implicit GEMM for channels-last tensors on the CPU: every branch, small odd shapes."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import pytest
 import torch
 
 from emulator import precompile
-from emulator.test_hopper_correlate import FEW, ONE
-from emulator.works import (
+from emulator.pass_cases import (
     ALL,
     BATCH,
-    ODD_NUMBERS,
-    Case,
+    SPECIAL_VALUES,
+    Conv,
+    PassCase,
     Planner,
     Tensors,
-    Work,
     assert_alone_as_in_batch,
-    assert_plain,
     at_corners,
     check,
+    check_special_values,
     in_batch,
     some,
 )
+from emulator.test_hopper_halo import FEW, ONE
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.hopper.implicit_gemm_nhwc import plan as implicit_gemm_nhwc
 from fastconv.kernels.hopper.implicit_gemm_nhwc.tiles import tiles_of
@@ -45,7 +45,7 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
 
 
 def with_tile(direction: Planner, consumers: int, columns: int, blocks: int = 1) -> Planner:
-    """The same with a tile that the rules may not like best."""
+    """A planner with a given tile, even where the rules prefer another."""
 
     def planner(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         layer = implicit_gemm_nhwc.layer_of(problem, operands, gpu, direction is input_grad)
@@ -61,16 +61,16 @@ def with_tile(direction: Planner, consumers: int, columns: int, blocks: int = 1)
     return planner
 
 
-def _work(
+def _case(
     planner: Planner,
-    case: Case,
+    conv: Conv,
     dtype: torch.dtype = torch.bfloat16,
     bias: bool = True,
     gpu: Gpu = FEW,
     plain_weight: bool = False,
-) -> Work:
-    return Work(
-        case,
+) -> PassCase:
+    return PassCase(
+        conv,
         planner,
         dtype=dtype,
         channels_last=True,
@@ -80,52 +80,52 @@ def _work(
     )
 
 
-# Images of 35 pixels, tiles across them; channels that are no multiple of 64 or 16.
-POINTWISE = Case("pointwise", (5, 72, 5, 7), (88, 72, 1, 1))
-WIDE = Case("wide", (2, 40, 9, 7), (264, 40, 1, 1))
-STRIDED = Case("strided pointwise", (3, 72, 7, 9), (72, 72, 1, 1), stride=(2, 2))
-THREE = Case("3x3", (2, 72, 6, 7), (72, 72, 3, 3), padding=(1, 1, 1, 1))
-DOWN = Case("3x3 down", (3, 24, 9, 8), (72, 24, 3, 3), stride=(2, 2), padding=(1, 1, 1, 1))
-PATCHES = Case("patches", (2, 16, 8, 6), (24, 16, 2, 2), stride=(2, 2))
-UNEVEN = Case(
+# Tiles span several images of 35 pixels; channels are no multiple of 64 or 16.
+POINTWISE = Conv("pointwise", (5, 72, 5, 7), (88, 72, 1, 1))
+WIDE = Conv("wide", (2, 40, 9, 7), (264, 40, 1, 1))
+STRIDED = Conv("strided pointwise", (3, 72, 7, 9), (72, 72, 1, 1), stride=(2, 2))
+THREE = Conv("3x3", (2, 72, 6, 7), (72, 72, 3, 3), padding=(1, 1, 1, 1))
+DOWN = Conv("3x3 down", (3, 24, 9, 8), (72, 24, 3, 3), stride=(2, 2), padding=(1, 1, 1, 1))
+PATCHES = Conv("patches", (2, 16, 8, 6), (24, 16, 2, 2), stride=(2, 2))
+UNEVEN = Conv(
     "uneven", (2, 16, 11, 10), (24, 16, 2, 3), stride=(2, 3), padding=(0, 2, 3, 1), dilation=(3, 2)
 )
-DILATED = Case("dilated", (2, 72, 9, 9), (16, 72, 3, 3), padding=(4, 4, 4, 4), dilation=(4, 4))
-AWAY = Case("beyond the padding", (1, 16, 3, 2), (8, 16, 1, 1), stride=(4, 3), padding=(4, 4, 3, 3))
-CASES = (POINTWISE, WIDE, STRIDED, THREE, DOWN, PATCHES, UNEVEN, DILATED, AWAY)
+DILATED = Conv("dilated", (2, 72, 9, 9), (16, 72, 3, 3), padding=(4, 4, 4, 4), dilation=(4, 4))
+AWAY = Conv("beyond the padding", (1, 16, 3, 2), (8, 16, 1, 1), stride=(4, 3), padding=(4, 4, 3, 3))
+CONVS = (POINTWISE, WIDE, STRIDED, THREE, DOWN, PATCHES, UNEVEN, DILATED, AWAY)
 TILES = ((1, 64, 3), (2, 64, 1), (2, 128, 2), (2, 256, 1), (3, 192, 1), (4, 64, 1), (4, 128, 1))
 
-WORKS = [
-    *(_work(planner, case, dtype) for (number, case), planner in
-      product(enumerate(CASES), (forward, input_grad)) for dtype in TYPES[number % 2 :][:1]),
-    *(_work(with_tile(planner, *tile), WIDE, bias=False) for tile in TILES
+CASES = [
+    *(_case(planner, conv, dtype) for (number, conv), planner in
+      product(enumerate(CONVS), (forward, input_grad)) for dtype in TYPES[number % 2 :][:1]),
+    *(_case(with_tile(planner, *tile), WIDE, bias=False) for tile in TILES
       for planner in (forward,)),
-    *(_work(with_tile(input_grad, *tile), Case("wide", (2, 264, 9, 7), (40, 264, 1, 1)))
+    *(_case(with_tile(input_grad, *tile), Conv("wide", (2, 264, 9, 7), (40, 264, 1, 1)))
       for tile in TILES),
-    _work(with_tile(input_grad, 2, 128), Case("down", (2, 136, 8, 9), (24, 136, 3, 3),
+    _case(with_tile(input_grad, 2, 128), Conv("down", (2, 136, 8, 9), (24, 136, 3, 3),
                                               stride=(2, 2), padding=(1, 1, 1, 1))),
-    # Tiles that end with the layer's channels, in the first box or a later one.
-    *(_work(planner, Case(f"{channels} channels", (2, channels, 6, 6), (channels, channels, 3, 3),
+    # Tiles end with the layer's channels, in the first TMA box or a later one.
+    *(_case(planner, Conv(f"{channels} channels", (2, channels, 6, 6), (channels, channels, 3, 3),
                           padding=(1, 1, 1, 1)))
       for channels in (24, 96, 152) for planner in (forward, input_grad)),
-    _work(input_grad, Case("96 channels", (2, 96, 7, 6), (24, 96, 2, 2), stride=(2, 2))),
-    # Patches of few channels, all of a patch in one product.
-    *(_work(input_grad, case, dtype) for dtype, case in zip(TYPES, (
-        Case("patches of 3", (3, 3, 12, 20), (24, 3, 4, 4), stride=(4, 4)),
-        Case("uneven patches", (5, 6, 8, 9), (80, 6, 4, 3), stride=(4, 3)),
+    _case(input_grad, Conv("96 channels", (2, 96, 7, 6), (24, 96, 2, 2), stride=(2, 2))),
+    # Patches of few channels: one MMA has all channels and taps of a patch.
+    *(_case(input_grad, conv, dtype) for dtype, conv in zip(TYPES, (
+        Conv("patches of 3", (3, 3, 12, 20), (24, 3, 4, 4), stride=(4, 4)),
+        Conv("uneven patches", (5, 6, 8, 9), (80, 6, 4, 3), stride=(4, 3)),
     ), strict=True)),
-    # A block has several tiles, each of an odd number of pieces to store.
-    _work(with_tile(forward, 1, 192), Case("more tiles", (20, 16, 8, 8), (192, 16, 1, 1))),
-    _work(forward, Case("one pixel", (70, 64, 1, 1), (64, 64, 1, 1)), torch.float16),
-    # Several tiles of a block, which take turns with as many buffers as they have boxes, or fewer.
-    *(_work(with_tile(forward, 1, columns), WIDE, gpu=ONE) for columns in (64, 128, 192, 256)),
-    # Contiguous weights, which are packed.
-    *(_work(planner, THREE, plain_weight=True) for planner in (forward, input_grad)),
+    # A block has several tiles, each with an odd number of boxes to store.
+    _case(with_tile(forward, 1, 192), Conv("more tiles", (20, 16, 8, 8), (192, 16, 1, 1))),
+    _case(forward, Conv("one pixel", (70, 64, 1, 1), (64, 64, 1, 1)), torch.float16),
+    # A block stores several tiles, through as many buffers as a tile has boxes or fewer.
+    *(_case(with_tile(forward, 1, columns), WIDE, gpu=ONE) for columns in (64, 128, 192, 256)),
+    # Contiguous weights are packed first.
+    *(_case(planner, THREE, plain_weight=True) for planner in (forward, input_grad)),
 ]  # fmt: skip
 
 
 def _tile_drawn(draw: Random, direction: Planner) -> Planner:
-    """Plans with any of the tiles."""
+    """A planner with a random tile."""
     place = draw.random()
 
     def planner(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -137,14 +137,14 @@ def _tile_drawn(draw: Random, direction: Planner) -> Planner:
     return planner
 
 
-def _case_drawn(draw: Random, name: str) -> Case:
+def _drawn_conv(draw: Random, name: str) -> Conv:
     kernel = draw.choice(((1, 1), (1, 1), (3, 3), (2, 3), (draw.randint(1, 4), draw.randint(1, 4))))
     dilation = draw.choice(((1, 1), (1, 1), (draw.randint(1, 3), draw.randint(1, 3))))
     extents = [step * (taps - 1) for step, taps in zip(dilation, kernel, strict=True)]
     size = tuple(extent + draw.randint(1, 12) for extent in extents)
     rows, columns = (extent // 2 + draw.randint(0, 1) for extent in extents)
     channels = [8 * draw.randint(1, 18) for _ in range(2)]
-    return Case(
+    return Conv(
         name,
         (draw.randint(1, 7), channels[0], size[0], size[1]),
         (channels[1], channels[0], *kernel),
@@ -154,61 +154,61 @@ def _case_drawn(draw: Random, name: str) -> Case:
     )
 
 
-def _random(seed: int) -> Work:
-    """A small layer that is taken."""
+def _random(seed: int) -> PassCase:
+    """A random test case that the kernel takes."""
     draw = Random(seed)
     while True:
-        work = _work(
+        case = _case(
             _tile_drawn(draw, draw.choice((forward, input_grad))),
-            _case_drawn(draw, f"random {seed}"),
+            _drawn_conv(draw, f"random {seed}"),
             draw.choice(TYPES),
             bias=draw.random() < 0.7,
             gpu=draw.choice((ONE, FEW)),
             plain_weight=draw.random() < 0.2,
         )
         with suppress(Declined):
-            work.plan  # noqa: B018
-            return work
+            case.plan  # noqa: B018
+            return case
 
 
-RUN = [*some(WORKS, one_in=2), *map(_random, range(60 if ALL else 6))]
+RUN = [*some(CASES, one_in=2), *map(_random, range(60 if ALL else 6))]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    works = [*RUN, *(in_batch(work, batch) for work in ALONE for batch in (1, BATCH))]
-    precompile({launch.kernel for work in works for launch in work.plan.launches})
+    cases = [*RUN, *(in_batch(case, batch) for case in ALONE for batch in (1, BATCH))]
+    precompile({launch.kernel for case in cases for launch in case.plan.launches})
 
 
-@pytest.mark.parametrize("work", RUN, ids=str)
-def test_correct(work: Work) -> None:
-    check(work)
+@pytest.mark.parametrize("case", RUN, ids=str)
+def test_correct(case: PassCase) -> None:
+    check(case)
 
 
-ALONE = [_work(forward, THREE), _work(input_grad, DOWN)]
+ALONE = [_case(forward, THREE), _case(input_grad, DOWN)]
 
 
-@pytest.mark.parametrize("work", ALONE, ids=str)
-def test_an_image_does_not_depend_on_its_batch(work: Work) -> None:
-    assert_alone_as_in_batch(work)
+@pytest.mark.parametrize("case", ALONE, ids=str)
+def test_an_image_does_not_depend_on_its_batch(case: PassCase) -> None:
+    assert_alone_as_in_batch(case)
 
 
-@pytest.mark.parametrize("work", ALONE, ids=str)
-def test_infinity_stays_where_it_is(work: Work) -> None:
-    tensors = Tensors.random(work)
-    at_corners(tensors.input, ODD_NUMBERS[:3])
-    at_corners(tensors.grad_output, ODD_NUMBERS[:3])
-    assert_plain(work, tensors)
+@pytest.mark.parametrize("case", ALONE, ids=str)
+def test_infinity_stays_where_it_is(case: PassCase) -> None:
+    tensors = Tensors.random(case)
+    at_corners(tensors.input, SPECIAL_VALUES[:3])
+    at_corners(tensors.grad_output, SPECIAL_VALUES[:3])
+    check_special_values(case, tensors)
 
 
 def test_images_of_one_pixel_have_either_format() -> None:
-    case = Case("one pixel", (70, 72, 1, 1), (40, 72, 1, 1))
+    conv = Conv("one pixel", (70, 72, 1, 1), (40, 72, 1, 1))
     for planner in (forward, input_grad):
-        check(Work(case, planner, torch.bfloat16, channels_last=False, gpu=FEW))
+        check(PassCase(conv, planner, torch.bfloat16, channels_last=False, gpu=FEW))
 
 
 def test_an_image_of_one_patch_has_its_own_format() -> None:
-    """Gradients of one pixel lie either way, but not the patches that they are the gradients of."""
+    """A gradient of one pixel has both memory formats, but the patch that it belongs to has one."""
     problem = Problem.of((2, 3, 4, 4), (24, 3, 4, 4), (4, 4), (0, 0, 0, 0), (1, 1), 1)
     strides = (48, 1, 12, 3)
     last = Operands("fastconv::bfloat16", 2, False, True, strides, True)
@@ -220,19 +220,19 @@ def test_an_image_of_one_patch_has_its_own_format() -> None:
 
 def test_declines() -> None:
     def declined(
-        case: Case,
+        conv: Conv,
         dtype: torch.dtype = torch.bfloat16,
         channels_last: bool = True,
         aligned: bool = True,
     ) -> str:
         with pytest.raises(Declined) as reason:
-            _ = Work(case, forward, dtype, channels_last, aligned).plan
+            _ = PassCase(conv, forward, dtype, channels_last, aligned).plan
         return str(reason.value)
 
     assert "float" in declined(THREE, dtype=torch.float32)
     assert "contiguous" in declined(THREE, channels_last=False)
     assert "aligned" in declined(THREE, aligned=False)
-    assert "9 channels" in declined(Case("odd", (1, 9, 4, 4), (8, 9, 1, 1)))
-    assert "2 groups" in declined(Case("groups", (1, 32, 4, 4), (32, 16, 1, 1), groups=2))
-    far = Case("far", (1, 8, 40, 300), (8, 8, 1, 2), dilation=(1, 260))
+    assert "9 channels" in declined(Conv("odd", (1, 9, 4, 4), (8, 9, 1, 1)))
+    assert "2 groups" in declined(Conv("groups", (1, 32, 4, 4), (32, 16, 1, 1), groups=2))
+    far = Conv("far", (1, 8, 40, 300), (8, 8, 1, 2), dilation=(1, 260))
     assert "-260 beyond their ends" in declined(far)

@@ -1,0 +1,262 @@
+"""Planners that choose a given kernel and tile, which small problems would not get otherwise."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+from emulator.pass_cases import Planner
+from fastconv.kernels import ampere, gpus, planner
+from fastconv.kernels.ampere.halo import plan as ampere_halo
+from fastconv.kernels.ampere.halo.tiles import tiles_of
+from fastconv.kernels.ampere.wgrad_halo import plan as ampere_wgrad_halo
+from fastconv.kernels.arithmetic import round_up
+from fastconv.kernels.family import Declined, Gpu, Kernel, Operands, Plan
+from fastconv.kernels.gpus import H200
+from fastconv.kernels.hopper.halo import plan as hopper_halo
+from fastconv.kernels.hopper.implicit_gemm_nchw import plan as implicit_gemm_nchw
+from fastconv.kernels.hopper.implicit_gemm_nhwc import plan as implicit_gemm_nhwc
+from fastconv.kernels.hopper.wgrad_halo import plan as hopper_wgrad_halo
+from fastconv.kernels.hopper.wgrad_implicit_gemm import plan as wgrad_implicit_gemm
+from fastconv.kernels.planning.layers import views
+from fastconv.problem import Problem
+
+FORCED = "*"
+GEMM = "gemm"
+HALVES = "halves"
+MIRRORED = "mirrored"
+MOST_TILES = 1000
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Plans a pass with the kernel that large problems get, even where another one is faster.
+
+    Float32 is multiplied as scaled fp16, except in weight gradients (see :class:`ScaledFp16`).
+    Weight gradients always use tensor cores. ``tile`` is the tile of a larger problem, as values of
+    its kernel's ``TILE_CONSTANTS``; without it, the kernel's rules choose the tile.
+    """
+
+    direction: str
+    tile: tuple[int, ...] = ()
+
+    halves = False  # whether a weight gradient multiplies float32 as scaled fp16
+
+    @property
+    def __name__(self) -> str:
+        return self.direction
+
+    @property
+    def word(self) -> str:
+        return f"{self.direction}{FORCED}{','.join(map(str, self.tile))}"
+
+    def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        made: Plan
+        if gpus.number(gpu) != gpus.number(H200):
+            return self._by_ampere(problem, operands, gpu)
+        if self.direction == "weight_grad":
+            return hopper_wgrad_halo.plan(self._tile(problem, operands, gpu), gpu)
+        with _free_scaled_fp16(hopper_halo):
+            made = getattr(planner, self.direction)(problem, operands, gpu)
+            return made
+
+    def _by_ampere(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        made: Plan
+        ampere.block.check(gpu)
+        with _free_scaled_fp16(ampere_halo), mock.patch.object(ampere.block, "PORTABLE_SHARE", 0.0):
+            if self.direction == "weight_grad":
+                made = ampere_wgrad_halo.plan(self._ampere_tile(problem, operands, gpu), gpu)
+            else:
+                with mock.patch.object(ampere_halo, "_tiles", self._ampere_tiles):
+                    made = getattr(planner, self.direction)(problem, operands, gpu)
+            return made
+
+    def _ampere_tile(self, problem: Problem, operands: Operands, gpu: Gpu) -> Any:
+        if not self.tile:
+            return ampere_wgrad_halo.choose_tile(problem, operands, gpu)
+        *sizes, rolling = self.tile
+        tile = ampere_wgrad_halo.Tile(problem, operands, *sizes, bool(rolling))
+        height, width = problem.kernel_size
+        if (
+            not tile.fits(gpu)
+            or tile.tile_rows > height
+            or tile.tile_columns > width
+            or tile.tile_channels > round_up(tile.group_in, 8)
+            or tile.strip_columns > round_up(problem.output_size[1], 8)
+            or tile.step_rows > tile.walk_rows
+        ):
+            raise Declined("a tile that does not fit")
+        return tile
+
+    def _ampere_tiles(self, layer: Any, gpu: Gpu) -> tuple[Any, ...]:
+        found = tuple(tiles_of(views(layer), gpu))
+        if not self.tile:
+            return found
+        of_choice = operator.attrgetter(
+            "team.warps", "team.loaders", "team.product_rows", "team.channel_groups",
+            "team.pixels", "patch.rows", "patch.columns",
+        )  # fmt: skip
+        chosen = tuple(tile for tile in found if of_choice(tile) == self.tile)
+        if not chosen:
+            raise Declined("a tile that does not fit")
+        return chosen
+
+    def _tile(self, problem: Problem, operands: Operands, gpu: Gpu) -> Any:
+        if not self.tile:
+            return hopper_wgrad_halo.choose_tile(problem, operands, gpu, halves=self.halves)
+        *sizes, plane_classes = self.tile if len(self.tile) > 8 else (*self.tile, 1)
+        layer = hopper_wgrad_halo.Layer(problem, operands, self.halves)
+        if plane_classes > 1:
+            layer = hopper_wgrad_halo.in_plane_classes(layer)
+            if layer is None or layer.plane_classes != plane_classes:
+                raise Declined("planes that no TMA box brings together")
+        tile = hopper_wgrad_halo.Tile(layer, *sizes)
+        fitted = tile.fitted(gpu.shared_bytes_per_block)
+        boxes = plane_classes == 1 or tile.grad_boxes
+        if fitted is None or tile.stage_columns > layer.row_columns or not boxes:
+            raise Declined("a tile that does not fit")
+        return fitted
+
+
+@dataclass(frozen=True)
+class ScaledFp16(Forced):
+    """Plans a weight gradient that multiplies float32 as scaled fp16."""
+
+    halves = True
+
+    @property
+    def word(self) -> str:
+        return f"{self.direction}{FORCED}{HALVES}{','.join(map(str, self.tile))}"
+
+    def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        if not hopper_wgrad_halo.takes_halves(problem, operands):
+            raise Declined("tensors other than contiguous float32")
+        return super().__call__(problem, operands, gpu)
+
+
+@dataclass(frozen=True)
+class Gemm(Forced):
+    """Plans a pass with an implicit GEMM kernel, which small images seldom get."""
+
+    @property
+    def word(self) -> str:
+        return f"{self.direction}{FORCED}{GEMM}{','.join(map(str, self.tile))}"
+
+    def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        if self.direction == "weight_grad":
+            return self._weight_grad(problem, operands, gpu)
+        gemm: Any = implicit_gemm_nchw if operands.scalar == "float" else implicit_gemm_nhwc
+        transposed = self.direction == "input_grad"
+        layer = gemm.layer_of(problem.without_idle_dilation, operands, gpu, transposed)
+        plans: list[Plan] = gemm.plans(layer, gpu, most=MOST_TILES if self.tile else 1)
+        for plan in plans:
+            if self.tile in ((), tile_of(plan.launches[-1].kernel)):
+                return plan
+        raise Declined("a tile that does not fit")
+
+    layer_of = staticmethod(wgrad_implicit_gemm.layer_of)  # for weight gradients
+
+    def _weight_grad(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        layer = self.layer_of(problem.without_idle_dilation, operands, gpu)
+        for tile in wgrad_implicit_gemm.tiles_of(layer, gpu):
+            plan = wgrad_implicit_gemm.plan(tile, gpu)
+            if self.tile in ((), tile_of(main_kernel(plan))):
+                return plan
+        raise Declined("a tile that does not fit")
+
+
+@dataclass(frozen=True)
+class Mirrored(Gemm):
+    """Plans a weight gradient as an implicit GEMM whose rows are input channels."""
+
+    layer_of = staticmethod(wgrad_implicit_gemm.mirrored_layer_of)
+
+    @property
+    def word(self) -> str:
+        return f"{self.direction}{FORCED}{MIRRORED}{','.join(map(str, self.tile))}"
+
+
+def main_kernel(plan: Plan) -> Kernel:
+    """The kernel of a plan that its tile belongs to."""
+    kernels = [launch.kernel for launch in plan.launches]
+    return next((kernel for kernel in kernels if kernel.source in TILE_CONSTANTS), kernels[0])
+
+
+def tile_of(kernel: Kernel) -> tuple[int, ...]:
+    constants: dict[str, Any] = dict(kernel.constants)
+    if "loaders" in constants:
+        constants["loaders"] //= 32
+    return tuple(int(constants[name]) for name in TILE_CONSTANTS[kernel.source])
+
+
+@contextmanager
+def _free_scaled_fp16(halo: ModuleType) -> Iterator[None]:
+    """Makes the planner of a halo kernel prefer scaled fp16 for float32, at no cost."""
+    costs = halo.HALVES_COST
+    free = -1.0 if isinstance(costs, float) else dict.fromkeys(costs, -1.0)
+    with (
+        mock.patch.object(halo, "HALVES_CYCLES", 0.0),
+        mock.patch.object(halo, "HALVES_COST", free),
+    ):
+        yield
+
+
+def planner_of(word: str) -> Planner:
+    """The planner of a word such as "forward", "forward*", "weight_grad*2,3,9,1,1,1,16,4"."""
+    direction, forced, tile = word.partition(FORCED)
+    if not forced:
+        chosen: Planner = getattr(planner, direction)
+        return chosen
+    kinds = {GEMM: Gemm, HALVES: ScaledFp16, MIRRORED: Mirrored}
+    name = next((name for name in kinds if tile.startswith(name)), "")
+    sizes = tile.removeprefix(name)
+    kind = kinds.get(name, Forced)
+    return kind(direction, tuple(map(int, sizes.split(","))) if sizes else ())
+
+
+def word_of(chosen: Planner) -> str:
+    """The word of a planner: the inverse of :func:`planner_of`."""
+    return chosen.word if isinstance(chosen, Forced) else chosen.__name__
+
+
+# The constants of each kernel that identify its tile.
+TILE_CONSTANTS = {
+    "hopper/wgrad_halo/kernel.cuh": (
+        "channel_groups", "kernel_rows", "mma_taps", "mma_octets", "segments",
+        "interleaved_images", "stage_columns", "strip_stages", "plane_classes",
+    ),
+    "ampere/wgrad_halo/kernel.cuh": (
+        "row_tiles", "warps_out", "warps_units", "warps_pixels", "tile_channels", "tile_rows",
+        "tile_columns", "strip_columns", "step_rows", "slice_mmas", "rolling",
+    ),
+    "ampere/halo/kernel.cuh": (
+        "warps", "loaders", "product_rows", "channel_groups", "pixels", "block_rows",
+        "tile_columns",
+    ),
+    implicit_gemm_nhwc.SOURCE: ("consumers", "tile_columns", "blocks"),
+    implicit_gemm_nchw.SOURCE: ("row_tiles", "columns", "tile_pixels", "flat", "whole", "piece"),
+    wgrad_implicit_gemm.SOURCE: (
+        "row_groups", "column_groups", "mma_columns", "depth", "blocks", "whole", "cluster",
+        "teams", "team_warps",
+    ),
+}  # fmt: skip
+GEMMS = (implicit_gemm_nhwc.SOURCE, implicit_gemm_nchw.SOURCE, wgrad_implicit_gemm.SOURCE)
+
+
+def kind_of(kernel: Kernel) -> type[Forced]:
+    if kernel.source in GEMMS:
+        # Only mirrored weight gradients store taps in reverse.
+        mirrored = kernel.source == wgrad_implicit_gemm.SOURCE and _is_mirrored(kernel)
+        return Mirrored if mirrored else Gemm
+    is_weight_grad = kernel.source == "hopper/wgrad_halo/kernel.cuh"
+    return ScaledFp16 if is_weight_grad and dict(kernel.constants)["halves"] else Forced
+
+
+def _is_mirrored(kernel: Kernel) -> bool:
+    constants: dict[str, Any] = dict(kernel.constants)
+    return bool(constants["weight_stride_width"] < 0)
