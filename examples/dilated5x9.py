@@ -13,15 +13,15 @@ kept in PyTorch's cache of extensions.
 
 Tuned for these sizes, in float32, on the tensor cores of Hopper GPUs and all others since Ampere.
 Everything else is computed by portable kernels: other sizes, strides, groups and types (float32,
-float16, bfloat16), channels-last tensors, older GPUs. No convolution of PyTorch is used, and
-nothing is fallen back to: what goes wrong raises an error.
+float16, bfloat16), channels-last tensors, older GPUs. PyTorch's own convolution is never used as a
+fallback: what goes wrong raises an error.
 
-On tensor cores, float32 products follow PyTorch's setting, torch.backends.cudnn.allow_tf32; other
-kernels compute in float32 throughout. Results are deterministic. Gradients cannot be differentiated
-again.
+On tensor cores, float32 arithmetic follows PyTorch's setting, torch.backends.cudnn.allow_tf32;
+other kernels compute in float32 throughout. Results are deterministic. Gradients cannot be
+differentiated again.
 
-In this file: device code, where each kernel begins with its idea; host code; plans, which say with
-which constants and how many blocks a kernel runs; PyTorch's side of it; ModelNew; a self-check.
+In this file: device code, where each kernel begins with an explanation; host code; plans, which
+give the constants and the grid of each launch; the code that calls PyTorch; ModelNew; a self-check.
 
 Written by fastconv 0.1.0: fastconv export --workload dilated5x9
 SPDX-License-Identifier: Apache-2.0
@@ -51,62 +51,72 @@ from torch.utils import cpp_extension
 SOURCES = {}
 
 SOURCES["hopper/halo/kernel.cuh"] = r"""
-// Convolution on Hopper's tensor cores: forward passes, and input gradients, which are forward
-// convolutions with flipped and transposed weights: one, or one for each phase of a stride, which
-// has every stride-th of the output's rows and columns, and some of the taps.
+// Convolution with halo tiles on Hopper's tensor cores: forward passes and input gradients.
 //
-// A warpgroup multiplies 64 output channels (rows of wgmma) by `pixels` output pixels (columns), 16
-// or 8 input channels at a time, and adds up over taps. Both operands lie in shared memory:
+// An input gradient is a forward convolution with flipped and transposed weights: a single one if
+// the stride is 1, otherwise one for each residue of the stride, which computes the output rows and
+// columns equal to that residue modulo the stride from the taps that reach them.
+//
+// A warpgroup's wgmma multiplies 64 output channels (M) by `pixels` output pixels (N), 16 or 8
+// input channels (K) at a time, and accumulates over taps. Both operands lie in shared memory,
+// without a swizzle:
 //
 //   input   [16 bytes of channels][row][pixel][16 bytes]     a halo tile, loaded once for all taps
 //   weights [tap][2][64 output channels][16 bytes]
 //
-// Neighbouring pixels are 16 bytes apart, as the tensor core wants its columns, so that a tap is
-// nothing but another start address in the same tile, whatever the dilation:
+// Neighbouring pixels are 16 bytes apart, which is how wgmma reads N from a matrix without a
+// swizzle. So a tap is only another start address in the same tile, whatever the dilation:
 //
 //   tap (kh, kw) begins (kh * pitch + kw * dilation) * 16 bytes after tap (0, 0).
 //
-// Dilated rows: output rows that are equal modulo the dilation share input rows; a tile takes only
-// such (every dilation-th) rows, and is dense again. Strides: an axis of stride s falls into s
-// phases of every s-th position; a tile holds its phases one after the other, and a tap reads one
-// of them, where neighbours are neighbours again.
+// Dilated rows: output rows that are equal modulo the dilation share input rows. A tile takes only
+// such rows (every dilation-th), so its halo tile is dense.
 //
-// Strides and few input channels: the phases of both axes become channels (`fold`), of a
-// convolution of stride 1 with a smaller kernel. Its input exists in no memory but the tile.
+// Strides: an axis of stride s splits into s residues, each with every s-th position. A halo tile
+// holds its residues one after the other. A tap reads one of them, where the inputs of neighbouring
+// output pixels are neighbours.
 //
-// Narrow images: a tile of several rows is one line of pixels, rows pitch apart. The columns
-// between two rows are computed and thrown away.
+// Strides with few input channels: space-to-depth (`fold`) turns the residues of both axes into
+// channels of a convolution of stride 1 with a smaller kernel. The rearranged input exists only in
+// the halo tile.
 //
-// Rows that are no whole sectors of memory: strips begin where memory has a whole one, in each row
-// and channel somewhere else (`lead`), and the last strip of a row goes on with the next row as far
-// as the sector that they share (`wraps`).
+// Narrow images: a tile of several rows is one line of pixels, with rows `pitch` apart. The outputs
+// between two rows are computed and discarded.
 //
-// Phases of contiguous rows with a column stride of 2: the sums of both columns (`column_sums`)
-// share the 64 rows of a product, with zero weights where only one has a tap; or one column is
-// zero. Both are stored as one row (`interleave`).
+// Rows that are not whole 32-byte sectors of memory: strips begin at sector boundaries, which lie
+// elsewhere in every row and channel (`lead`), and the last strip of a row continues into the next
+// row up to the end of the sector that both rows share (`wraps`).
 //
-// Phases of a stride and few channels: the phases of both axes become output channels (`out_fold`),
-// of a convolution of stride 1 with zero weights where a phase has no tap. Steps of the stride may
-// begin before the image does. What a position's phases have in memory side by side is stored so.
+// Input gradients with a column stride of 2, written to contiguous rows: the accumulators of both
+// columns (`column_sums`) share the 64 rows of M, with zero weights where only one column has a
+// tap; or only one column has taps at all, and the other is zero. Both columns are stored as one
+// row (`interleave`).
 //
-// Few output channels: `stack` output rows share the 64 rows of a product. Row j of them sees tap
-// row t as kernel row t - j, for which there are zero weights above and below the kernel.
+// Input gradients with a stride and few channels: the residues of both axes become output channels
+// (`out_fold`) of a convolution of stride 1, with zero weights where a residue has no tap. The
+// first step of the stride may begin before the image does. The residues of a position that are
+// neighbours in memory are stored together.
 //
-// One block per processor, of three warpgroups that work at the same time:
+// Few output channels: `stack` output rows share the 64 rows of M. Stacked row j multiplies tap row
+// t by kernel row t - j; above and below the kernel, the weights are zero.
+//
+// One block per SM, with three warpgroups that work concurrently:
 //   producer   warp 0 streams packed weights through a ring of stages with bulk copies; warps 1-3
 //              load input pixels, round or split them, and write them to a ring of input stages.
-//              The transposition of NCHW and the padding are part of this copy.
-//   consumers  two warpgroups, of different channels (channel_groups = 2) or different rows; they
-//              multiply, and store their sums through shared memory.
-// An input stage is either the halo tile of a chunk of the input channels, or, with `rolling`, one
-// row of all channels: then a block walks down the image, and each row is loaded once.
+//              This copy also transposes NCHW and writes the zeros of the padding.
+//   consumers  two warpgroups, with different channels (channel_groups = 2) or different rows; they
+//              issue the MMAs, and store their accumulators through shared memory.
+// An input stage is either the halo tile of a chunk of input channels, or, with `rolling`, one row
+// of all channels: then a block walks down the image, and each row is loaded once.
 //
-// Where float16 has the range, float32 is multiplied as such (`halves`), and images where it has
-// not are computed once more by a kernel without (`repairs`): see device/tensor/scale.cuh.
+// Scaled fp16 (`halves`): float32 is multiplied as float16 with powers of two where its range
+// allows, and a second kernel in TF32 (`repairs`) recomputes the images where it does not: see
+// device/tensor/scale.cuh.
 //
-// float32 with `parts` = 2: x = high + low, both with TF32's mantissa, and x y = low_x high_y +
-// high_x low_y + high_x high_y: three products, and low_x low_y in short sums. The tensor core
-// truncates as it accumulates, so sums move to registers of their own after every stage of weights.
+// 3xTF32 (float32 with `parts` = 2): x = high + low, both with TF32's mantissa, and x y = low_x
+// high_y + high_x low_y + high_x high_y: three MMAs, and a fourth for low_x low_y if the sum has
+// few terms (`low_products`). The tensor core truncates as it accumulates, so accumulators are
+// added to registers of their own after every stage of weights.
 #include "hopper/halo/multiply.cuh"
 #include "hopper/halo/stage.cuh"
 #include "hopper/halo/store.cuh"
@@ -129,11 +139,11 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, cons
     const Item item(index);
 #pragma unroll 1
     for (int tile = 0; tile < item.tiles; ++tile) {
-      float sums[kSums];
+      float acc[kAccumulators];
       if constexpr (C::parts == 2) {
-        consumer.compute_split(sums, tile == 0, tile == item.tiles - 1);
+        consumer.compute_split(acc, tile == 0, tile == item.tiles - 1);
       } else {
-        consumer.compute(sums, tile == 0, tile == item.tiles - 1);
+        consumer.compute(acc, tile == 0, tile == item.tiles - 1);
       }
       const Target target(output, item, tile, consumer.channel_group,
                           consumer.pixel_group * kGroupRows);
@@ -143,19 +153,19 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, cons
         finish[half] = finish_of(bias, items, item, target, 16 * warp + lane / 4 + 8 * half);
       }
       if constexpr (kUnfolds) {
-        store_phases(sums, finish, staging, target, warpgroup, warp, lane);
+        store_residues(acc, finish, staging, target, warpgroup, warp, lane);
       } else if constexpr (C::out_channels_last) {
-        store_pixels(sums, finish, staging, target, epilogue, warpgroup, warp, lane);
+        store_pixels(acc, finish, staging, target, epilogue, warpgroup, warp, lane);
       } else {
-        store_rows(sums, finish, staging + warp * C::buffers * 8 * kRowPitch, target, epilogue,
-                   warp, lane);
+        store_rows(acc, finish, staging + warp * C::buffers * 8 * kRowPitch, target, epilogue, warp,
+                   lane);
       }
     }
   }
   if (C::bulk_stores && lane < kStoringLanes) bulk_store_wait();
 }
 
-// One thread: sends every tile's weights through the ring, or all weights once if they fit.
+// One thread copies every tile's weights into the ring; with `resident`, all weights just once.
 __device__ __forceinline__ void stream_weights(const unsigned char* packed, const Items& items) {
   constexpr int kPerTile = kChunks * kWeightStages;
   const auto send = [](int stage, const unsigned char* source) {
@@ -189,7 +199,7 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
                                           const Scalar* bias, Scalar* output, int batch,
                                           const Epilogue<C>& epilogue) {
   const Items items(scratch, batch);
-  if (items.none()) return;  // at a glance
+  if (items.none()) return;
   if (items.first() >= items.count()) return;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (threadIdx.x == 0) {
@@ -236,26 +246,26 @@ __global__ void __launch_bounds__(384, 1)
 """
 
 SOURCES["ampere/halo/kernel.cuh"] = r"""
-// Convolution on the tensor cores of a warp (mma.sync), from sm_80 on: forward passes, and input
-// gradients, which are forward convolutions with flipped and transposed weights: one, or one for
-// each phase of a stride.
+// Forward convolution and input gradient on tensor cores (mma.sync), from sm_80 on, as an implicit
+// GEMM over a halo tile. Input gradients are forward convolutions with flipped and transposed
+// weights: one, or one for each residue of a stride.
 //
-// A warp multiplies product_rows output channels by `pixels` output pixels, 32 bytes of input
-// channels at a time, and adds up over taps. Both operands lie in shared memory as on Hopper
-// (device/tensor/tile.cuh), in rows of 16 bytes. ldmatrix takes the address of each row from a lane, so
-// that a tap is nothing but another start address, and a tile's pixels may lie anywhere in it:
+// A warp multiplies product_rows output channels (M) by `pixels` output pixels (N), 32 bytes of
+// input channels at a time (K), and accumulates over taps. Both operands lie in shared memory in
+// rows of 16 bytes (device/tensor/tile.cuh). ldmatrix takes the address of each row from a lane, so
+// that a tap is just another start address, and a tile's pixels may lie anywhere in the halo tile:
 // several short rows are as good as a long one.
 //
-// One block per processor, whose warps work at the same time:
-//   one streams packed weights through a ring of stages, by asynchronous copies
-//   3, 7 or 11 load input pixels, round or split them, and write them to a ring of input stages,
-//   each of which has the halo tile of a chunk of channels (device/tensor/load.cuh)
-//   4 or 8 multiply, and store their sums through shared memory
+// There is one block per SM, with specialised warps that run at the same time:
+//   one producer warp streams packed weights through a ring of stages, by cp.async
+//   3, 7 or 11 producer warps load input pixels, round or split them, and write them to a ring of
+//   stages, each of which has the halo tile of a chunk of channels (device/tensor/load.cuh)
+//   4 or 8 consumer warps multiply, and store their accumulators through shared memory
 //
-// float32 with `parts` = 2: x = high + low, both with TF32's mantissa. A thread keeps the sums of
-// high parts' products, which it adds to totals after every flush_taps taps, for the tensor core
-// truncates as it accumulates; and those of products with a low part, which are so small that it
-// does no harm.
+// With `parts` = 2 (3xTF32, or scaled fp16 in two parts) a number is high + low. A thread has
+// accumulators for products of high parts, which are added to a second level after every flush_taps
+// taps, because the tensor core truncates as it accumulates; and accumulators for products with a
+// low part, which are so small that truncation does no harm.
 #include "ampere/halo/multiply.cuh"
 #include "ampere/halo/store.cuh"
 #include "ampere/halo/weights.cuh"
@@ -265,26 +275,26 @@ SOURCES["ampere/halo/kernel.cuh"] = r"""
 namespace fastconv {
 namespace ampere {
 
-// What a thread keeps of a tile until it is stored.
+// A thread's accumulators of a tile, until it is stored.
 template <int kParts>
 struct Accumulators {
-  Sums sums;
+  RegisterTile acc;
 
-  __device__ __forceinline__ void start() { clear(sums); }
-  // Adds the products of a stage of weights, whose first tap is the chunk's `tap`-th.
+  __device__ __forceinline__ void start() { clear(acc); }
+  // Multiplies a stage of weights, whose first tap is the chunk's `tap`-th.
   __device__ __forceinline__ void multiply(const Multiplier& warp, const unsigned char* weights,
                                            const unsigned char* input, int tap) {
-    warp.multiply(sums, weights, Taps(input, tap));
+    warp.multiply(acc, weights, Taps(input, tap));
   }
-  __device__ __forceinline__ const Sums& result() { return sums; }
+  __device__ __forceinline__ const RegisterTile& result() { return acc; }
 };
 
 template <>
 struct Accumulators<2> {
-  Sums totals, low;
+  RegisterTile total_acc, low;
 
   __device__ __forceinline__ void start() {
-    clear(totals);
+    clear(total_acc);
     clear(low);
   }
   __device__ __forceinline__ void multiply(const Multiplier& warp, const unsigned char* weights,
@@ -292,30 +302,31 @@ struct Accumulators<2> {
 #pragma unroll 1
     for (int first = 0; first < C::stage_taps; first += C::period_taps) {
       const Taps taps(input, tap + first);
-      Sums sums;
-      clear(sums);
+      RegisterTile acc;
+      clear(acc);
 #pragma unroll
       for (int j = 0; j < C::period_taps; ++j) {
-        warp.multiply_split(sums, low, weights + (first + j) * kTapBytes, taps[j]);
+        warp.multiply_two_parts(acc, low, weights + (first + j) * kTapBytes, taps[j]);
         constexpr int kPeriod = C::period_taps;
-        if ((j + 1) % kPeriod % C::flush_taps == 0) flush(totals, sums, low);
+        if ((j + 1) % kPeriod % C::flush_taps == 0) flush(total_acc, acc, low);
       }
     }
   }
-  __device__ __forceinline__ const Sums& result() {
+  __device__ __forceinline__ const RegisterTile& result() {
 #pragma unroll
-    for (int i = 0; i < kRowProducts; ++i) {
+    for (int i = 0; i < kRowMmas; ++i) {
 #pragma unroll
-      for (int j = 0; j < kColumnProducts; ++j) {
+      for (int j = 0; j < kColumnMmas; ++j) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) totals[i][j][k] = completed(totals[i][j][k], low[i][j][k]);
+        for (int k = 0; k < 4; ++k)
+          total_acc[i][j][k] = completed(total_acc[i][j][k], low[i][j][k]);
       }
     }
-    return totals;
+    return total_acc;
   }
 };
 
-// Some warps: multiply what the others load, and store the sums.
+// The consumer warps' loop over tiles: multiplies what the producers load, and stores the outputs.
 __device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* output,
                                                const Items& items, const Epilogue<C>& epilogue) {
   const Multiplier warp;
@@ -330,8 +341,9 @@ __device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* outpu
   int next;
 #pragma unroll 1
   for (int index = items.first(); index < items.count(); index = next) {
-    next = items.after(index);  // early: it takes a look at memory
-    const Finishes finishes(bias, items, output, Item(index), warp);  // early, too
+    // Both read global memory: issued before the main loop, which hides their latency.
+    next = items.after(index);
+    const Finishes finishes(bias, items, output, Item(index), warp);
     Accumulators<C::parts> accumulators;
     accumulators.start();
 #pragma unroll 1
@@ -353,11 +365,12 @@ __device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* outpu
   }
 }
 
+// Runs a thread's role: consumer, producer of weights, or producer of input.
 __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* scratch,
                                           const Scalar* bias, Scalar* output, int batch,
                                           const Epilogue<C>& epilogue) {
   const Items items(scratch, batch);
-  if (items.none()) return;  // at a glance
+  if (items.none()) return;  // cheaper than to look for the first
   if (items.first() >= items.count()) return;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (warp >= kFirstMultiplier) {
@@ -385,54 +398,53 @@ __global__ void __launch_bounds__(fastconv::ampere::kThreads, 1)
 """
 
 SOURCES["hopper/wgrad_halo/kernel.cuh"] = r"""
-// Weight gradient on Hopper's tensor cores.
+// Weight gradient with halo tiles on Hopper's tensor cores.
 //
 // grad[m, i, tap] = sum over images and output pixels of
-// grad_output[m, pixel] * input[i, pixel * stride + tap * dilation - padding].
+//   grad_output[m, pixel] * input[i, pixel * stride + tap * dilation - padding].
 //
-// A warpgroup multiplies 64 output channels (rows of wgmma) by input channels and taps (columns),
-// and sums over pixels. wgmma wants 16 bytes of the sum's index side by side. Were they
-// neighbouring pixels, every tap would need the input shifted by another number of bytes. So they
-// are the same pixel of 4 images, or of 4 strips of rows of one image (8 for 16-bit types): the
-// phases.
+// M is 64 output channels for each warpgroup, N is input channels and taps, and K is pixels. wgmma
+// reads 16 contiguous bytes along K. If these were neighbouring pixels, every tap would need the
+// input shifted by a different number of bytes. So a K vector interleaves the same pixel of 4
+// images, or of 4 strips of rows of one image (8 for 16-bit types). These images or strips are its
+// members. In shared memory lie
 //
-//   input       [kernel row][plane][column][octet][8 channels][phases]       in shared memory
-//   grad_output [64 channels][phases][columns]                               there as it is, or
-//               [phases][column][64 channels]                                if it is channels-last
+//   input       [kernel row][plane][column][octet][8 channels][members]
+//   grad_output [64 channels][members][columns]      copied as it is, or
+//               [members][column][64 channels]       if it is channels-last
 //
-// One tap of 8 channels in one column is 128 bytes, a core matrix, and a tap is nothing but another
-// start address. A product takes two neighbouring columns of all phases, for product_taps taps of
-// one kernel row and product_octets octets of channels. The output's gradient goes through
-// registers, where it is rounded or split.
+// 8 channels of one column are 128 bytes, a core matrix, and another tap is merely another start
+// address. One wgmma takes two neighbouring columns of all members, for mma_taps taps of one kernel
+// row and mma_octets octets of channels. grad_output goes through registers, where it is rounded or
+// split.
 //
-// A block walks down the image, in steps: one output row of every phase, over a strip of columns.
-// Steps that follow each other share input rows (dilated rows: a walk takes every dilation-th
-// output row), so input rows are in a ring, and each is loaded once for a walk.
+// A block walks down the image in steps: one output row of every member, over a strip of columns.
+// Consecutive steps share input rows (with dilation, a walk takes every dilation-th output row), so
+// input rows are in a ring, and each is loaded once for a walk.
 //
-// A segment is a kernel row of a plane of channels: one product wide. A warpgroup has the sums of
-// `segments` of them. The block's two warpgroups either have different segments, or, with
-// channel_groups = 2, the same of different output channels.
+// A segment is a kernel row of a plane of channels: the N of one wgmma. A warpgroup accumulates
+// `segments` of them. The block's two consumer warpgroups have different segments, or, with
+// channel_groups = 2, the same segments of different output channels.
 //
-// One block per processor and three warpgroups, that work at the same time:
-//   producers  warps 0 and 1 copy grad_output to a ring of stages of a few columns, by bulk copies
-//              of a row's columns; warps 2 and 3 load input rows to registers, transpose and round
-//              or split them, and write them to theirs. Padding is part of the copy. Where tensor
-//              copies can describe a stage (`grad_boxes`), warp 0 issues one for each, and three
-//              warps load input.
-//   consumers  two warpgroups multiply.
+// There is one block for each SM, with three warpgroups that work at the same time:
+//   producers  Warps 0 and 1 copy grad_output to a ring of stages of a few columns, by bulk copies
+//              of a row's columns. Warps 2 and 3 load input rows to registers, transpose, round or
+//              split them, and write them to their ring. Padding is part of the copy. Where a TMA
+//              box can describe a stage (`grad_boxes`), warp 0 issues one for each stage, and three
+//              warps load input, or two if boxes must be cleared beyond a row's ends.
+//   consumers  Two warpgroups multiply.
 //
-// The tensor core truncates as it accumulates, so that errors grow with the length of its sums.
-// After every flush_steps steps sums are added to the block's own slots of a workspace. float32
-// with `parts` = 2 (x = high + low, both with TF32's mantissa, and three products): they are added
-// to totals in registers first, after every few columns. A second kernel adds the slots of all
-// blocks in a fixed order: the same bits every time.
+// The tensor core truncates as it accumulates, so errors grow with the number of MMAs. After every
+// flush_steps steps, accumulators are added to the block's own slots of a workspace. With 3xTF32
+// (`parts` = 2), they are first added to totals in registers, after every few columns. A second
+// kernel reduces the slots of all blocks in a fixed order, so results are the same bits every time.
 //
-// Where float16 has the range, float32 is multiplied as such (`halves`), and filters for which it
-// has not are computed once more by a kernel without (`repairs`): see scale.cuh.
+// Where numbers are in float16's range, float32 is multiplied as scaled fp16 (`halves`), and
+// filters for which they are not are computed again in TF32 (`repairs`): see scale.cuh.
 //
-// With `bias`, consumers also add up what they load of grad_output, as it is before it is rounded:
-// the gradient of the bias. All of them do, since they have no time for conditions; the second
-// kernel takes the sums of one of those that see the same channels.
+// With `bias`, consumers also add up what they load of grad_output, before it is rounded: the
+// gradient of the bias. All of them do, since a condition would cost them time; the second kernel
+// takes the result of one of the consumers that load the same channels.
 #include "hopper/wgrad_halo/copy.cuh"
 #include "hopper/wgrad_halo/load.cuh"
 #include "hopper/wgrad_halo/multiply.cuh"
@@ -443,9 +455,9 @@ namespace fastconv {
 namespace hopper {
 
 __device__ __forceinline__ void weight_grad(const Grad& grad_output, const Scalar* input,
-                                            const Tables& tables, const Work& work) {
+                                            const Tables& tables, const Partition& partition) {
   if constexpr (C::repairs) {
-    if (!is_marked(tables, work.tile())) return;
+    if (!is_marked(tables, partition.tile())) return;
   }
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (threadIdx.x == 0) {
@@ -464,13 +476,13 @@ __device__ __forceinline__ void weight_grad(const Grad& grad_output, const Scala
   if (warp < 4) {
     give_back_registers<C::producer_registers>();
     if (warp < kGradWarps) {
-      load_grad(grad_output, work);
+      load_grad(grad_output, partition);
     } else {
-      load_input(input, tables, work);
+      load_input(input, tables, partition);
     }
   } else {
     take_registers<C::consumer_registers>();
-    consume(grad_output, tables, work);
+    consume(grad_output, tables, partition);
   }
 }
 
@@ -504,34 +516,34 @@ __global__ void __launch_bounds__(1024)
 """
 
 SOURCES["ampere/wgrad_halo/kernel.cuh"] = r"""
-// Weight gradient on the tensor cores that all GPUs since Ampere have (mma.sync).
+// Weight gradient on tensor cores (mma.sync), from sm_80 on.
 //
 // grad[m, i, tap] = sum over images and output pixels of
 // grad_output[m, pixel] * input[i, pixel * stride + tap * dilation - padding].
 //
-// A warp multiplies output channels (rows) by input channels of some taps (columns), and sums over
-// pixels. Each lane says where it finds its part of a product in shared memory, so taps, strides
-// and dilations are nothing but addresses:
+// A warp multiplies output channels (M) by input channels of some taps (N), and accumulates over
+// pixels (K). Each lane computes where its part of an operand lies in shared memory, so taps,
+// strides and dilations are just addresses:
 //
 //   16-bit types   matrices of 8 pixels by 8 channels, 16 bytes of each pixel, are transposed as
-//                  they are loaded (ldmatrix); pixels may lie anywhere.
-//   float32        lanes load single elements. These have been rounded, or split, in shared memory,
-//                  by the threads that copied them there; of two parts, the input's are split here.
+//                  they are loaded (ldmatrix.trans); pixels may lie anywhere.
+//   float32        lanes load single elements. The threads that copied them to shared memory have
+//                  rounded or split them there; with 3xTF32, the input is split here instead.
 //
-// The output's gradient lies in shared memory as it does in memory, pixels or channels being
-// neighbours. The input does so, too, but for contiguous 16-bit tensors, which are transposed on
-// their way there.
+// The output's gradient has the same layout in shared memory as in global memory, with pixels or
+// channels as neighbours. So has the input, except contiguous 16-bit tensors, which are transposed
+// on their way.
 //
-// A block's weights are a box: some output channels, some octets of input channels, some taps. It
-// walks down the image in steps, of some output rows of a strip of columns. While a step is
-// multiplied, the next one is loaded. Steps share input rows (dilated rows: a walk takes every
+// A block computes a weight tile: some output channels, some octets of input channels, some taps.
+// It walks down the image in steps, each of some output rows of a strip of columns, and loads the
+// next step while it multiplies one. Steps share input rows (with a dilation, a walk takes every
 // dilation-th output row): with `rolling`, rows are in a ring, and each is loaded once for a walk.
 //
-// The tensor core truncates as it accumulates, so that errors grow with the length of its sums.
-// After every flush_steps steps sums are added to the block's own slots of a workspace. float32
-// with `parts` = 2 (x = high + low, both with TF32's mantissa, and three products): they are added
-// to totals in registers first, after every slice of a few products. A second kernel adds the slots
-// of all blocks in a fixed order: the same bits every time.
+// The tensor core truncates as it accumulates, so errors grow with the length of a chain of MMAs.
+// After every flush_steps steps, accumulators are added to the block's own slots of a workspace.
+// With 3xTF32 (`parts` = 2) they are first added to a second level in registers, after every slice
+// of a few MMAs. A second kernel reduces the slots of all blocks in a fixed order (split-K), so
+// that the bits are the same every time.
 //
 // With `bias`, the blocks of the first weights also add up the output's gradient, as it is in
 // shared memory before it is rounded.
@@ -540,19 +552,19 @@ SOURCES["ampere/wgrad_halo/kernel.cuh"] = r"""
 namespace fastconv {
 namespace ampere {
 
-// Sums since the last flush.
+// A thread's accumulators since the last flush.
 struct State {
-  Sums totals;
+  RegisterTile acc;
   float bias = 0.0f;
   float bias_total = 0.0f;
   int steps = 0;
   bool flushed = false;
 
-  __device__ State() { clear(totals); }
+  __device__ State() { clear(acc); }
 
   __device__ __forceinline__ void flush_to(float4* slots) {
-    flush<kThreads>(totals, slots, !flushed);
-    clear(totals);
+    flush<kThreads>(acc, slots, !flushed);
+    clear(acc);
     flushed = true;
     steps = 0;
     bias_total += bias;
@@ -560,24 +572,26 @@ struct State {
   }
 };
 
+// Multiplies a slice; with 3xTF32 in accumulators of its own, which are then added to the state's.
 __device__ __forceinline__ void multiply_slice(State& state, const Multiplier& multiplier,
                                                const StepPlace& step, int slice) {
   if constexpr (C::parts == 1) {
-    multiplier.multiply_slice(state.totals, step, slice);
+    multiplier.multiply_slice(state.acc, step, slice);
   } else {
-    Sums sums;
-    clear(sums);
-    multiplier.multiply_slice(sums, step, slice);
+    RegisterTile slice_acc;
+    clear(slice_acc);
+    multiplier.multiply_slice(slice_acc, step, slice);
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) state.totals[i][j] += sums[i][j];
+      for (int j = 0; j < 4; ++j) state.acc[i][j] += slice_acc[i][j];
     }
   }
 }
 
-// Makes a step ready that has been copied, of its lines from `first_line` on: the next barrier
-// shows it to all. The bias's gradient is of numbers as they were, which other threads have copied.
+// Converts a step that has been copied, its lines from `first_line` on; the next barrier makes it
+// visible to all threads. The bias's gradient is added up before, from numbers that other threads
+// have copied, hence the barriers.
 __device__ __forceinline__ void finish(State& state, const Loader& loader, const StepPlace& step,
                                        int first_line, bool has_bias) {
   if (kConvertsGrad && has_bias) {
@@ -590,19 +604,20 @@ __device__ __forceinline__ void finish(State& state, const Loader& loader, const
 }
 
 __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Scalar* input,
-                                            float4* workspace, const Work& work) {
+                                            float4* workspace, const LaunchRange& range) {
   const int thread = static_cast<int>(threadIdx.x);
-  const int worker = static_cast<int>(blockIdx.x) / work.tiles;
-  const Tile tile = work.tile();
+  const int worker = static_cast<int>(blockIdx.x) / range.tiles;
+  const WeightTile tile = range.tile();
   const bool has_bias = C::bias && tile.has_bias();
   fill_unit_table();
   Loader loader(grad_output, input, tile);
   const Multiplier multiplier(tile, thread / 32, thread % 32);
   float4* const slots =
       workspace + static_cast<long long>(blockIdx.x) * (kSlots * kThreads) + thread;
-  const long long first = work.first_step(worker);
-  const int steps = static_cast<int>(work.first_step(worker + 1) - first);
-  // After which slice a warp makes the next step ready: half of them do while others multiply.
+  const long long first = range.first_step(worker);
+  const int steps = static_cast<int>(range.first_step(worker + 1) - first);
+  // The slice after which a warp converts the next step: half of the warps convert while the others
+  // multiply.
   const int last =
       kWarpSlices == 1 || has_bias || thread >= kThreads / 2 ? kWarpSlices - 1 : kWarpSlices - 2;
   Cursor at(first);
@@ -615,11 +630,11 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
   }
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
-    // The step is there, and nobody reads what comes before it.
+    // The step has arrived, and no thread reads the one before any longer.
     __syncthreads();
     at.advance();
     const bool more = i + 1 < steps;
-    // A new walk's lines are not the next ones of this walk, for which there is room.
+    // The ring has room for this walk's next lines, not for those of a new walk.
     const bool ahead = more && (!C::rolling || at.step > 0);
     StepPlace next = step.next();
     if (ahead) {
@@ -647,7 +662,7 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
   if (state.steps > 0 || !state.flushed) state.flush_to(slots);
   if (has_bias) {
     reinterpret_cast<float*>(
-        workspace)[bias_slots(work.tiles * work.workers, blockIdx.x) + thread] = state.bias_total;
+        workspace)[bias_slots(range.tiles * range.workers, blockIdx.x) + thread] = state.bias_total;
   }
 }
 
@@ -673,29 +688,32 @@ __global__ void __launch_bounds__(256)
 SOURCES["direct/forward/kernel.cuh"] = r"""
 // Forward convolution and input gradient on plain CUDA cores.
 //
-// Both are a correlation: out[m, o] = bias[m] + sum over channels k and taps j of
-// packed[m, k, j] * in[k, o * in_stride + j * tap_step + origin], along each of the two axes.
+// Both passes are a cross-correlation along each of the two axes:
+// out[m, o] = bias[m] + sum over channels k and taps j of
+// packed[m, k, j] * in[k, o * in_stride + j * tap_step + origin].
 //   forward        in = input, in_stride = stride, tap_step = dilation, origin = -padding.
-//   input gradient in = grad_output. Input pixels that are equal modulo the stride (a phase) see
-//                  the same taps, so each phase is a correlation of in_stride 1 that writes every
-//                  stride-th pixel; taps that a phase has fewer of than others get zero weights.
-//                  Phases that no tap reaches are not computed: a kernel clears the image before.
+//   input gradient in = grad_output. Input pixels whose positions have the same residue modulo the
+//                  stride see the same taps, so each residue is a correlation of in_stride 1 that
+//                  writes every stride-th pixel. Residues may differ by one tap; the missing one
+//                  gets zero weights. Residues that no tap reaches are not computed: `clear` fills
+//                  the image with zeros before.
 //
-// A block computes a tile of M channels x (rows x columns) pixels of one phase, image and group.
+// A block computes a tile of M channels x (rows x columns) pixels of one residue, image and group.
 //
 //   shared memory, one of two stages          registers of a thread
-//   input   [channel][row][pitch]             sum    [channels_per_thread][4 pixels]
+//   input   [channel][row][pitch]             acc    [channels_per_thread][4 pixels]
 //   weights [channel][tap row][tap col][M]    window the pixels of one row that its 4 pixels see
 //
 // A stage covers stage_channels input channels, stage_taps kernel rows and part_taps kernel columns
-// (all of them, unless the kernel is very wide); its halo tile serves all of their taps. For each
+// (all of them, unless the kernel is very wide); one halo tile serves all of their taps. For each
 // channel and kernel row a thread loads its window once and slides it over the kernel's columns:
 // each tap costs channels_per_thread / 4 loads of weights and 4 * channels_per_thread
 // multiply-adds.
 //
-// With `two_level`, sums are added to a second set of registers every flush_channels channels;
-// where stages are small, every flush_stages stages, and where kernels are large, every flush_rows
-// kernel rows: rounding errors then grow with the length of the two levels, not of the whole sum.
+// With `two_level`, accumulators are added to a second set of registers and cleared every
+// flush_channels channels; where stages are small, every flush_stages stages, and where kernels are
+// large, every flush_rows kernel rows. Rounding errors then grow with the lengths of the two levels
+// and not with the length of the whole sum.
 #include "device/epilogue.cuh"
 
 namespace fastconv {
@@ -707,37 +725,38 @@ using Sum = SumOf<Scalar>::type;
 
 // --- One axis -----------------------------------------------------------------------------------
 
-// Along one axis: which input position and which kernel index a tap stands for.
+// Maps taps along one axis to input positions and kernel indices.
 template <bool kTransposed, int kKernel, int kStride, int kDilation, int kPadding, int kOutSize>
 struct Axis {
   static constexpr int kCommon = gcd(kStride, kDilation);
-  static constexpr int kOutStep = kTransposed ? kStride : 1;  // between outputs of a phase
+  // Distance between neighbouring outputs of a residue.
+  static constexpr int kOutStep = kTransposed ? kStride : 1;
   static constexpr int kInStride = kTransposed ? 1 : kStride;
   static constexpr int kTapStep = kTransposed ? kDilation / kCommon : kDilation;
   static constexpr int kKernelStep = kTransposed ? kStride / kCommon : 1;
   static constexpr int kTaps = (kKernel - 1) / kKernelStep + 1;
-  // Kernel index k reaches the outputs that equal k * dilation - padding (modulo the stride): as
-  // many phases as there are indices until they repeat themselves.
-  static constexpr int kPhases = kKernel < kKernelStep ? kKernel : kKernelStep;
-  static constexpr bool kAllTaps = kPhases == kKernel || kKernel % kKernelStep == 0;
-  static constexpr int kPositions = (kOutSize - 1) / kOutStep + 1;  // of a phase, at most
-  // That of phase 0, where there is no other.
+  // Kernel index k reaches the outputs at k * dilation - padding modulo the stride, and these
+  // residues repeat after kKernelStep indices.
+  static constexpr int kResidues = kKernel < kKernelStep ? kKernel : kKernelStep;
+  static constexpr bool kAllTaps = kResidues == kKernel || kKernel % kKernelStep == 0;
+  static constexpr int kPositions = (kOutSize - 1) / kOutStep + 1;  // most outputs of a residue
+  // Member `origin` of residue 0, which is that of every residue if kOutStep is 1.
   static constexpr int kOrigin =
       kTransposed ? (kPadding == 0 ? 0 : (kPadding - 1) / kStride + 1) - (kTaps - 1) * kTapStep
                   : -kPadding;
 
-  int taps;          // those that exist in this phase, at most kTaps
+  int taps;          // taps of this residue, at most kTaps
   int first_kernel;  // kernel index of the last tap (transposed) or of the first (forward)
   int origin;        // input position of the first output's first tap
-  int first_out;     // the first output
-  int positions;     // outputs, kOutStep apart; there may be none
+  int first_out;     // position of the first output
+  int positions;     // number of outputs, kOutStep apart; may be 0
 
-  __device__ explicit Axis(int phase)
+  __device__ explicit Axis(int residue)
       : taps(kTaps), first_kernel(0), origin(kOrigin), first_out(0), positions(kOutSize) {
     if constexpr (kOutStep > 1) {
-      first_kernel = phase;
-      taps = (kKernel - 1 - phase) / kKernelStep + 1;
-      const int shifted = phase * kDilation - kPadding;
+      first_kernel = residue;
+      taps = (kKernel - 1 - residue) / kKernelStep + 1;
+      const int shifted = residue * kDilation - kPadding;
       int quotient = shifted / kStride;
       first_out = shifted % kStride;
       if (first_out < 0) {
@@ -749,7 +768,7 @@ struct Axis {
     }
   }
 
-  // Where input positions increase, the transposed kernel's indices decrease.
+  // Taps count up with input positions; a transposed kernel's indices then count down.
   __device__ int kernel_index(int tap) const {
     return kTransposed ? first_kernel + (taps - 1 - tap) * kKernelStep : tap;
   }
@@ -762,7 +781,7 @@ using Columns = Axis<C::transposed, C::kernel_width, C::stride_width, C::dilatio
 
 // --- The tile -----------------------------------------------------------------------------------
 
-constexpr int kPixels = 4;  // of a thread, neighbours in a row
+constexpr int kPixels = 4;  // neighbours in a row that a thread computes
 constexpr int kThreads = 32 * C::warps;
 constexpr int kLanesN = C::lanes_y * C::lanes_x;
 constexpr int kLanesM = 32 / kLanesN;
@@ -779,18 +798,19 @@ constexpr int kTapChunks = ceil_div(Rows::kTaps, C::stage_taps);
 constexpr int kChunks = ceil_div(C::group_in, C::stage_channels);
 constexpr int kStages = kChunks * kParts * kTapChunks;
 
-// A single kernel row, or column, needs just the rows, or columns, that it reads; several share a
-// contiguous range.
+// The tile of a single kernel row (or column) holds only the rows (or columns) that it reads; the
+// tile of several holds a contiguous range.
 constexpr int kRowStep = C::stage_taps == 1 ? Rows::kInStride : 1;
 constexpr int kRowStride = Rows::kInStride / kRowStep;
 constexpr int kColumnStep = C::part_taps == 1 ? Columns::kInStride : 1;
 constexpr int kColumnStride = Columns::kInStride / kColumnStep;
 
-// Tiles are copied in vectors from aligned addresses, so the tile may start a little before the
-// first pixel needed; by the same distance for every phase and part.
+// Vector copies need aligned addresses, so the tile may start kShift pixels before the first one
+// needed. The shift is the same for every residue and part.
 constexpr int kVector = C::vector;
 constexpr int kShift = kVector == 1 ? 0 : (Columns::kOrigin % kVector + kVector) % kVector;
-static_assert(kVector == 1 || (Columns::kPhases == 1 && kColumnStep == 1), "neighbours in memory");
+static_assert(kVector == 1 || (Columns::kResidues == 1 && kColumnStep == 1),
+              "neighbours in memory");
 static_assert(kParts == 1 || C::part_taps * Columns::kTapStep % kVector == 0, "aligned parts");
 constexpr int kWindow =
     kShift + (kPixels - 1) * kColumnStride + (C::part_taps - 1) * Columns::kTapStep + 1;
@@ -813,7 +833,7 @@ static_assert(2 * kStageBytes == C::shared_bytes, "the launch reserves what the 
 static_assert(kLanesM * kLanesN == 32 && C::channels_per_thread % kGroup == 0, "whole warps");
 
 constexpr int kTilesM = ceil_div(C::group_out, kTileM);
-constexpr int kPhases = Rows::kPhases * Columns::kPhases;
+constexpr int kResidues = Rows::kResidues * Columns::kResidues;
 // Packed weights of one channel tile: [channel][part][tap row][tap column of the part][kTileM], so
 // that each channel's weights of a stage are a contiguous run.
 constexpr int kTapsHeight = kTapChunks * C::stage_taps;
@@ -823,8 +843,8 @@ using PackedOffset = IndexTo<kPackedTile>;
 constexpr PackedOffset kPackedPart = PackedOffset{1} * kTapsHeight * C::part_taps * kTileM;
 constexpr PackedOffset kPackedChannel = kParts * kPackedPart;
 
-// Offsets and positions within an image. Tiles may reach far beyond its end, where strides are
-// large.
+// Holds offsets and positions within an image, and positions beyond its end: with large strides,
+// tiles reach far past it.
 constexpr long long kReach =
     max_of(1ll * (Rows::kPositions + kTileHeight) * Rows::kInStride +
                1ll * kTapsHeight * Rows::kTapStep + 1ll * kRows * kRowStep,
@@ -835,10 +855,10 @@ constexpr long long kImageElements =
                        1ll * C::group_out * C::out_height * C::out_width);
 using Offset = IndexTo<max_of(kImageElements, kReach)>;
 
-// Which tile a block computes; channel tiles are next to each other, so that they find their
-// common input in the L2 cache.
+// Decodes a block's tile from its index. Channel tiles change fastest, so that the blocks that read
+// the same input run together and find it in the L2 cache.
 struct Tile {
-  int m, x, y, group, image, phase;
+  int m, x, y, group, image, residue;
 
   __device__ explicit Tile(int index, int first_image, int images) {
     constexpr int kTilesX = ceil_div(Columns::kPositions, kTileWidth);
@@ -852,7 +872,7 @@ struct Tile {
     group = index % C::groups;
     index /= C::groups;
     image = first_image + index % images;
-    phase = index / images;
+    residue = index / images;
   }
 };
 
@@ -872,7 +892,7 @@ __device__ __forceinline__ Offset out_offset(int channel, Offset row, Offset col
 
 // --- Loading ------------------------------------------------------------------------------------
 
-// Copies one stage's halo tile; what lies outside of the image or the channels becomes zero.
+// Copies one stage's halo tile; elements outside of the image or past the last channel become zero.
 __device__ __forceinline__ void load_input(Scalar* tile, const Scalar* image, int group,
                                            int first_channel, Offset first_row,
                                            Offset first_column) {
@@ -894,14 +914,14 @@ __device__ __forceinline__ void load_input(Scalar* tile, const Scalar* image, in
   }
 }
 
-// The weight of an output channel m and an input channel k of a group at a tap; zero where a tile,
-// a stage or a phase reaches beyond what there is.
+// Returns the weight of a group's output channel m and input channel k at a tap; zero past the
+// last channel, and past the last tap of the residue.
 __device__ __forceinline__ Sum weight_at(const Scalar* weight, const Rows& rows,
                                          const Columns& columns, int group, int m, int k, int tap_y,
                                          int tap_x) {
   if (m >= C::group_out || k >= C::group_in || tap_y >= rows.taps || tap_x >= columns.taps)
     return 0;
-  // The weight's own dimensions: output channels of the forward pass first.
+  // The weight's first dimension is the forward pass's output channels.
   const long long first = C::transposed ? group * C::group_in + k : group * C::group_out + m;
   const long long second = C::transposed ? m : k;
   return widen(weight[first * C::weight_stride_out + second * C::weight_stride_in +
@@ -909,7 +929,7 @@ __device__ __forceinline__ Sum weight_at(const Scalar* weight, const Rows& rows,
                       1ll * columns.kernel_index(tap_x) * C::weight_stride_width]);
 }
 
-// Where a stage's weights begin among those of a channel tile.
+// Returns where a stage's weights begin in a channel tile's packed weights.
 __device__ __forceinline__ PackedOffset packed_offset(int channel, int part, int tap_row) {
   return channel * kPackedChannel + part * kPackedPart +
          PackedOffset{tap_row} * C::part_taps * kTileM;
@@ -928,7 +948,8 @@ __device__ __forceinline__ void load_packed(Sum* tile, const Sum* packed) {
   }
 }
 
-// The same from the weight itself: slower, but it saves small problems the launch that packs.
+// Reads one stage's weights from the weight tensor itself. This is slower than load_packed, but
+// saves small problems the launch of `pack`.
 __device__ __forceinline__ void load_unpacked(Sum* tile, const Scalar* weight, const Rows& rows,
                                               const Columns& columns, int group, int first_m,
                                               int first_channel, int first_tap_y, int first_tap_x) {
@@ -942,7 +963,8 @@ __device__ __forceinline__ void load_unpacked(Sum* tile, const Scalar* weight, c
 
 // --- Multiplying --------------------------------------------------------------------------------
 
-struct Position {  // of a thread within its block
+// A thread's place in its block's tile.
+struct Position {
   int m, y, x;
 
   __device__ Position() {
@@ -952,7 +974,7 @@ struct Position {  // of a thread within its block
     x = lane % C::lanes_x;
   }
 
-  // The thread's channel i, of channels_per_thread, within the tile.
+  // Maps the thread's i-th channel, below channels_per_thread, to a channel of the tile.
   __device__ __forceinline__ int channel(int i) const {
     return (i / kGroup * kLanesM + m) * kGroup + i % kGroup;
   }
@@ -960,22 +982,23 @@ struct Position {  // of a thread within its block
 
 using Accumulators = Sum[C::channels_per_thread][kPixels];
 
-__device__ __forceinline__ void flush(Accumulators& sum, Accumulators& total) {
+// Adds the accumulators to the second level and clears them.
+__device__ __forceinline__ void flush(Accumulators& acc, Accumulators& total_acc) {
 #pragma unroll
   for (int i = 0; i < C::channels_per_thread; ++i) {
 #pragma unroll
     for (int p = 0; p < kPixels; ++p) {
-      total[i][p] += sum[i][p];
-      sum[i][p] = 0;
+      total_acc[i][p] += acc[i][p];
+      acc[i][p] = 0;
     }
   }
 }
 
-// Of the stage's taps, tap_rows x tap_columns exist. The others have zero weights, but are not
-// multiplied either: zero times infinity is no zero.
+// Multiplies a stage's input by its weights. Only tap_rows x tap_columns of the stage's taps exist;
+// the others are skipped although their weights are zero, because zero times infinity is NaN.
 __device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights,
                                          const Position& at, int tap_rows, int tap_columns,
-                                         Accumulators& sum, Accumulators& total) {
+                                         Accumulators& acc, Accumulators& total_acc) {
   constexpr bool kAllColumns = kParts == 1 && Columns::kAllTaps;
   constexpr bool kAllRows = kTapChunks == 1 && Rows::kAllTaps;
   constexpr int kRowsUnrolled = kStageTaps <= C::unrolled_taps ? C::stage_taps : 1;
@@ -1007,24 +1030,24 @@ __device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights
 #pragma unroll
           for (int p = 0; p < kPixels; ++p) {
             const int w = kShift + p * kColumnStride + tap * Columns::kTapStep;
-            sum[i][p] += weight[i] * window[w / 4][w % 4];
+            acc[i][p] += weight[i] * window[w / 4][w % 4];
           }
         }
       }
       if (C::two_level && C::flush_rows < C::stage_taps && (tap_row + 1) % C::flush_rows == 0) {
-        flush(sum, total);
+        flush(acc, total_acc);
       }
     }
     if (C::two_level && C::flush_stages == 1 && (channel + 1) % C::flush_channels == 0) {
-      flush(sum, total);
+      flush(acc, total_acc);
     }
   }
 }
 
 // --- Storing ------------------------------------------------------------------------------------
 
-// Writes the first `left` of some elements, kStep apart, in vectors of kVectorOut, which
-// `left` is a multiple of.
+// Writes the first `left` elements, kStep apart in memory, in vectors of kVectorOut. `left` is a
+// multiple of kVectorOut.
 template <int kVectorOut, int kStep = 1, int kCount>
 __device__ __forceinline__ void store_first(Scalar* target, const Scalar (&elements)[kCount],
                                             int left, const Epilogue<C>&) {
@@ -1038,13 +1061,15 @@ __device__ __forceinline__ void store_first(Scalar* target, const Scalar (&eleme
   }
 }
 
-// Sums that wait for their residuals, all of which are loaded before the first is waited for.
+// An accumulator whose residual is still to be added. store_first loads all residuals before it
+// uses the first, so that their latencies overlap.
 struct Unfinished {
-  Sum sum;
+  Sum acc;
 };
 template <int kVectorOut, int kStep = 1, int kCount>
-__device__ __forceinline__ void store_first(Scalar* target, const Unfinished (&sums)[kCount],
-                                            int left, const Epilogue<C>& epilogue) {
+__device__ __forceinline__ void store_first(Scalar* target,
+                                            const Unfinished (&accumulators)[kCount], int left,
+                                            const Epilogue<C>& epilogue) {
   Vector<Scalar, kVectorOut> residuals[kCount / kVectorOut];
 #pragma unroll
   for (int i = 0; i < kCount; i += kVectorOut) {
@@ -1054,27 +1079,27 @@ __device__ __forceinline__ void store_first(Scalar* target, const Unfinished (&s
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const Scalar residual = residuals[i / kVectorOut].element[i % kVectorOut];
-    elements[i] = narrow<Scalar>(epilogue.activated(sums[i].sum, residual));
+    elements[i] = narrow<Scalar>(epilogue.activated(accumulators[i].acc, residual));
   }
   store_first<kVectorOut, kStep>(target, elements, left, epilogue);
 }
 
-// What is stored of a sum: an output, unless its residual is to come.
+// What store_first takes: finished outputs, or accumulators if there is a residual to add.
 #ifdef FASTCONV_RESIDUAL
 using Value = Unfinished;
-__device__ __forceinline__ Value value_of(Sum sum) { return {sum}; }
+__device__ __forceinline__ Value value_of(Sum acc) { return {acc}; }
 #else
 using Value = Scalar;
-__device__ __forceinline__ Value value_of(Sum sum) {
-  return narrow<Scalar>(Epilogue<C>::activated(sum));
+__device__ __forceinline__ Value value_of(Sum acc) {
+  return narrow<Scalar>(Epilogue<C>::activated(acc));
 }
 #endif
 
-// Adds the bias and writes the tile's part inside the image: in vectors along the dimension that is
-// contiguous in memory, where the image's size lets all of them be aligned.
+// Adds the bias and writes the part of the tile inside the image, in vectors along the dimension
+// that is contiguous in memory where the image's size keeps all of them aligned.
 __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const Tile& tile,
                                       const Rows& rows, const Columns& columns, const Position& at,
-                                      const Accumulators& sum, const Epilogue<C>& epilogue) {
+                                      const Accumulators& acc, const Epilogue<C>& epilogue) {
   const int y = tile.y * kTileHeight + at.y, x = tile.x * kTileWidth + at.x * kPixels;
   if (y >= rows.positions || x >= columns.positions) return;
   const int row = y * Rows::kOutStep + rows.first_out;
@@ -1087,7 +1112,7 @@ __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const T
                           ? Sum(widen(bias[tile.group * C::group_out + m]))
                           : Sum(0);
 #pragma unroll
-    for (int p = 0; p < kPixels; ++p) value[i][p] = value_of(sum[i][p] + shift);
+    for (int p = 0; p < kPixels; ++p) value[i][p] = value_of(acc[i][p] + shift);
   }
   const int first = tile.group * C::group_out + tile.m * kTileM;
   if constexpr (C::out_channels_last) {
@@ -1122,7 +1147,7 @@ __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const T
 }  // namespace correlate
 }  // namespace fastconv
 
-// Fills the output with zeros, where a correlation does not write all of it.
+// Fills the output with zeros. Launched before `correlate` where that does not write every pixel.
 __global__ void clear(Config::Scalar* __restrict__ output, int batch) {
   using namespace fastconv::correlate;
   constexpr int kCount = C::aligned ? 16 / static_cast<int>(sizeof(Scalar)) : 1;
@@ -1136,12 +1161,12 @@ __global__ void clear(Config::Scalar* __restrict__ output, int batch) {
   for (long long i = total / kCount * kCount + thread; i < total; i += step) output[i] = Scalar{};
 }
 
-// Lays the weights out as the correlation reads them: [phase][group][channel tile][channel][part]
-// [tap row][tap column][kTileM], in the type they are summed in.
+// Packs the weights in the order in which `correlate` reads them: [residue][group][channel tile]
+// [channel][part][tap row][tap column][kTileM], converted to the accumulators' type.
 __global__ void pack(const Config::Scalar* __restrict__ weight,
                                 fastconv::SumOf<Config::Scalar>::type* __restrict__ packed) {
   using namespace fastconv::correlate;
-  constexpr long long kTotal = 1ll * kPhases * C::groups * kTilesM * kPackedTile;
+  constexpr long long kTotal = 1ll * kResidues * C::groups * kTilesM * kPackedTile;
   const long long step = 1ll * gridDim.x * blockDim.x;
   for (long long i = 1ll * blockIdx.x * blockDim.x + threadIdx.x; i < kTotal; i += step) {
     long long rest = i;
@@ -1158,9 +1183,9 @@ __global__ void pack(const Config::Scalar* __restrict__ weight,
     const int m = static_cast<int>(rest % kTilesM) * kTileM + in_tile;
     rest /= kTilesM;
     const int group = static_cast<int>(rest % C::groups);
-    const int phase = static_cast<int>(rest / C::groups);
-    const Rows rows(phase / Columns::kPhases);
-    const Columns columns(phase % Columns::kPhases);
+    const int residue = static_cast<int>(rest / C::groups);
+    const Rows rows(residue / Columns::kResidues);
+    const Columns columns(residue % Columns::kResidues);
     packed[i] = weight_at(weight, rows, columns, group, m, k, tap_y, tap_x);
   }
 }
@@ -1173,9 +1198,10 @@ __global__ void __launch_bounds__(fastconv::correlate::kThreads, Config::blocks_
   using namespace fastconv::correlate;
   const Tile tile(blockIdx.x, first_image, images);
   const Position at;
-  const Rows rows(tile.phase / Columns::kPhases);
-  const Columns columns(tile.phase % Columns::kPhases);
-  if constexpr (Rows::kOutStep > 1 || Columns::kOutStep > 1) {  // phases may differ in size
+  const Rows rows(tile.residue / Columns::kResidues);
+  const Columns columns(tile.residue % Columns::kResidues);
+  // Residues may differ in size; the grid covers the largest.
+  if constexpr (Rows::kOutStep > 1 || Columns::kOutStep > 1) {
     if (tile.y * kTileHeight >= rows.positions || tile.x * kTileWidth >= columns.positions) return;
   }
   const Offset first_row =
@@ -1184,7 +1210,7 @@ __global__ void __launch_bounds__(fastconv::correlate::kThreads, Config::blocks_
       static_cast<Offset>(tile.x * kTileWidth) * Columns::kInStride + columns.origin - kShift;
   const Scalar* image =
       input + 1ll * tile.image * C::groups * C::group_in * C::in_height * C::in_width;
-  packed += ((tile.phase * C::groups + tile.group) * kTilesM + tile.m) * kPackedTile;
+  packed += ((tile.residue * C::groups + tile.group) * kTilesM + tile.m) * kPackedTile;
 
   unsigned char* shared = fastconv::shared_memory();
   const auto inputs = [&](int stage) {
@@ -1193,7 +1219,7 @@ __global__ void __launch_bounds__(fastconv::correlate::kThreads, Config::blocks_
   const auto weights = [&](int stage) {
     return reinterpret_cast<Sum*>(shared + stage % 2 * kStageBytes + kInputBytes);
   };
-  // Kernel rows change fastest, then parts of them, then channels.
+  // Stages go through the kernel's rows first, then through parts of rows, then through channels.
   const auto tap_row = [](int stage) { return stage % kTapChunks * C::stage_taps; };
   const auto part = [](int stage) { return stage / kTapChunks % kParts; };
   const auto load = [&](int stage) {
@@ -1210,7 +1236,7 @@ __global__ void __launch_bounds__(fastconv::correlate::kThreads, Config::blocks_
     fastconv::copy_async_commit();
   };
 
-  Accumulators sum = {}, total = {};
+  Accumulators acc = {}, total_acc = {};
   load(0);
 #pragma unroll 1
   for (int stage = 0; stage < kStages; ++stage) {
@@ -1222,15 +1248,15 @@ __global__ void __launch_bounds__(fastconv::correlate::kThreads, Config::blocks_
     }
     __syncthreads();
     multiply(inputs(stage), weights(stage), at, rows.taps - tap_row(stage),
-             columns.taps - part(stage) * C::part_taps, sum, total);
+             columns.taps - part(stage) * C::part_taps, acc, total_acc);
     if (C::two_level && C::flush_stages > 1) {
-      if ((stage + 1) % C::flush_stages == 0 || stage + 1 == kStages) flush(sum, total);
+      if ((stage + 1) % C::flush_stages == 0 || stage + 1 == kStages) flush(acc, total_acc);
     }
     __syncthreads();  // before the stage after next overwrites this one
   }
   Scalar* target =
       output + 1ll * tile.image * C::groups * C::group_out * C::out_height * C::out_width;
-  store(target, bias, tile, rows, columns, at, C::two_level ? total : sum,
+  store(target, bias, tile, rows, columns, at, C::two_level ? total_acc : acc,
         FASTCONV_EPILOGUE(output));
 }
 """
@@ -1241,26 +1267,27 @@ SOURCES["direct/wgrad/kernel.cuh"] = r"""
 // grad[m, i, tap] = sum over images and output pixels of
 // grad_output[m, pixel] * input[i, pixel * stride + tap * dilation - padding].
 //
-// A block owns M output channels x I input channels of a group, for block_taps kernel rows and
-// part_taps of their columns (all of them, unless the kernel is large), and sums over its share
-// (split) of the pixels, a stage of stage_rows x stage_columns at a time.
+// A block computes a tile of the gradient: M output channels x I input channels of a group, for
+// block_taps kernel rows and part_taps of their columns (all of them, unless the kernel is large).
+// It accumulates over its split of the pixels (split-K), a stage of stage_rows x stage_columns at a
+// time.
 //
 //   shared memory, one of two stages        registers of a thread
-//   grad_output [M][row][pitch]             sum    [channels_per_thread][inputs_per_thread][taps]
+//   grad_output [M][row][pitch]             acc    [channels_per_thread][inputs_per_thread][taps]
 //   input       [I][row][tap row][pitch]    window the pixels that 4 output pixels see
 //
-// A thread takes 4 neighbouring pixels at a time: their window serves all taps, so that
-// 4 * sum's size multiply-adds cost channels_per_thread + (window / 4) * inputs_per_thread loads.
-// Where a group has few channels, the threads of a block share out the pixels as well (lanes_k,
-// warps_k).
+// A thread takes 4 neighbouring pixels at a time: their window serves all taps, so that 4
+// multiply-adds for each accumulator cost channels_per_thread + (window / 4) * inputs_per_thread
+// loads. Where a group has few channels, the threads of a block also divide the pixels among
+// themselves (lanes_k, warps_k).
 //
-// Sums over many pixels lose digits, so every flush_units stages a thread adds its sums to its own
-// slot of a workspace and starts again from zero. A second kernel adds the slots in a fixed order:
-// no atomics, the same bits every time. Launches cover a range of tiles each, as many as the
+// Accumulators lose digits over many pixels, so every flush_units stages a thread adds them to its
+// own slots of a workspace and clears them. A second kernel reduces the slots in a fixed order,
+// without atomics, so that the bits are the same every time. A launch covers as many tiles as the
 // workspace has room for.
 //
-// With `bias`, a thread also adds up the output's gradient that it loads, in sums of their own
-// behind the others: the gradient of the bias. The second kernel takes those of one of the threads
+// With `bias`, a thread also adds up the output's gradient that it loads, in further accumulators
+// behind the others: the gradient of the bias. The second kernel takes them from one of the threads
 // that saw the same channels and pixels.
 #include "device/tile.cuh"
 
@@ -1270,9 +1297,9 @@ namespace weight_grad {
 using C = Config;
 using Scalar = C::Scalar;
 using Sum = SumOf<Scalar>::type;
-using Unit = IndexOf<C::wide_units>::type;  // a stage among those of all images
+using Unit = IndexOf<C::wide_units>::type;  // counts the stages of all images
 
-constexpr int kPixels = 4;  // taken at a time, neighbours in a row
+constexpr int kPixels = 4;  // neighbours in a row that a thread takes at a time
 constexpr int kLanesK = 32 / (C::lanes_m * C::lanes_n);
 constexpr int kThreads = 32 * C::warps_m * C::warps_n * C::warps_k;
 constexpr int kThreadsM = C::lanes_m * C::warps_m;
@@ -1285,15 +1312,17 @@ constexpr int kTaps = C::part_taps;
 constexpr int kParts = ceil_div(C::kernel_width, kTaps);
 constexpr int kTapChunks = ceil_div(C::kernel_height, C::block_taps);
 constexpr int kBlockTaps = C::block_taps * kTaps;
-constexpr int kSums = C::channels_per_thread * C::inputs_per_thread * kBlockTaps;
-constexpr int kSlots = kSums + (C::bias ? C::channels_per_thread : 0);  // of a thread
+constexpr int kAccumulators = C::channels_per_thread * C::inputs_per_thread * kBlockTaps;
+// Values that a thread keeps in the workspace.
+constexpr int kSlots = kAccumulators + (C::bias ? C::channels_per_thread : 0);
 
-// A single kernel column needs just the columns that it reads; several share a contiguous range.
+// The tile of a single kernel column holds only the columns that it reads; the tile of several
+// holds a contiguous range.
 constexpr int kColumnStep = kTaps == 1 ? C::stride_width : 1;
 constexpr int kColumnStride = C::stride_width / kColumnStep;
 
-// Tiles are copied in vectors from aligned addresses, so the input's tile may start a little before
-// the first pixel needed: by the same distance for every part.
+// Vector copies need aligned addresses, so the input's tile may start kShift pixels before the
+// first one needed. The shift is the same for every part.
 constexpr int kShift =
     C::vector_input == 1 ? 0
                          : (C::vector_input - C::padding_left % C::vector_input) % C::vector_input;
@@ -1303,7 +1332,7 @@ constexpr int kWindow =
     kShift + (kPixels - 1) * kColumnStride + (kTaps - 1) * C::dilation_width + 1;
 constexpr int kWindowPieces = ceil_div(kWindow, 4);
 
-constexpr int kQuads = C::stage_columns / kPixels;  // in a row of a stage
+constexpr int kQuads = C::stage_columns / kPixels;  // groups of kPixels in a row of a stage
 constexpr int kInputColumns = round_up((kQuads - 1) * kPixels * kColumnStride + kWindowPieces * 4,
                                        C::vector_input > 4 ? C::vector_input : 4);
 constexpr int kInputRows = C::stage_rows * C::block_taps;
@@ -1322,8 +1351,8 @@ constexpr int kUnitsX = ceil_div(C::out_width, C::stage_columns);
 constexpr int kUnitsY = ceil_div(C::out_height, C::stage_rows);
 constexpr Unit kImageUnits = Unit{kUnitsX} * kUnitsY;
 
-// Offsets and positions within an image. Stages may reach far beyond its end, where strides are
-// large.
+// Holds offsets and positions within an image, and positions beyond its end: with large strides,
+// stages reach far past it.
 constexpr long long kReach =
     max_of(1ll * (C::out_height + C::stage_rows) * C::stride_height +
                1ll * (C::kernel_height + C::block_taps) * C::dilation_height,
@@ -1334,8 +1363,9 @@ constexpr long long kImageElements =
                        1ll * C::group_out * C::out_height * C::out_width);
 using Offset = IndexTo<max_of(kImageElements, kReach)>;
 
+// Decodes a block's tile from its index.
 struct Tile {
-  int part, tap_row, i, m, group;  // tap_row: the first of block_taps
+  int part, tap_row, i, m, group;  // tap_row is the first of block_taps kernel rows
 
   __device__ explicit Tile(int index) {
     part = index % kParts;
@@ -1348,11 +1378,12 @@ struct Tile {
     group = index / kTilesM;
   }
 
-  // Whether no tile of the same output channels comes before this one.
+  // Whether this is the first tile of its output channels: the one that stores the bias gradient.
   __device__ bool has_bias() const { return part == 0 && tap_row == 0 && i == 0; }
 };
 
-struct Position {  // of a thread within its block
+// A thread's place in its block's tile; k is its share of the pixels.
+struct Position {
   int m, n, k;
 
   __device__ Position() {
@@ -1363,20 +1394,20 @@ struct Position {  // of a thread within its block
   }
 };
 
-// The thread at a position.
+// Returns the thread at a Position.
 __device__ __forceinline__ int thread_at(int m, int n, int k) {
   const int lane = (k % kLanesK * C::lanes_m + m % C::lanes_m) * C::lanes_n + n % C::lanes_n;
   const int warp = (k / kLanesK * C::warps_m + m / C::lanes_m) * C::warps_n + n / C::lanes_n;
   return warp * 32 + lane;
 }
 
-// Where a thread keeps its sum number `index` between stages.
+// Returns where in the workspace a thread of a block keeps its accumulator `index`.
 __device__ __forceinline__ long long slot(int block, int index, int thread) {
   return (1ll * block * kSlots + index) * kThreads + thread;
 }
 
-// The sum of a weight or a bias over a split's pixels, from the slots of the threads that share it.
-__device__ __forceinline__ Sum sum_of(const Sum* workspace, int block, int index, int m, int n) {
+// Adds the slots of the threads that share a weight or a bias: its sum over a split's pixels.
+__device__ __forceinline__ Sum split_sum(const Sum* workspace, int block, int index, int m, int n) {
   Sum total = 0;
   for (int k = 0; k < kThreadsK; ++k) {
     total += workspace[slot(block, index, thread_at(m, n, k))];
@@ -1384,8 +1415,8 @@ __device__ __forceinline__ Sum sum_of(const Sum* workspace, int block, int index
   return total;
 }
 
-// Copies [channels][stage_rows][kTapRows][columns] of an image, the rows row_step and tap_step
-// apart; what lies outside becomes zero.
+// Copies [channels][stage_rows][kTapRows][columns] of an image. Stage rows are row_step apart, tap
+// rows tap_step; elements outside of the image become zero.
 template <int kChannels, int kTapRows, int kColumns, int kStep, int kPitch, int kVector,
           bool kChannelsLast, int kAllChannels, int kHeight, int kWidth>
 __device__ __forceinline__ void load(Scalar* tile, const Scalar* image, int first_channel,
@@ -1393,7 +1424,7 @@ __device__ __forceinline__ void load(Scalar* tile, const Scalar* image, int firs
                                      Offset tap_step, Offset first_column) {
   constexpr int kVectors = kColumns / kVector;
   constexpr int kRows = C::stage_rows * kTapRows;
-#pragma unroll 1  // the sums need the registers
+#pragma unroll 1  // leaves the registers to the accumulators
   for (int i = threadIdx.x; i < kChannels * kRows * kVectors; i += kThreads) {
     const int channel = kChannelsLast ? i % kChannels : i / (kRows * kVectors);
     const int rest = kChannelsLast ? i / kChannels : i % (kRows * kVectors);
@@ -1412,14 +1443,14 @@ __device__ __forceinline__ void load(Scalar* tile, const Scalar* image, int firs
   }
 }
 
-using Sums = Sum[C::channels_per_thread][C::inputs_per_thread][C::block_taps][kTaps];
+using Accumulators = Sum[C::channels_per_thread][C::inputs_per_thread][C::block_taps][kTaps];
 using Biases = Sum[C::channels_per_thread];
 
-// Adds the products of four pixels, or of the first `left` of them if not kWhole: beyond the image
-// there is nothing to multiply, not even zero with infinity.
+// Adds the products of four pixels, or of the first `left` of them if not kWhole. Pixels beyond the
+// image are skipped although the tiles hold zeros there, because zero times infinity is NaN.
 template <bool kWhole>
 __device__ __forceinline__ void multiply_quad(const Scalar* grad, const Scalar* input, int left,
-                                              Sums& sum, Biases& bias) {
+                                              Accumulators& acc, Biases& bias) {
   Sum window[C::inputs_per_thread][C::block_taps][kWindowPieces][4];
 #pragma unroll
   for (int i = 0; i < C::inputs_per_thread; ++i) {
@@ -1447,7 +1478,7 @@ __device__ __forceinline__ void multiply_quad(const Scalar* grad, const Scalar* 
 #pragma unroll
           for (int tap = 0; tap < kTaps; ++tap) {
             const int w = kShift + p * kColumnStride + tap * C::dilation_width;
-            sum[m][i][r][tap] += four[p] * window[i][r][w / 4][w % 4];
+            acc[m][i][r][tap] += four[p] * window[i][r][w / 4][w % 4];
           }
         }
       }
@@ -1455,10 +1486,10 @@ __device__ __forceinline__ void multiply_quad(const Scalar* grad, const Scalar* 
   }
 }
 
-// Adds the products of a stage, of which rows x columns lie in the image.
+// Adds the products of a stage's rows x columns pixels that lie in the image.
 __device__ __forceinline__ void multiply(const Scalar* grad, const Scalar* input,
-                                         const Position& at, int rows, int columns, Sums& sum,
-                                         Biases& bias) {
+                                         const Position& at, int rows, int columns,
+                                         Accumulators& acc, Biases& bias) {
   const int quads = ceil_div(columns, kPixels);
 #pragma unroll 1
   for (int q = at.k; q < rows * quads; q += kThreadsK) {
@@ -1468,9 +1499,9 @@ __device__ __forceinline__ void multiply(const Scalar* grad, const Scalar* input
     const Scalar* inputs =
         input + (at.n * kInputRows + row * C::block_taps) * kInputPitch + column * kColumnStride;
     if (C::out_width % kPixels == 0 || column + kPixels <= columns) {
-      multiply_quad<true>(grads, inputs, kPixels, sum, bias);
+      multiply_quad<true>(grads, inputs, kPixels, acc, bias);
     } else {
-      multiply_quad<false>(grads, inputs, columns - column, sum, bias);
+      multiply_quad<false>(grads, inputs, columns - column, acc, bias);
     }
   }
 }
@@ -1527,13 +1558,13 @@ __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Config::block
     fastconv::copy_async_commit();
   };
 
-  Sums sum = {};
+  Accumulators acc = {};
   Biases bias = {};
   bool flushed = false;
-  // Adds a sum to its slot, and starts it anew.
+  // Adds an accumulator to its slot and clears it.
   const auto flush = [&](Sum& value, int index) {
-    Sum* kept = workspace + slot(blockIdx.x, index, threadIdx.x);
-    *kept = flushed ? *kept + value : value;
+    Sum* target = workspace + slot(blockIdx.x, index, threadIdx.x);
+    *target = flushed ? *target + value : value;
     value = 0;
   };
   if (first < end) load_unit(first);
@@ -1550,33 +1581,37 @@ __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Config::block
     const int rows_left = C::out_height - row_of(unit),
               columns_left = C::out_width - column_of(unit);
     multiply(grads(stage), inputs(stage), at, rows_left < C::stage_rows ? rows_left : C::stage_rows,
-             columns_left < C::stage_columns ? columns_left : C::stage_columns, sum, bias);
+             columns_left < C::stage_columns ? columns_left : C::stage_columns, acc, bias);
     if ((stage + 1) % C::flush_units == 0 || unit + 1 == end) {
 #pragma unroll
-      for (int index = 0; index < kSums; ++index) {
-        flush(sum[index / (C::inputs_per_thread * kBlockTaps)]
+      for (int index = 0; index < kAccumulators; ++index) {
+        flush(acc[index / (C::inputs_per_thread * kBlockTaps)]
                  [index / kBlockTaps % C::inputs_per_thread][index / kTaps % C::block_taps]
                  [index % kTaps],
               index);
       }
 #pragma unroll
-      for (int index = kSums; index < kSlots; ++index) flush(bias[index - kSums], index);
+      for (int index = kAccumulators; index < kSlots; ++index)
+        flush(bias[index - kAccumulators], index);
       flushed = true;
     }
     __syncthreads();  // before the stage after next overwrites this one
   }
 }
 
-// Adds up the slots of every weight, splits in order, and writes it where its strides say.
+// The split-K reduction: adds up the slots of every weight, splits in order, and writes the sum
+// where the weight's strides say.
 __global__ void reduce(
     const fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace,
     Config::Scalar* __restrict__ grad, Config::Scalar* __restrict__ bias_grad, int first_tile,
     int tiles, int splits) {
   using namespace fastconv::weight_grad;
-  constexpr int kOwners = kThreads / kThreadsK;  // threads of a block that own different weights
+  constexpr int kOwners = kThreads / kThreadsK;  // threads of a block with different weights
   const int step = gridDim.x * blockDim.x;
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kSums * kOwners; i += step) {
-    const int owner = i % kOwners, index = i / kOwners % kSums, block = i / (kOwners * kSums);
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kAccumulators * kOwners;
+       i += step) {
+    const int owner = i % kOwners, index = i / kOwners % kAccumulators,
+              block = i / (kOwners * kAccumulators);
     const int n = owner % kThreadsN, m = owner / kThreadsN;
     const Tile tile(first_tile + block);
     const int channel =
@@ -1590,7 +1625,7 @@ __global__ void reduce(
     }
     Sum total = 0;
     for (int split = 0; split < splits; ++split) {
-      total += sum_of(workspace, split * tiles + block, index, m, n);
+      total += split_sum(workspace, split * tiles + block, index, m, n);
     }
     grad[(1ll * tile.group * C::group_out + channel) * C::weight_stride_out +
          1ll * depth * C::weight_stride_in + 1ll * tap_row * C::weight_stride_height +
@@ -1604,7 +1639,7 @@ __global__ void reduce(
       if (!tile.has_bias() || channel >= C::group_out) continue;
       Sum total = 0;
       for (int split = 0; split < splits; ++split) {
-        total += sum_of(workspace, split * tiles + block, kSums + index, m, 0);
+        total += split_sum(workspace, split * tiles + block, kAccumulators + index, m, 0);
       }
       bias_grad[tile.group * C::group_out + channel] = fastconv::narrow<Scalar>(total);
     }
@@ -1615,10 +1650,11 @@ __global__ void reduce(
 SOURCES["direct/bias_grad.cuh"] = r"""
 // Bias gradient on plain CUDA cores: the sum of the output's gradient over images and pixels.
 //
-// Each channel's values are shared out among `splits` blocks. A thread adds up every kThreads-th
-// value of its block's share, then the block's threads add theirs pairwise. A second kernel adds
-// the blocks' sums in order: no atomics, the same bits every time. For weight gradients that do not
-// see the output's gradient as it is, and for exported files.
+// `splits` blocks share each channel's values. A thread adds up every kThreads-th value of its
+// block's share, then the block reduces its threads' results pairwise in shared memory. A second
+// kernel adds the blocks' results in a fixed order, without atomics, so that the bits are the same
+// every time. It serves weight gradients that do not read the output's gradient as it is, and
+// exported files.
 #include "device/scalar.cuh"
 
 namespace fastconv {
@@ -1645,17 +1681,17 @@ __global__ void __launch_bounds__(fastconv::bias_grad::kThreads)
   const int channel = blockIdx.x % C::channels, split = blockIdx.x / C::channels;
   const long long count = batch * kPixels;
   const long long end = count * (split + 1) / splits;
-  float sum = 0;
+  float acc = 0;
   for (long long i = count * split / splits + threadIdx.x; i < end; i += kThreads) {
-    sum += fastconv::widen(grad_output[offset(i / kPixels, channel, i % kPixels)]);
+    acc += fastconv::widen(grad_output[offset(i / kPixels, channel, i % kPixels)]);
   }
-  float* sums = reinterpret_cast<float*>(fastconv::shared_memory());
-  sums[threadIdx.x] = sum;
+  float* partial_acc = reinterpret_cast<float*>(fastconv::shared_memory());
+  partial_acc[threadIdx.x] = acc;
   for (int half = kThreads / 2; half > 0; half /= 2) {
     __syncthreads();
-    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+    if (threadIdx.x < half) partial_acc[threadIdx.x] += partial_acc[threadIdx.x + half];
   }
-  if (threadIdx.x == 0) partial[channel * splits + split] = sums[0];
+  if (threadIdx.x == 0) partial[channel * splits + split] = partial_acc[0];
 }
 
 __global__ void __launch_bounds__(fastconv::bias_grad::kThreads)
@@ -1663,19 +1699,21 @@ __global__ void __launch_bounds__(fastconv::bias_grad::kThreads)
   using namespace fastconv::bias_grad;
   const int channel = blockIdx.x * kThreads + threadIdx.x;
   if (channel >= C::channels) return;
-  float sum = 0;
-  for (int split = 0; split < splits; ++split) sum += partial[channel * splits + split];
-  grad[channel] = fastconv::narrow<Scalar>(sum);
+  float acc = 0;
+  for (int split = 0; split < splits; ++split) acc += partial[channel * splits + split];
+  grad[channel] = fastconv::narrow<Scalar>(acc);
 }
 """
 
 SOURCES["hopper/halo/stage.cuh"] = r"""
-// Contiguous input: fetched as it lies in memory, and transposed out of shared memory.
+// Contiguous (NCHW) input: copied to shared memory as it lies in global memory, then transposed
+// from there into the halo tile.
 //
-// Lines come in pieces of two vectors' channels, some pieces ahead of the one that a warp
-// transposes, rounds or splits: long lines by one bulk copy a channel (`bulk_loads`), short ones by
-// 16 bytes a lane. Copies start at the multiple of 16 bytes before a line's first pixel, so that
-// rows may begin anywhere.
+// Each loading warp copies pieces: one line of as many channels as two 16-byte vectors of the tile
+// have. The copies run some pieces ahead of the one that the warp transposes, rounds or splits. A
+// long line takes one bulk copy per channel (`bulk_loads`), a short one cp.async of 16 bytes per
+// lane. Copies start at the multiple of 16 bytes before a line's first pixel, so that rows may
+// begin anywhere.
 #include "device/tensor/load.cuh"
 
 namespace fastconv {
@@ -1684,7 +1722,7 @@ namespace hopper {
 constexpr int kPieces = C::k_steps * kLines;
 static_assert(!C::staged || (!C::in_channels_last && C::stride_width == 1 && !kFolded), "");
 
-// Goes through the pieces of one warp: every third, from stage to stage.
+// Iterates over the pieces of one warp: every kLoaderWarps-th, from stage to stage.
 struct PieceCursor : StageCursor {
   int piece;
 
@@ -1700,13 +1738,13 @@ struct PieceCursor : StageCursor {
   }
 };
 
-// A piece, and the part of it that is inside of the image.
+// A piece, and which part of it lies inside the image.
 struct Piece {
-  int channel;          // the first, in its group
-  int target;           // where its first pixel lies in its stage, in 16 bytes
-  int before;           // pixels outside, before the first inside
+  int channel;          // first channel, in its group
+  int target;           // offset of its first pixel in its stage, in units of 16 bytes
+  int before;           // pixels of padding before the first pixel inside
   int columns;          // pixels inside
-  const Scalar* first;  // the first pixel inside, of its first channel
+  const Scalar* first;  // first pixel inside, of the first channel
 
   __device__ Piece(const Source& source, int index) {
     const int k_step = index % C::k_steps;
@@ -1722,7 +1760,8 @@ struct Piece {
     bool exists = static_cast<unsigned>(y) < static_cast<unsigned>(C::in_height);
     int end = C::in_width - x;
     if constexpr (C::wraps) {
-      // Beyond the row lies the next, if there is one; which may be all that there is.
+      // The strip continues into the next row, if there is one. Above the image, that row is all
+      // that the piece has.
       if (y == -1) before = end;
       if (y + 1 < C::in_height) end += C::in_width;
       exists = exists || y == -1;
@@ -1733,7 +1772,7 @@ struct Piece {
   __device__ __forceinline__ bool has(int of_piece) const {
     return kWholeChunks || channel + of_piece < C::group_in;
   }
-  // How far a channel's first pixel lies beyond a multiple of 16 bytes, in elements.
+  // The misalignment of a channel's first pixel: elements after a multiple of 16 bytes.
   __device__ __forceinline__ int shift(int of_piece) const {
     if constexpr (kRawAligned) return 0;
     const auto low_bits = static_cast<unsigned>(reinterpret_cast<unsigned long long>(first));
@@ -1742,7 +1781,7 @@ struct Piece {
   }
 };
 
-// Starts to copy a piece: each of the first lanes its channel.
+// Starts the bulk copies of a piece: each of the first kPieceChannels lanes copies its channel.
 __device__ __forceinline__ void fetch_lines(const Piece& piece, const Scalar* input_end,
                                             Scalar* raw, Barrier* full, int lane) {
   if (lane >= kPieceChannels) return;
@@ -1760,11 +1799,11 @@ __device__ __forceinline__ void fetch_lines(const Piece& piece, const Scalar* in
     }
     if (bytes > 0) bulk_load(target, source, bytes, full);
   }
-  // The phase ends with the last lane's arrival, and all of the bytes.
+  // The mbarrier's phase completes when all these lanes have arrived and all bytes are there.
   barrier_arrive_expect(full, bytes);
 }
 
-// The same, each lane 16 bytes at a time.
+// Starts the copies of a piece with cp.async, 16 bytes per lane at a time.
 __device__ __forceinline__ void fetch_vectors(const Piece& piece, const Scalar* input_end,
                                               Scalar* raw, int lane) {
   constexpr int kOfChannel = kRawChannel / kVector;
@@ -1786,7 +1825,7 @@ __device__ __forceinline__ void fetch_vectors(const Piece& piece, const Scalar* 
   }
 }
 
-// A vector of channels of each of some pixels, 32 apart, to their stage.
+// Writes one vector of channels for each of C::batch pixels, 32 apart, to the input stage.
 template <bool kInside>
 __device__ __forceinline__ void convert_batch(const Piece& piece, int plane,
                                               const Scalar* const (&channels)[kVectorChannels],
@@ -1816,8 +1855,8 @@ __device__ __forceinline__ void convert_batch(const Piece& piece, int plane,
   }
 }
 
-// Writes a piece that has arrived to its stage; `scales` are those of its two
-// vectors, and `of_chunk` is its first channel.
+// Transposes a piece that has arrived into its input stage. `scales` belong to its two vectors, and
+// `of_chunk` is its first channel in the chunk.
 __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, unsigned char* stage,
                                         int lane, const Scale (&scales)[2],
                                         const ChunkPowers<kPowersCopied>& powers, int of_chunk,
@@ -1826,10 +1865,10 @@ __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, u
       piece.columns == C::pitch && (kWholeChunks || piece.channel + kPieceChannels <= C::group_in);
 #pragma unroll
   for (int plane = 0; plane < 2; ++plane) {
-    // Numbers in two parts leave no registers for both vectors' at once.
+    // Operands in two parts leave no registers for the scales of both vectors.
     const Scale scale =
         C::parts == 1 ? scales[plane] : powers.of(of_chunk + plane * kVectorChannels);
-    const Scalar* channels[kVectorChannels];  // at the line's first pixel, which may be outside
+    const Scalar* channels[kVectorChannels];  // the line's first pixel, which may be padding
 #pragma unroll
     for (int j = 0; j < kVectorChannels; ++j) {
       const int i = plane * kVectorChannels + j;
@@ -1850,7 +1889,8 @@ __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, u
   }
 }
 
-// Looks at every number of those channels of a piece in which each counts.
+// Checks the range of every number in those channels of a piece whose power is marked negative,
+// because the sample did not prove them large enough (see scale.cuh).
 __device__ __forceinline__ void inspect(const Piece& piece, const Scalar* raw, int lane,
                                         const ChunkPowers<kPowersCopied>& powers, int of_chunk,
                                         Range& range) {
@@ -1866,11 +1906,11 @@ __device__ __forceinline__ void inspect(const Piece& piece, const Scalar* raw, i
   }
 }
 
-// Three warps: load all input stages.
+// The loading warps: fill all input stages.
 __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* input_end,
                                             const Items& items) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  // From one lane, for the compiler to see that it is the same for all.
+  // The shuffle tells the compiler that the warp's number is uniform.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 1;
   Barrier* const full = barriers().raw_full + warp * C::raw_slots;
   Scalar* const raw =
@@ -1886,7 +1926,7 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
       }
       next.advance();
     }
-    if constexpr (!C::bulk_loads) copy_async_commit();  // maybe of nothing: groups are counted
+    if constexpr (!C::bulk_loads) copy_async_commit();  // may be empty: waits count groups
   };
   for (int slot = 0; slot < C::raw_slots; ++slot) fetch_next(slot);
   Ring<C::input_stages> at(1);
@@ -1927,18 +1967,18 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
 """
 
 SOURCES["hopper/halo/store_residues.cuh"] = r"""
-// Outputs of a strided gradient whose phases are channels: from a consumer's registers through
-// shared memory to global memory, in lines.
+// Epilogue of a strided input gradient whose residues are output channels (`out_fold`): a
+// consumer's accumulators go through shared memory to global memory, in lines.
 //
-// A line is a row of the image: of one channel, or of all if they are neighbours. A position has
-// `interleave` elements of it, and all positions of a row lie side by side: so 64 rows of a product
-// are some lines, each of which is staged as it lies in memory, and leaves in one piece.
+// A line is a row of the image: of one channel, or of all channels if these are neighbours. Each
+// position has `interleave` elements of a line, and the positions of a row lie side by side. So the
+// 64 rows of M are several lines, each of which is staged as it lies in memory and stored at once.
 #include "hopper/halo/store.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-constexpr int kStagedLines = C::stack * kStackLines;  // for each row of the tile's positions
+constexpr int kStagedLines = C::stack * kStackLines;  // for each row of positions of the tile
 constexpr int kLineElements = C::image_width * kOutColumn;
 constexpr int kLineBegin = -C::column_begin * kOutColumn;  // in stored columns: see Line
 static_assert(!kUnfolds || (kLineBegin >= 0 && C::lead == 0 && !C::halves && !C::wraps), "");
@@ -1947,9 +1987,9 @@ static_assert(!kUnfolds || !C::bulk_stores || C::tile_rows == 1 ||
                   (kLineElements % kVector == 0 && kStoredPitch % kVector == 0),
               "several rows are aligned alike");
 
-// A line of the image that is stored, the index-th of the tile's line-th row of positions. The
-// first position may begin before it: what is stored there are padding's gradients, which nobody
-// wants.
+// The index-th line of the image that the tile's line-th row of positions writes. The first
+// position may begin before the line: those elements would be gradients of the padding, and are not
+// stored.
 struct Line {
   Scalar* start;  // stored column 0
   bool exists;
@@ -1964,28 +2004,28 @@ struct Line {
   }
 };
 
-// Whether some tap reaches a phase of an axis.
-__device__ __forceinline__ bool is_reached(int phase, int last_tap, int taps, int step,
+// Whether some tap reaches a residue of an axis.
+__device__ __forceinline__ bool is_reached(int residue, int last_tap, int taps, int step,
                                            int kernel) {
   bool reached = false;
   for (int tap = 0; tap < taps; ++tap) {
-    const int at = last_tap - step * tap + phase;
+    const int at = last_tap - step * tap + residue;
     reached = reached || (at >= 0 && at < kernel);
   }
   return reached;
 }
 
-// One of a thread's two rows of a product.
-struct PhaseRow {
+// One of a thread's two rows of M.
+struct ResidueRow {
   static constexpr bool kAllReached =
       C::weight_height >= C::out_fold_height && C::weight_width >= C::out_fold_width;
-  int index;    // of its line
-  int element;  // of a position's
+  int index;    // index of its line
+  int element;  // index among a position's elements
   bool exists;
   bool reached;
 
-  __device__ __forceinline__ PhaseRow(const Target& target, int product_row) {
-    const int row = row_of_column(product_row);
+  __device__ __forceinline__ ResidueRow(const Target& target, int mma_row) {
+    const int row = row_of_column(mma_row);
     const int of_stack = row % kStackRows;
     index = row / kStackRows * kStackLines + of_stack / C::interleave;
     element = of_stack % C::interleave;
@@ -1998,34 +2038,35 @@ struct PhaseRow {
                            C::weight_width);
     }
   }
-  // What a sum becomes: where there is no tap, there are zero weights, and maybe infinities.
-  __device__ __forceinline__ float finished(const Finish& finish, float sum) const {
-    return finish(kAllReached || reached ? sum : 0.0f);
+  // An accumulator's output. Without a tap the weights are zero, but zero times infinity is NaN.
+  __device__ __forceinline__ float finished(const Finish& finish, float accumulated) const {
+    return finish(kAllReached || reached ? accumulated : 0.0f);
   }
-  // Where the first position is staged. With bulk stores, a line starts as far beyond a multiple of
-  // 16 bytes as it will in global memory.
+  // Where the first position is staged. With bulk stores, a staged line has the misalignment to 16
+  // bytes that it will have in global memory.
   __device__ __forceinline__ Scalar* staged(Scalar* staging, const Target& target) const {
     const int shift = C::bulk_stores ? misalignment(Line(target, index, 0).start, kVector) : 0;
     return staging + index * kLinePitch + shift + element;
   }
 };
 
-// Whether a thread's two rows are neighbours in a line, and words of shared memory.
+// Whether a thread's two rows are neighbours in a line and make an aligned word of shared memory.
 constexpr bool kStagedPairs =
     C::interleave % 2 == 0 && (!C::bulk_stores || (kLineElements % 2 == 0 && kLineBegin % 2 == 0));
 
-__device__ __forceinline__ void stage_phases(const float (&sums)[kSums], const Finish (&finish)[2],
-                                             const PhaseRow (&rows)[2], Scalar* const (&staged)[2],
-                                             int turn, int lane) {
+__device__ __forceinline__ void stage_residues(const float (&acc)[kAccumulators],
+                                               const Finish (&finish)[2],
+                                               const ResidueRow (&rows)[2],
+                                               Scalar* const (&staged)[2], int pass, int lane) {
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; ++i) {
-    const int j = turn * (C::pass_pixels / 8) + i;
+    const int j = pass * (C::pass_pixels / 8) + i;
     if (8 * j >= C::pixels) break;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const int at = C::interleave * (8 * i + lane % 4 * 2 + k);
-      const float first = rows[0].finished(finish[0], sums[4 * j + k]);
-      const float second = rows[1].finished(finish[1], sums[4 * j + 2 + k]);
+      const float first = rows[0].finished(finish[0], acc[4 * j + k]);
+      const float second = rows[1].finished(finish[1], acc[4 * j + 2 + k]);
       if constexpr (kStagedPairs) {
         if (rows[0].exists) {
           *reinterpret_cast<Pair*>(staged[0] + at) = narrow_pair(Scalar{}, first, second);
@@ -2038,12 +2079,13 @@ __device__ __forceinline__ void stage_phases(const float (&sums)[kSums], const F
   }
 }
 
-// What a turn has of a line, of the tile's line-th row of positions: by one lane, or by a warp.
+// Stores one pass's part of a line, for the tile's line-th row of positions: with a bulk copy of
+// one lane, or with all lanes of a warp.
 __device__ __forceinline__ void store_line(const Scalar* staging, const Target& target, int index,
-                                           int line, int turn, int lane) {
+                                           int line, int pass, int lane) {
   const Line to(target, index, line);
   if (!to.exists) return;
-  const int at = target.column + turn * kStoredPass - line * kStoredPitch;  // the turn's first
+  const int at = target.column + pass * kStoredPass - line * kStoredPitch;  // first of this pass
   const int begin = max(max(target.column, kLineBegin), at);
   const int end =
       min(min(target.column + kStoredColumns, kLineBegin + kLineElements), at + kStoredPass);
@@ -2055,25 +2097,26 @@ __device__ __forceinline__ void store_line(const Scalar* staging, const Target& 
   }
 }
 
-__device__ __forceinline__ void store_phases(const float (&sums)[kSums], const Finish (&finish)[2],
-                                             Scalar* staging, const Target& target, int warpgroup,
-                                             int warp, int lane) {
+__device__ __forceinline__ void store_residues(const float (&acc)[kAccumulators],
+                                               const Finish (&finish)[2], Scalar* staging,
+                                               const Target& target, int warpgroup, int warp,
+                                               int lane) {
   constexpr int kLinesOfTile = C::tile_rows * kStagedLines;
   const int first = 16 * warp + lane / 4;
-  const PhaseRow rows[2] = {PhaseRow(target, first), PhaseRow(target, first + 8)};
+  const ResidueRow rows[2] = {ResidueRow(target, first), ResidueRow(target, first + 8)};
   Scalar* const staged[2] = {rows[0].staged(staging, target), rows[1].staged(staging, target)};
 #pragma unroll
-  for (int turn = 0; turn < kPasses; ++turn) {
+  for (int pass = 0; pass < kPasses; ++pass) {
     if constexpr (C::bulk_stores) bulk_store_wait_read<0>();
     storing_sync(warpgroup);
-    stage_phases(sums, finish, rows, staged, turn, lane);
+    stage_residues(acc, finish, rows, staged, pass, lane);
     if constexpr (C::bulk_stores) fence_async_shared();
     storing_sync(warpgroup);
     const int line = C::bulk_stores ? 4 * lane + warp : warp;
     const int step = C::bulk_stores ? 128 : 4;
 #pragma unroll 1
     for (int i = line; i < kLinesOfTile; i += step) {
-      store_line(staging, target, i % kStagedLines, i / kStagedLines, turn, lane);
+      store_line(staging, target, i % kStagedLines, i / kStagedLines, pass, lane);
     }
     if constexpr (C::bulk_stores) bulk_store_commit();
   }
@@ -2084,9 +2127,9 @@ __device__ __forceinline__ void store_phases(const float (&sums)[kSums], const F
 """
 
 SOURCES["device/tensor/weights.cuh"] = r"""
-// Weights, packed as the tensor cores want them, with the kernels that do it. Before they are
-// packed as float16, a kernel finds the input channels' scales; the one that packs them finds those
-// of output channels and of images.
+// Packs the weights into the layout of the tensor cores. For scaled fp16, the `scale` kernel first
+// finds the powers of the input channels; the `pack` kernel finds the scales of output channels and
+// images.
 #include "device/tensor/input.cuh"
 
 namespace fastconv {
@@ -2095,14 +2138,16 @@ namespace tensor {
 constexpr int kSteps = kChunks * kTaps * C::k_steps;
 constexpr int kPackedVectors =
     C::groups * kOutputGroups * kSteps * C::channel_groups * 2 * kOutputs;
-constexpr int kFold = C::fold_height * C::fold_width;
-// Samples are of 32 numbers: of an image at least so many, and one for so many pixels of a channel.
+constexpr int kResidues = C::fold_height * C::fold_width;
+// A sample of an image consists of pieces of 32 numbers: at least kImageSamples pieces of an
+// image, and one for every kProvenPixels pixels of a channel.
 constexpr int kImageSamples = 256;
 constexpr int kProvenPixels = 1 << 15;
 
-// The weight of one of the taps that are used, for an output and an input channel of the group;
-// zero where summing several places of a step has added to the kernel. `sum` says which of two
-// columns; an output channel may be a phase as well.
+// The weight of one of the layer's taps, for an output and an input channel of the group. It is
+// zero for taps that the layer has only because it computes several positions of a step. `sum`
+// selects one of the two columns that a layer computes at once (`column_sums`); with
+// depth-to-space, an output channel is also a residue.
 __device__ __forceinline__ Scalar tap_at(const Scalar* weight, int group, int out, int in, int row,
                                          int column, int sum) {
   long long k = group * C::group_out + out;
@@ -2123,26 +2168,26 @@ __device__ __forceinline__ Scalar tap_at(const Scalar* weight, int group, int ou
                 static_cast<long long>(column) * C::weight_stride_width];
 }
 
-// The same as the products have it: zero also for what folding has added to the kernel.
+// The weight of a tap of the layer after space-to-depth, which adds taps with zero weights.
 __device__ __forceinline__ Scalar weight_at(const Scalar* weight, int group, int out, int in,
                                             int row, int column, int sum) {
-  const FoldedChannel folded(in);
-  row = row * C::fold_height + folded.row;
-  column = column * C::fold_width + folded.column;
+  const SpaceToDepthChannel in_memory(in);
+  row = row * C::fold_height + in_memory.row;
+  column = column * C::fold_width + in_memory.column;
   if (row >= C::weight_height || column >= C::weight_width) return Scalar{};
-  return tap_at(weight, group, out, folded.channel, row, column, sum);
+  return tap_at(weight, group, out, in_memory.channel, row, column, sum);
 }
 
-// Weights as the consumers want them, a chunk's taps in one piece:
+// A vector of packed weights. A chunk's taps are contiguous:
 //   [group][output group][chunk][tap][k step][part][channel group][2][64][16 bytes]
 struct PackedVector {
   int part;  // group and output group
   int channel_group;
-  int m;     // row of the product
+  int m;     // MMA row
   int step;  // chunk, tap and k step
   int plane;
 
-  // Their numbers are what `number_of` makes of a weight and its input channel.
+  // Loads the vector; `number_of` maps a weight and its input channel to the number that is packed.
   template <class NumberOf>
   __device__ __forceinline__ Channels load(const Scalar* weight, NumberOf number_of) const {
     const int k_step = step % C::k_steps;
@@ -2175,7 +2220,7 @@ struct PackedVector {
     return packed + product * kProductBytes + (plane * kOutputs + m) * 16;
   }
 };
-constexpr int kPartBytes = C::channel_groups * kProductBytes;  // from a part to the next
+constexpr int kPartBytes = C::channel_groups * kProductBytes;  // bytes from a part to the next
 
 __device__ __forceinline__ void pack_all(const Scalar* weight, unsigned char* packed) {
   const int step = static_cast<int>(gridDim.x * blockDim.x);
@@ -2196,7 +2241,7 @@ __device__ __forceinline__ void pack_all(const Scalar* weight, unsigned char* pa
   }
 }
 
-// The weight of the `tap`-th tap that is used; channels are the group's.
+// The weight of the layer's `tap`-th tap; channels are the group's.
 static_assert(!C::halves || (C::column_sums == 1 && !kUnfolds), "one sum for each tap");
 constexpr int kUsedTaps = C::weight_height * C::weight_width;
 __device__ __forceinline__ float used_weight(const Scalar* weight, int group, int out, int channel,
@@ -2205,9 +2250,9 @@ __device__ __forceinline__ float used_weight(const Scalar* weight, int group, in
       tap_at(weight, group, out, channel, tap / C::weight_width, tap % C::weight_width, 0));
 }
 
-// A block: what an input channel's numbers are multiplied by, and its weights divided by: the mean
-// of their exponents. If the channel's weights are 2^n times as large, so is this; and if an output
-// channel's are, it is as much larger for all input channels.
+// Block-wide: the power that an input channel's numbers are multiplied by and its weights divided
+// by, at the mean exponent of these weights. If the channel's weights are 2^n times as large, so is
+// the power; if an output channel's weights are, the powers of all input channels grow alike.
 __device__ __forceinline__ float column_power(const Scalar* weight, int group, int channel) {
   int exponents = 0;
   int count = 0;
@@ -2221,21 +2266,21 @@ __device__ __forceinline__ float column_power(const Scalar* weight, int group, i
   return mean_power(exponents, block_combined(count, sum_of<int>));
 }
 
-// Blocks: all of these.
+// Grid-wide: the powers of all input channels.
 __device__ __forceinline__ void find_columns(const Scalar* weight, float* columns) {
 #pragma unroll 1
   for (int i = blockIdx.x; i < C::groups * kInGroup; i += gridDim.x) {
     const int group = i / kInGroup;
     const int channel = i % kInGroup;
     const float power = column_power(weight, group, channel);
-    const int fold = static_cast<int>(threadIdx.x);
-    if (fold < kFold) columns[group * kGroupColumns + channel * kFold + fold] = power;
+    const int residue = static_cast<int>(threadIdx.x);
+    if (residue < kResidues) columns[group * kGroupColumns + channel * kResidues + residue] = power;
   }
 }
 
-// How an output channel's weights are scaled, by input channels of the products.
+// Scales an output channel's weights; `in` counts input channels after space-to-depth.
 struct WeightScale {
-  const float* columns;  // of its group
+  const float* columns;  // the powers of the channels of its group
   float scale;
 
   __device__ __forceinline__ float operator()(float number, int in) const {
@@ -2243,11 +2288,11 @@ struct WeightScale {
   }
   template <class Half>
   __device__ __forceinline__ Half operator()(Half element, int) const {
-    return element;  // never: only floats are scaled
+    return element;  // never called: only float32 is scaled
   }
 };
 
-// A block: whether what float16 has not of an output channel's filters is nothing beside them.
+// Block-wide: whether what float16 loses of an output channel's filters is negligible beside them.
 __device__ __forceinline__ bool filters_fit(const Scalar* weight, int group, int out,
                                             const WeightScale& scale) {
   bool fit = true;
@@ -2257,7 +2302,7 @@ __device__ __forceinline__ bool filters_fit(const Scalar* weight, int group, int
 #pragma unroll 16
     for (int tap = 0; tap < kUsedTaps; ++tap) {
       const float number = used_weight(weight, group, out, channel, tap);
-      const float scaled = scale(number, channel * kFold);
+      const float scaled = scale(number, channel * kResidues);
       range.see(number, scaled);
       squares += scaled * scaled;
     }
@@ -2266,7 +2311,8 @@ __device__ __forceinline__ bool filters_fit(const Scalar* weight, int group, int
   return block_largest(fit ? 0.0f : 1.0f) == 0.0f;
 }
 
-// A block: scales and packs one output channel's weights. Gives what scales its sums back.
+// Block-wide: scales and packs one output channel's weights. Returns what scales its accumulators
+// back.
 __device__ __forceinline__ float pack_channel(const Scalar* weight, const float* columns,
                                               unsigned char* packed, int channel) {
   PackedVector vector;
@@ -2282,7 +2328,7 @@ __device__ __forceinline__ float pack_channel(const Scalar* weight, const float*
   for (int i = threadIdx.x; i < (exists ? kInGroup * kUsedTaps : 0); i += blockDim.x) {
     const int channel = i / kUsedTaps;
     const float number = used_weight(weight, group, out, channel, i % kUsedTaps);
-    largest = larger(largest, fabsf(scale(number, channel * kFold)));
+    largest = larger(largest, fabsf(scale(number, channel * kResidues)));
   }
   scale.scale = scale_to(block_largest(largest), kWeightExponent);
   if (scale.scale == 0.0f || (exists && !filters_fit(weight, group, out, scale))) return 0.0f;
@@ -2299,7 +2345,7 @@ __device__ __forceinline__ float pack_channel(const Scalar* weight, const float*
                                                                        : 0.0f;
 }
 
-// Samples of an image: pieces of 32 numbers, spread evenly over each channel.
+// The sample of an image: pieces of 32 numbers, spread evenly over each channel.
 struct Samples {
   static constexpr int kChannels = C::groups * kInGroup;
   static constexpr int kPixels = C::in_height * C::in_width;
@@ -2308,16 +2354,17 @@ struct Samples {
   static constexpr int kWanted = kOfImage > kOfPixels ? kOfImage : kOfPixels;
   static constexpr int kAll = ceil_div(kPixels, 32);
   static constexpr int kPieces = kWanted < kAll ? kWanted : kAll;
-  static constexpr long long kLast = kPixels > 32 ? kPixels - 32 : 0;  // where the last begins
+  // Where the last piece begins.
+  static constexpr long long kLast = kPixels > 32 ? kPixels - 32 : 0;
   const Scalar* image;
   const float* columns;
   int lane;
 
-  // Of a channel of all groups'.
+  // The table column of a channel; `channel` counts those of all groups.
   __device__ static __forceinline__ int column(int channel) {
-    return channel / kInGroup * kGroupColumns + channel % kInGroup * kFold;
+    return channel / kInGroup * kGroupColumns + channel % kInGroup * kResidues;
   }
-  // A lane's number of a piece, with its channel's power; 0 if there is none.
+  // A lane's number of a piece, times its channel's power; 0 if there is none.
   __device__ __forceinline__ float number(int channel, int piece) const {
     const long long first = kLast * piece / (kPieces > 1 ? kPieces - 1 : 1);
     const Scalar* const source = image + static_cast<long long>(channel) * kPixels + first + lane;
@@ -2327,11 +2374,12 @@ struct Samples {
   }
 };
 
-// A block: the scale of an image, and what its channels' numbers are multiplied by.
-__device__ __forceinline__ float sample(const Scalar* image, const float* columns, float* powers) {
+// Block-wide: finds the scale of an image, and what its channels' numbers are multiplied by.
+__device__ __forceinline__ float sample_image(const Scalar* image, const float* columns,
+                                              float* powers) {
   static_assert(!C::halves || !C::in_channels_last, "a channel's pixels are neighbours");
   constexpr int kPieces = Samples::kPieces;
-  constexpr int kTogether = kPieces < 8 ? 8 / kPieces : 1;  // channels
+  constexpr int kTogether = kPieces < 8 ? 8 / kPieces : 1;  // channels that a warp samples at once
   const Samples samples{image, columns, static_cast<int>(threadIdx.x) % 32};
   const int warps = static_cast<int>(blockDim.x) / 32;
   float largest = 0.0f;
@@ -2356,13 +2404,15 @@ __device__ __forceinline__ float sample(const Scalar* image, const float* column
     }
   }
   const float scale = scale_to(block_largest(largest), kSampleExponent);
-  // All warps' have been written. They overflow only where no scale will do.
+  // block_largest has synchronised: all warps' sums of squares are written. They overflow only
+  // where no scale is suitable.
   for (int channel = threadIdx.x; channel < Samples::kChannels; channel += blockDim.x) {
     const int column = Samples::column(channel);
     const float power = columns[column] * scale;
     const float least = Samples::kPixels * (kInputSize * kInputSize);
     const bool proven = powers[column] * scale * scale >= least;
-    for (int fold = 0; fold < kFold; ++fold) powers[column + fold] = proven ? power : -power;
+    for (int residue = 0; residue < kResidues; ++residue)
+      powers[column + residue] = proven ? power : -power;
   }
   for (int i = threadIdx.x; i < C::table_columns; i += blockDim.x) {
     if (i % kGroupColumns >= C::group_in) powers[i] = 0.0f;  // channels that do not exist
@@ -2376,7 +2426,7 @@ __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
   if constexpr (C::halves) {
     static_assert(!C::halves || C::table_channels ==
                                     C::groups * kOutputGroups * C::channel_groups * kStackChannels,
-                  "a factor for each row of the products");
+                  "a factor for each MMA row");
     const Tables tables{scratch, batch};
 #pragma unroll 1
     for (int i = blockIdx.x; i < C::table_channels + batch; i += gridDim.x) {
@@ -2385,8 +2435,8 @@ __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
         const float factor = pack_channel(weight, tables.columns(), packed, i);
         if (threadIdx.x == 0) tables.channels()[i] = factor;
       } else {
-        const float scale = sample(input + static_cast<long long>(image) * kInImage,
-                                   tables.columns(), tables.powers(image));
+        const float scale = sample_image(input + static_cast<long long>(image) * kInImage,
+                                         tables.columns(), tables.powers(image));
         if (threadIdx.x == 0) {
           tables.images()[image] = scale;
           tables.marks()[image] = 0;
@@ -2415,27 +2465,28 @@ __global__ void __launch_bounds__(256)
 """
 
 SOURCES["device/tensor/load.cuh"] = r"""
-// Warps that load input, chunk by chunk, for others to multiply: to registers and from there to
-// shared memory, transposed, rounded or split; or copied asynchronously as it is.
+// Producer warps that load the input, chunk by chunk: to registers and from there to shared memory,
+// transposed and rounded or split; or by cp.async, as it is.
 //
-// A family's `Input` tells where: its stages are a ring, each of which loaders wait for until it is
-// empty, and show when it is full. Warp 0 has other things to do; loaders are those after it.
+// A kernel's `Input` describes its ring of stages: producers wait until a stage is empty, and
+// signal when it is full. Warp 0 has another role; the loaders are the warps after it.
 #include "device/tensor/input.cuh"
 
 namespace fastconv {
 namespace tensor {
 
-constexpr int kLoaders = C::loaders;  // threads
+constexpr int kLoaders = C::loaders;  // threads that load input
 
-// Whether input is copied as it is: neither transposed nor rounded.
+// Whether cp.async copies the input as it is, neither transposed nor rounded.
 constexpr bool kInputCopied = C::vector_loads && sizeof(Scalar) == 2;
 
-// What a chunk's channels are multiplied by. The warp may have a copy in shared memory.
+// The powers that a chunk's channels are multiplied by (scaled fp16). A warp may keep a copy of
+// them in shared memory.
 template <bool kCopied>
 struct ChunkPowers {
   const float* powers;
-  unsigned at = ~0u;    // where they begin in the tables, but for multiples of 2^32
-  bool strict = false;  // whether one is negative
+  unsigned at = ~0u;    // where they begin in the tables, modulo 2^32
+  bool strict = false;  // whether some power is negative: every number of that channel must fit
 
   __device__ explicit ChunkPowers(float* copy) : powers(copy) {}
 
@@ -2446,7 +2497,7 @@ struct ChunkPowers {
     const float* const source = items.tables.powers(image) + column;
     if constexpr (!kCopied) powers = source;
     strict = false;
-    __syncwarp();  // the last ones have been read
+    __syncwarp();  // the previous powers have been read
 #pragma unroll
     for (int first = 0; first < kChunkChannels; first += 32) {
       const int i = first + static_cast<int>(threadIdx.x) % 32;
@@ -2455,14 +2506,14 @@ struct ChunkPowers {
       strict = strict || power < 0.0f;
     }
     strict = __any_sync(~0u, strict);
-    __syncwarp();  // all have been written
+    __syncwarp();  // the powers have been written
   }
-  // Of the vector that begins with a channel of the chunk.
+  // The powers of the vector that begins with a channel of the chunk.
   __device__ __forceinline__ Scale of(int channel) const { return Scale(powers + channel); }
 };
 
-// Marks what a warp has seen since the last call: the image if float16 has not all of its numbers,
-// or the stage if they are not all finite.
+// Evaluates what a warp has seen since the last call: marks the image if its numbers do not all fit
+// float16, or the stage if they are not all finite.
 template <class Input>
 __device__ __forceinline__ void judge(const Items& items, HalfRange& range, int image, int) {
   items.judge(range, image);
@@ -2477,7 +2528,7 @@ __device__ __forceinline__ void judge(const Items&, LowRange& range, int, int st
 template <class Input>
 __device__ __forceinline__ void judge(const Items&, NoRange&, int, int) {}
 
-// The same, and through the batches of each stage.
+// Iterates over all input stages of a block, and over the batches of each stage.
 struct LoadCursor : StageCursor {
   int batch = 0;
 
@@ -2489,13 +2540,13 @@ struct LoadCursor : StageCursor {
   }
 };
 
-// A thread's units of a batch, the image they are of, and the first channel's column.
+// A thread's units of a batch, with their image and the table column of their first channel.
 struct Batch {
   Unit units[C::batch];
   int image;
   int column;
 
-  // Starts loading them.
+  // Starts loading the units.
   __device__ __forceinline__ void load(const Scalar* input, const LoadCursor& at, int thread) {
     const Source source(input, at);
     image = at.item.image;
@@ -2507,7 +2558,7 @@ struct Batch {
     }
   }
 
-  // Writes them to a stage.
+  // Writes the units to a stage.
   template <class Powers>
   __device__ __forceinline__ void store(unsigned char* stage, int batch, int thread,
                                         const Powers& powers, Range& range) const {
@@ -2528,7 +2579,7 @@ struct Batch {
   }
 };
 
-// Loads all input stages, a few batches ahead of what is written.
+// Loads all input stages, a few batches ahead of what is written to shared memory.
 template <class Input>
 __device__ __forceinline__ void load_input(const Scalar* input, const Items& items) {
   const int thread = static_cast<int>(threadIdx.x) - 32;
@@ -2537,26 +2588,26 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Items& ite
   ChunkPowers<Input::kPowersCopied> powers(Input::powers(thread / 32));
   LoadCursor next(items);
   Ring<Input::kStages> at(1);
-  int under_way = 0;
+  int in_flight = 0;
   int batch = 0;
 #pragma unroll
   for (int i = 0; i < C::batches_ahead - 1; ++i) {
     if (next.more()) {
       batches[i].load(input, next, thread);
       next.advance();
-      ++under_way;
+      ++in_flight;
     }
   }
-  while (under_way > 0 || next.more()) {
+  while (in_flight > 0 || next.more()) {
 #pragma unroll
     for (int i = 0; i < C::batches_ahead; ++i) {
       if (next.more()) {
         batches[(i + C::batches_ahead - 1) % C::batches_ahead].load(input, next, thread);
         next.advance();
-        ++under_way;
+        ++in_flight;
       }
-      if (under_way == 0) break;
-      --under_way;
+      if (in_flight == 0) break;
+      --in_flight;
       if (batch == 0) {
         powers.load(items, batches[i].image, batches[i].column);
         Input::wait(at);
@@ -2572,8 +2623,8 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Items& ite
   }
 }
 
-// A thread's share of the lines of a stage, where they are copied as they are: of one plane, every
-// kLineStep-th pixel. What a line's copies have in common is computed once for all of them.
+// A thread's share of the lines of a stage, for cp.async: every kLineStep-th pixel of one plane.
+// What the copies of a line have in common is computed once for all of them.
 struct LineCopy {
   static constexpr int kLineStep = kLoaders / kChunkPlanes;
   static constexpr int kCopies = ceil_div(C::pitch, kLineStep);
@@ -2603,8 +2654,8 @@ struct LineCopy {
   }
 };
 
-// The same where neither transposing nor rounding is to be done: asynchronous copies. A consumer
-// gives a stage back when it has the next: of two stages, none may be under way while this waits.
+// Copies all input stages with cp.async. A consumer releases a stage only when it has the next one,
+// so with two stages no copy may be in flight while this waits for a stage.
 template <class Input>
 __device__ __forceinline__ void copy_input(const Scalar* input, const Items& items) {
   static_assert(!C::wraps || !C::vector_loads || sizeof(Scalar) == 4, "lines do not go on");
@@ -2616,9 +2667,11 @@ __device__ __forceinline__ void copy_input(const Scalar* input, const Items& ite
     Input::show(landed.stage);
     landed.advance();
   };
-  constexpr int kAhead = Input::kStages > 2 ? 1 : 0;                           // stages
-  constexpr int kLinesAtOnce = kLines * LineCopy::kCopies <= 32 ? kLines : 1;  // few instructions
-  int under_way = 0;
+  // Stages that are in flight while the next one is copied.
+  constexpr int kAhead = Input::kStages > 2 ? 1 : 0;
+  // Unrolls all lines only if that takes few instructions.
+  constexpr int kLinesAtOnce = kLines * LineCopy::kCopies <= 32 ? kLines : 1;
+  int in_flight = 0;
   for (StageCursor next(items); next.more(); next.advance()) {
     const Source source(input, next);
     Input::wait(at);
@@ -2627,14 +2680,14 @@ __device__ __forceinline__ void copy_input(const Scalar* input, const Items& ite
     for (int line = 0; line < kLines; ++line) copy.start(source, line, stage);
     copy_async_commit();
     at.advance();
-    if (++under_way > kAhead) {
+    if (++in_flight > kAhead) {
       copy_async_wait<kAhead>();
       arrive();
-      --under_way;
+      --in_flight;
     }
   }
   copy_async_wait<0>();
-  if (under_way > 0) arrive();
+  if (in_flight > 0) arrive();
 }
 
 }  // namespace tensor
@@ -2642,7 +2695,7 @@ __device__ __forceinline__ void copy_input(const Scalar* input, const Items& ite
 """
 
 SOURCES["hopper/halo/store.cuh"] = r"""
-// Outputs: from a consumer's registers through shared memory to global memory.
+// Epilogue: a consumer's accumulators go through shared memory to global memory.
 #include "hopper/halo/multiply.cuh"
 #include "device/tensor/target.cuh"
 
@@ -2666,8 +2719,9 @@ __device__ __forceinline__ void stage_pair(Scalar* target, float first, float se
   }
 }
 
-// The same in a row that goes on with the next one (`wraps`), for a pixel so far past its end: kGap
-// of those count for nothing, and the others close up.
+// Stages a pair in a row that continues into the next one (`wraps`). The first pixel lies `past`
+// pixels after the row's end, or before it if negative. The kGap pixels after the end are
+// discarded, and the next row's pixels are staged right behind this row's.
 __device__ __forceinline__ void stage_wrapped(Scalar* target, int past, float first, float second) {
   if constexpr (C::out_width % 2 == 0 && kGap % 2 == 0) {
     if (past < 0) stage_pair(target, first, second);
@@ -2682,48 +2736,49 @@ __device__ __forceinline__ void stage_wrapped(Scalar* target, int past, float fi
   }
 }
 
-// What is added to sums of a product's row, of contiguous outputs. It comes from memory: sums of a
-// thread are neighbours of others'.
+// The residual of two neighbouring pixels of a channel, for contiguous outputs, loaded straight
+// from global memory: the lanes of a warp have neighbouring pixels.
 template <bool kAdds>
 struct RowResidual {
-  // Whether two neighbours, the first of which is even, are both in the image or not, and aligned.
+  // Whether a pair that begins at an even pixel is aligned, and inside the image as a whole or not
+  // at all.
   static constexpr bool kPairs = C::bulk_stores && C::out_width % 2 == 0 && C::pitch % 2 == 0 &&
                                  (kStrips == 1 || C::tile_columns % 2 == 0) &&
                                  (!C::wraps || kGap % 2 == 0);
   Scalar first, second;
 
-  // Of the lane's row and pixels, of eight each.
+  // The lane takes one of 8 rows of M from first_row on, and two of 8 pixels from first_pixel on.
   __device__ __forceinline__ RowResidual(const Target& target, const Epilogue<C>& epilogue,
                                          int first_row, int first_pixel, int lane) {
-    const int product_row = first_row + lane / 4;
+    const int mma_row = first_row + lane / 4;
     const int pixel = first_pixel + lane % 4 * 2;
     if constexpr (kPairs) {
-      const auto both = load<2>(target, epilogue, product_row, pixel);
+      const auto both = load<2>(target, epilogue, mma_row, pixel);
       first = both.element[0];
       second = both.element[1];
     } else {
-      first = load<1>(target, epilogue, product_row, pixel).element[0];
-      second = load<1>(target, epilogue, product_row, pixel + 1).element[0];
+      first = load<1>(target, epilogue, mma_row, pixel).element[0];
+      second = load<1>(target, epilogue, mma_row, pixel + 1).element[0];
     }
   }
   template <int kCount>
   __device__ __forceinline__ static Vector<Scalar, kCount> load(const Target& target,
                                                                 const Epilogue<C>& epilogue,
-                                                                int product_row, int pixel) {
+                                                                int mma_row, int pixel) {
     const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
     int column = target.column - C::lead + pixel - line * C::pitch;
-    bool valid = column >= 0 && line < C::tile_rows && target.exists(product_row, line);
+    bool valid = column >= 0 && line < C::tile_rows && target.exists(mma_row, line);
     if constexpr (C::wraps) {
-      // Beyond the gap lies the next row.
+      // After the gap comes the next row.
       const bool beyond = column >= C::out_width + kGap;
-      const int end = target.output_row(product_row, line) + 1 < C::out_height ? 2 : 1;
+      const int end = target.output_row(mma_row, line) + 1 < C::out_height ? 2 : 1;
       valid = valid && (beyond || column < C::out_width);
       if (beyond) column -= kGap;
       valid = valid && column < end * C::out_width;
     } else {
       valid = valid && column < C::out_width;
     }
-    return epilogue.residual_of<kCount>(target.place(product_row, line, column), valid);
+    return epilogue.residual_of<kCount>(target.place(mma_row, line, column), valid);
   }
 };
 
@@ -2734,31 +2789,33 @@ struct RowResidual<false> {
   __device__ RowResidual(const Target&, const Epilogue<C>&, int, int, int) {}
 };
 
-// Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a
-// row starts as far beyond a multiple of 16 bytes as it will in global memory.
+// Stages the accumulators of 8 channels as rows of pixels; `half` tells which 8 of the warp's 16.
+// With bulk stores, a staged row has the misalignment to 16 bytes that it will have in global
+// memory.
 template <bool kWrapped>
-__device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int row_end,
-                                           int turn, int half, const Finish& finish,
+__device__ __forceinline__ void stage_rows(const float (&acc)[kAccumulators], Scalar* row,
+                                           int row_end, int pass, int half, const Finish& finish,
                                            const Target& to, const Epilogue<C>& epilogue,
                                            int first_row, int lane) {
-  // What residuals need is found again: it would take the registers of sums.
+  // Recomputes the residuals' addresses for each use: kept, they would take registers that the
+  // accumulators need.
   const int fresh_lane = kAddsResidual ? once_more(lane) : lane;
   const int past = lane % 4 * 2 - row_end;
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; ++i) {
-    const int j = turn * (C::pass_pixels / 8) + i;
+    const int j = pass * (C::pass_pixels / 8) + i;
     if (8 * j < C::pixels) {
       Scalar* const target = row + C::interleave * (8 * i + lane % 4 * 2);
       const RowResidual<kAddsResidual> added(to, epilogue, first_row, 8 * j, fresh_lane);
-      const float first = finish(sums[4 * j + 2 * half], added.first);
-      const float second = finish(sums[4 * j + 2 * half + 1], added.second);
+      const float first = finish(acc[4 * j + 2 * half], added.first);
+      const float second = finish(acc[4 * j + 2 * half + 1], added.second);
       if constexpr (kWrapped) {
         stage_wrapped(target, 8 * i + past, first, second);
       } else if constexpr (C::interleave == 1) {
         stage_pair(target, first, second);
       } else if constexpr (C::column_sums == 2) {
-        stage_pair(target, first, finish(sums[4 * j + 2]));
-        stage_pair(target + 2, second, finish(sums[4 * j + 3]));
+        stage_pair(target, first, finish(acc[4 * j + 2]));
+        stage_pair(target + 2, second, finish(acc[4 * j + 3]));
       } else {
         stage_pair(target, C::column_at ? 0.0f : first, C::column_at ? first : 0.0f);
         stage_pair(target + 2, C::column_at ? 0.0f : second, C::column_at ? second : 0.0f);
@@ -2767,11 +2824,12 @@ __device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* r
   }
 }
 
-// Whether every row, and every piece of one, starts at a multiple of 16 bytes.
+// Whether every stored row, and every strip of one, starts at a multiple of 16 bytes.
 constexpr bool kRowsAligned = C::lead == 0 && kStoredWidth % kVector == 0 &&
                               (kStrips == 1 || kStoredColumns % kVector == 0) && !kUnfolds;
 
-// Columns [begin, end) of a row: what is in whole 16 bytes by a bulk copy, the rest one by one.
+// Stores columns [begin, end) of a row: whole 16-byte vectors with a bulk copy, the rest element by
+// element.
 __device__ __forceinline__ void store_columns(Scalar* row, const Scalar* staged, int begin,
                                               int end) {
   if (begin >= end) return;
@@ -2790,18 +2848,19 @@ __device__ __forceinline__ void store_columns(Scalar* row, const Scalar* staged,
   }
 }
 
-// The columns of a row that a turn stores, of the tile's line-th row of pixels. With `lead`, they
-// begin where the row's memory has a multiple of `lead`; if the strip also `wraps`, so do the next
-// row's own, and what it has before them is stored as this row's columns beyond its end.
+// The columns of a row that one pass stores, for the tile's line-th row of pixels. With `lead`,
+// they begin at a multiple of `lead` elements in memory. If the strip also `wraps`, the next row's
+// own columns begin at such a multiple too, and those before it are stored with this row, as
+// columns beyond its end.
 struct Window {
   Scalar* row;     // the element in the image's column 0
-  int at;          // the stored column of the turn's first pixel, were it in this line
+  int at;          // the stored column of the pass's first pixel, counted along this line
   int begin, end;  // stored columns
-  int beyond;      // how far the row begins beyond a multiple of 16 bytes, or of `lead`
+  int beyond;      // elements from a multiple of 16 bytes, or of `lead`, to the row's start
 
-  __device__ __forceinline__ Window(Scalar* row, const Target& target, int y, int line, int turn)
+  __device__ __forceinline__ Window(Scalar* row, const Target& target, int y, int line, int pass)
       : row(row) {
-    at = target.column - C::lead + turn * kStoredPass - line * kStoredPitch;
+    at = target.column - C::lead + pass * kStoredPass - line * kStoredPitch;
     beyond = kRowsAligned ? 0 : misalignment(row, C::lead > 0 ? C::lead : kVector);
     begin = target.column - (C::lead > 0 ? beyond : 0);
     int first = C::lead > 0 ? 0 : begin;
@@ -2815,26 +2874,26 @@ struct Window {
   }
 };
 
-constexpr int kStoringLanes = kUnfolds ? 32 : 8;  // of a warp, with bulk stores
+constexpr int kStoringLanes = kUnfolds ? 32 : 8;  // lanes of a warp that issue bulk stores
 
-// Rows of 8 channels from shared to global memory, each by one lane: bulk copies start one by one,
-// but what they need is computed for all at once.
+// Stores staged rows of 8 channels, each by one lane: the lanes' bulk copies start one after the
+// other, but their addresses are computed in parallel.
 __device__ __forceinline__ void store_staged(const Scalar* staging, const Target& target, int first,
-                                             int turn, int lane) {
+                                             int pass, int lane) {
   if (lane >= kStoringLanes) return;
 #pragma unroll
   for (int line = 0; line < C::tile_rows; ++line) {
     const int y = target.image_row(first, line, C::row_at);
     if (!target.exists(first + lane, line) || (!kRowsInside && y >= C::image_height)) continue;
-    const Window window(target.row_start(first + lane, y), target, y, line, turn);
+    const Window window(target.row_start(first + lane, y), target, y, line, pass);
     store_columns(window.row, staging + lane * kRowPitch - window.at + window.beyond % kVector,
                   window.begin, window.end);
   }
   bulk_store_commit();
 }
 
-// Clears the rows beside those: of other phases, which no tap reaches.
-__device__ __forceinline__ void clear_beside(const Target& target, int first, int turn, int lane) {
+// Clears the neighbouring rows that belong to residues which no tap reaches.
+__device__ __forceinline__ void clear_beside(const Target& target, int first, int pass, int lane) {
   constexpr int kCleared = kRowsAligned ? kVector : 1;
   constexpr int kRowsAtOnce = kFewRows ? kPixelRows : 1;
 #pragma unroll
@@ -2845,7 +2904,7 @@ __device__ __forceinline__ void clear_beside(const Target& target, int first, in
       if (!kFewRows && y >= C::image_height) break;
       if (image_row == C::row_at || (!kRowsInside && y >= C::image_height)) continue;
       for (int i = 0; i < 8 && target.exists(first + i, line); ++i) {
-        const Window window(target.row_start(first + i, y), target, y, line, turn);
+        const Window window(target.row_start(first + i, y), target, y, line, pass);
         for (int x = window.begin + kCleared * lane; x < window.end; x += kCleared * 32) {
           *reinterpret_cast<Vector<Scalar, kCleared>*>(window.row + x) = {};
         }
@@ -2854,40 +2913,42 @@ __device__ __forceinline__ void clear_beside(const Target& target, int first, in
   }
 }
 
-// Contiguous outputs, 8 channels at a time. With `lead`, neighbouring strips share no sector.
-__device__ __forceinline__ void store_rows(const float (&sums)[kSums], const Finish (&finish)[2],
-                                           Scalar* staging, const Target& target,
-                                           const Epilogue<C>& epilogue, int warp, int lane) {
-  constexpr int kHalves = 2 / C::column_sums;
-  static_assert(kHalves * kPasses % C::buffers == 0, "tiles begin with the same buffer");
+// Stores contiguous outputs, 8 channels at a time. With `lead`, neighbouring strips share no
+// sector.
+__device__ __forceinline__ void store_rows(const float (&acc)[kAccumulators],
+                                           const Finish (&finish)[2], Scalar* staging,
+                                           const Target& target, const Epilogue<C>& epilogue,
+                                           int warp, int lane) {
+  constexpr int kRowHalves = 2 / C::column_sums;
+  static_assert(kRowHalves * kPasses % C::buffers == 0, "tiles begin with the same buffer");
 #pragma unroll
-  for (int half = 0; half < kHalves; ++half) {
-    const int first = 16 * warp + 8 * half;  // of the product's rows
+  for (int half = 0; half < kRowHalves; ++half) {
+    const int first = 16 * warp + 8 * half;  // row of M
     const Scalar* const row = target.row_start(first, target.image_row(first, 0, C::row_at));
     const int shift =
         C::bulk_stores ? misalignment(row + static_cast<long long>(lane / 4) * kOutPlane, kVector)
                        : 0;
 #pragma unroll
-    for (int turn = 0; turn < kPasses; ++turn) {
+    for (int pass = 0; pass < kPasses; ++pass) {
       if constexpr (C::bulk_stores) {
         if (lane < kStoringLanes) bulk_store_wait_read<C::buffers - 1>();
       }
       __syncwarp();
-      Scalar* const buffer = staging + (half * kPasses + turn) % C::buffers * (8 * kRowPitch);
+      Scalar* const buffer = staging + (half * kPasses + pass) % C::buffers * (8 * kRowPitch);
       Scalar* const rows = buffer + lane / 4 * kRowPitch + shift;
       const int row_end = C::out_width - target.column + C::lead;  // in pixels
       if (C::wraps && row_end < C::pixels) {
-        stage_rows<C::wraps>(sums, rows, row_end, turn, half, finish[half], target, epilogue, first,
+        stage_rows<C::wraps>(acc, rows, row_end, pass, half, finish[half], target, epilogue, first,
                              lane);
       } else {
-        stage_rows<false>(sums, rows, row_end, turn, half, finish[half], target, epilogue, first,
+        stage_rows<false>(acc, rows, row_end, pass, half, finish[half], target, epilogue, first,
                           lane);
       }
       if constexpr (C::bulk_stores) {
         fence_async_shared();
         __syncwarp();
-        store_staged(buffer, target, first, turn, lane);
-        clear_beside(target, first, turn, lane);
+        store_staged(buffer, target, first, pass, lane);
+        clear_beside(target, first, pass, lane);
       } else {
         __syncwarp();
 #pragma unroll 1
@@ -2895,8 +2956,8 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const Fin
 #pragma unroll
           for (int i = 0; i < ceil_div(kStoredPass, 32); ++i) {
             const int staged = 32 * i + lane;
-            const int line = (turn * kStoredPass + staged) / kStoredPitch;
-            const int at = (turn * kStoredPass + staged) % kStoredPitch;
+            const int line = (pass * kStoredPass + staged) / kStoredPitch;
+            const int at = (pass * kStoredPass + staged) % kStoredPitch;
             if (staged < kStoredPass && line < C::tile_rows && at < kStoredColumns &&
                 target.column + at < kStoredWidth && target.exists(first + channel, line)) {
               target.store(first + channel, line, target.column + at,
@@ -2909,28 +2970,30 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const Fin
   }
 }
 
-// Sums of 16 channels to pixels of 64 channels; to where their residuals are.
+// Stages the accumulators of a warp's 16 channels among pixels of 64 channels, in the place of
+// their residuals.
 template <class T>
-__device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* staging, int turn,
-                                             const Finish (&finish)[2], int warp, int lane) {
+__device__ __forceinline__ void stage_pixels(const float (&acc)[kAccumulators], T* staging,
+                                             int pass, const Finish (&finish)[2], int warp,
+                                             int lane) {
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; i += 2) {
-    const int j = turn * (C::pass_pixels / 8) + i;
+    const int j = pass * (C::pass_pixels / 8) + i;
     if constexpr (sizeof(T) == 2) {
-      // Two times 8 pixels, two times 8 channels.
+      // stmatrix of 2 x 8 pixels by 2 x 8 channels.
       const int pixel = 8 * (i + lane / 16) + lane % 8;
       T* const place = staging + pixel * kPixelPitch + 16 * warp + lane / 8 % 2 * 8;
       unsigned rows[4];
       if constexpr (kAddsResidual) load_transposed(rows, place);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const int at = min(4 * (j + k / 2) + k % 2 * 2, kSums - 2);
+        const int at = min(4 * (j + k / 2) + k % 2 * 2, kAccumulators - 2);
         if constexpr (kAddsResidual) {
           const auto added = reinterpret_cast<const Vector<T, 2>&>(rows[k]);
-          rows[k] = narrow_pair(T{}, finish[k % 2](sums[at], added.element[0]),
-                                finish[k % 2](sums[at + 1], added.element[1]));
+          rows[k] = narrow_pair(T{}, finish[k % 2](acc[at], added.element[0]),
+                                finish[k % 2](acc[at + 1], added.element[1]));
         } else {
-          rows[k] = narrow_pair(T{}, finish[k % 2](sums[at]), finish[k % 2](sums[at + 1]));
+          rows[k] = narrow_pair(T{}, finish[k % 2](acc[at]), finish[k % 2](acc[at + 1]));
         }
       }
       store_transposed(place, rows);
@@ -2940,16 +3003,16 @@ __device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* stag
         const int pixel = 8 * (i + k / 4) + lane % 4 * 2 + k % 2;
         if (8 * (j + k / 4) < C::pixels) {
           T& place = staging[pixel * kPixelPitch + 16 * warp + lane / 4 + k / 2 % 2 * 8];
-          place = narrow<T>(finish[k / 2 % 2](sums[4 * j + k], Epilogue<C>::staged(place)));
+          place = narrow<T>(finish[k / 2 % 2](acc[4 * j + k], Epilogue<C>::staged(place)));
         }
       }
     }
   }
 }
 
-// Channels-last outputs: each pixel's 64 channels are neighbours. With `joint_stores`, so are those
-// of both consumers, which store them together.
-constexpr int kStoring = C::joint_stores ? kConsumers : 1;  // consumers
+// Channels-last outputs: a pixel's 64 channels are neighbours in memory. With `joint_stores`, both
+// consumers store a pixel's 128 channels together.
+constexpr int kStoring = C::joint_stores ? kConsumers : 1;  // consumers that store together
 static_assert(!C::joint_stores || (C::out_channels_last && C::channel_groups == kConsumers &&
                                    kStackChannels == kOutputs && !C::turns),
               "the same pixels at the same time");
@@ -2962,27 +3025,28 @@ __device__ __forceinline__ void storing_sync(int warpgroup) {
   }
 }
 
-__device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const Finish (&finish)[2],
-                                             Scalar* staging, const Target& target,
-                                             const Epilogue<C>& epilogue, int warpgroup, int warp,
-                                             int lane) {
+__device__ __forceinline__ void store_pixels(const float (&acc)[kAccumulators],
+                                             const Finish (&finish)[2], Scalar* staging,
+                                             const Target& target, const Epilogue<C>& epilogue,
+                                             int warpgroup, int warp, int lane) {
   using Stored = Either<C::vector_stores, uint4, Scalar>::type;
   constexpr int kStored = C::vector_stores ? kVector : 1;  // channels of one store
-  constexpr int kStores = kStoring * kOutputs / kStored;   // of a pixel
-  constexpr int kStep = kStoring * 128 / kStores;          // pixels that are stored at once
-  constexpr int kAtOnce = 4;  // of a thread's stores, so that they do not wait for each other
+  constexpr int kStores = kStoring * kOutputs / kStored;   // stores of a pixel
+  constexpr int kStep = kStoring * 128 / kStores;          // pixels stored by all threads at once
+  constexpr int kAtOnce = 4;                               // loads that a thread has in flight
   const int thread = (C::joint_stores ? 128 * warpgroup : 0) + 32 * warp + lane;
   const int channel = thread % kStores * kStored;
-  const int product_row = channel % kOutputs;
-  // Whose sums: this consumer's, or those of the one before or after it.
+  const int mma_row = channel % kOutputs;
+  // Which consumer's accumulators the thread stores: 0 its own, -1 or 1 those of the one before or
+  // after it.
   const int other = C::joint_stores ? channel / kOutputs - warpgroup : 0;
-  Scalar* const staged = staging + other * (kStagingBytes / kScalarBytes) + product_row;
+  Scalar* const staged = staging + other * (kStagingBytes / kScalarBytes) + mma_row;
   Target owner = target;
   owner.outputs += other * kOutputs;
   const int columns = min(C::tile_columns, C::out_width - target.column);
 #pragma unroll
-  for (int turn = 0; turn < kPasses; ++turn) {
-    const int count = min(C::pass_pixels, C::pixels - turn * C::pass_pixels);
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int count = min(C::pass_pixels, C::pixels - pass * C::pass_pixels);
     storing_sync(warpgroup);
     if constexpr (kAddsResidual) {
 #pragma unroll 1
@@ -2990,13 +3054,13 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const F
         Vector<Scalar, kStored> values[kAtOnce];
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
-          const int pixel = turn * C::pass_pixels + first + k * kStep;
+          const int pixel = pass * C::pass_pixels + first + k * kStep;
           const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
           const int at = pixel - line * C::pitch;
           values[k] =
-              epilogue.residual_of<kStored>(owner.place(product_row, line, target.column + at),
+              epilogue.residual_of<kStored>(owner.place(mma_row, line, target.column + at),
                                             first + k * kStep < count && line < C::tile_rows &&
-                                                at < columns && owner.exists(product_row, line));
+                                                at < columns && owner.exists(mma_row, line));
         }
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
@@ -3008,7 +3072,7 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const F
       }
       storing_sync(warpgroup);
     }
-    stage_pixels(sums, staging, turn, finish, warp, lane);
+    stage_pixels(acc, staging, pass, finish, warp, lane);
     storing_sync(warpgroup);
 #pragma unroll 1
     for (int first = thread / kStores; first < count; first += kAtOnce * kStep) {
@@ -3020,12 +3084,12 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const F
       }
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        const int pixel = turn * C::pass_pixels + first + k * kStep;
+        const int pixel = pass * C::pass_pixels + first + k * kStep;
         const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
         const int at = pixel - line * C::pitch;
-        owner.store(product_row, line, target.column + at, values[k],
+        owner.store(mma_row, line, target.column + at, values[k],
                     first + k * kStep < count && line < C::tile_rows && at < columns &&
-                        owner.exists(product_row, line));
+                        owner.exists(mma_row, line));
       }
     }
   }
@@ -3036,16 +3100,17 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const F
 """
 
 SOURCES["hopper/halo/multiply.cuh"] = r"""
-// Consumers: warpgroups that multiply what is in shared memory.
+// Consumers: warpgroups that issue wgmma on the input and weight stages in shared memory.
 #include "hopper/halo/tile.cuh"
 #include "device/wgmma.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-constexpr int kSums = C::pixels / 2;  // of a thread
+constexpr int kAccumulators = C::pixels / 2;  // registers of a thread
 
-// Where a tap's first pixel lies in the stages of a tile whose first is `stage`, in 16 bytes.
+// The offset of a tap's first pixel in the ring of input stages, in units of 16 bytes, for a tile
+// whose first stage is `stage`.
 __device__ __forceinline__ int tap_offset(int stage, int first_row, int tap) {
   const int tap_row = tap / C::kernel_width;
   const int tap_column = tap % C::kernel_width;
@@ -3064,24 +3129,24 @@ __device__ __forceinline__ int tap_offset(int stage, int first_row, int tap) {
 static_assert(!C::turns || (C::resident && (C::rolling || kChunks <= C::input_stages)),
               "a consumer that takes turns needs all of a tile before the other gives any back");
 
-// A warpgroup that multiplies and stores; what it keeps from one tile to the next.
+// What a consumer warpgroup keeps from one tile to the next.
 struct Consumer {
   int lane;
-  int warp;  // of the warpgroup
+  int warp;  // index in the warpgroup
   int warpgroup;
   int channel_group;
   int pixel_group;
   Matrix input_matrix;
   Matrix weight_matrix;
-  Ring<C::input_stages> input{0};  // the next stage to wait for
+  Ring<C::input_stages> input{0};  // next stage to wait for
   Ring<C::weight_stages> weights{0};
-  Ring<C::input_stages> spent_input{0};  // the next to give back
+  Ring<C::input_stages> spent_input{0};  // next stage to release
   Ring<C::weight_stages> spent_weights{0};
-  unsigned turn;  // parity
+  unsigned turn;  // parity of the mbarrier that grants the turn
 
   __device__ Consumer() {
     lane = static_cast<int>(threadIdx.x) % 32;
-    // From one lane, for the compiler to see that it is the same for all.
+    // The shuffle tells the compiler that the warp's number is uniform.
     const int number = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 4;
     warp = number % 4;
     warpgroup = number / 4;
@@ -3093,7 +3158,8 @@ struct Consumer {
         matrix(shared_memory() + kWeightRing + channel_group * kProductBytes, kOutputs * 16, 128);
   }
 
-  // Waits for the input of a chunk of a tile, as far as no earlier tile has; its first stage.
+  // Waits for a chunk of a tile's input, except stages that an earlier tile has waited for. Returns
+  // the chunk's first stage.
   __device__ __forceinline__ int wait_for_input(bool first_of_item) {
     const int first = C::rolling ? spent_input.stage : input.stage;
     const int stages = !C::rolling ? 1 : first_of_item ? kHaloRows : kTileRows;
@@ -3105,7 +3171,8 @@ struct Consumer {
     return first;
   }
 
-  // Whether it has something infinite or NaN. The same for all warps: the stages are still theirs.
+  // Whether the stages from `first` on hold an infinity or a NaN. All warps read the same marks,
+  // because none has released these stages.
   __device__ __forceinline__ bool is_marked(int first) const {
     bool marked = false;
 #pragma unroll 1
@@ -3116,7 +3183,7 @@ struct Consumer {
     return marked;
   }
 
-  // Gives back the input of a chunk of a tile, but for what the next tile reads too.
+  // Releases the stages of a tile's chunk, except rows that the next tile reads too.
   __device__ __forceinline__ void release_input(bool last_of_item) {
     const int stages = !C::rolling ? 1 : last_of_item ? kHaloRows : kTileRows;
 #pragma unroll 1
@@ -3145,7 +3212,7 @@ struct Consumer {
     }
   }
 
-  // With `turns`, consumers multiply by turns, so that one does while the other stores.
+  // With `turns`, the consumers alternate: one issues MMAs while the other stores.
   __device__ __forceinline__ void wait_for_turn() {
     if constexpr (C::turns) {
       barrier_wait(&barriers().turn[warpgroup], turn);
@@ -3158,8 +3225,8 @@ struct Consumer {
     }
   }
 
-  // The products of low parts, of one stage of weights.
-  __device__ __forceinline__ void multiply_low(float (&sums)[kSums], int weight_stage,
+  // The MMAs low * low of one stage of weights.
+  __device__ __forceinline__ void multiply_low(float (&acc)[kAccumulators], int weight_stage,
                                                int input_stage, int first_tap) const {
     constexpr int kPart = C::channel_groups * kProductBytes / 16;
     const Matrix left = weight_matrix + weight_stage * (kWeightBytes / 16);
@@ -3169,19 +3236,19 @@ struct Consumer {
           input_matrix + tap_offset(input_stage, pixel_group * kGroupRows, first_tap + j);
 #pragma unroll
       for (int k = 0; k < C::k_steps; ++k) {
-        wgmma<C::pixels>(Factor{}, sums,
+        wgmma<C::pixels>(Factor{}, acc,
                          left + (j * C::k_steps + k) * (kWeightParts * kPart) + kPart,
                          right + 2 * k * kPlanePixels + kPartPixels, j + k > 0);
       }
     }
   }
 
-  // All others, of one stage of weights.
-  __device__ __forceinline__ void multiply(float (&sums)[kSums], int weight_stage, int input_stage,
-                                           int first_tap, bool accumulate) const {
+  // All other MMAs of one stage of weights.
+  __device__ __forceinline__ void multiply(float (&acc)[kAccumulators], int weight_stage,
+                                           int input_stage, int first_tap, bool accumulate) const {
     constexpr int kPart = C::channel_groups * kProductBytes / 16;
     const Matrix left = weight_matrix + weight_stage * (kWeightBytes / 16);
-    // The large products of split numbers last: what the small ones add is not lost.
+    // The high * high MMAs come last, so that the small products are added to small accumulators.
 #pragma unroll
     for (int large = C::parts == 2 ? 0 : 1; large < 2; ++large) {
 #pragma unroll
@@ -3193,12 +3260,13 @@ struct Consumer {
           const Matrix a = left + (j * C::k_steps + k) * (kWeightParts * kPart);
           const Matrix b = right + 2 * k * kPlanePixels;
           if (large) {
-            wgmma<C::pixels>(Factor{}, sums, a, b, accumulate);
+            wgmma<C::pixels>(Factor{}, acc, a, b, accumulate);
           } else {
-            // Halves' low parts are enlarged, and a third part of weights makes up for it.
+            // Scaled fp16 stores the input's low part enlarged; a third part of the weights, the
+            // high part made smaller, compensates.
             const Matrix high = C::halves ? a + 2 * kPart : a;
-            wgmma<C::pixels>(Factor{}, sums, high, b + kPartPixels, accumulate);
-            wgmma<C::pixels>(Factor{}, sums, a + kPart, b, true);
+            wgmma<C::pixels>(Factor{}, acc, high, b + kPartPixels, accumulate);
+            wgmma<C::pixels>(Factor{}, acc, a + kPart, b, true);
           }
           accumulate = true;
         }
@@ -3207,37 +3275,37 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // The products of one stage of weights, of numbers in two parts. If low parts are infinite, their
-  // products with each other are dropped. Both ways begin with a fence of their own: the compiler
-  // wants none between a condition and the products.
-  __device__ __forceinline__ void multiply_split(float (&sums)[kSums], int weight_stage,
+  // The MMAs of one stage of weights for operands in two parts. If the input has infinite low parts
+  // (`careful`), what low * low has made infinite is dropped. Each branch has its own fence: the
+  // compiler wants no condition between the fence and the wgmmas.
+  __device__ __forceinline__ void multiply_split(float (&acc)[kAccumulators], int weight_stage,
                                                  int input_stage, int first_tap,
                                                  bool careful) const {
     static_assert(!C::low_products || !C::compensated, "sums begin with the low parts' products");
     if constexpr (C::low_products) {
       if (careful) {
         wgmma_fence();
-        multiply_low(sums, weight_stage, input_stage, first_tap);
+        multiply_low(acc, weight_stage, input_stage, first_tap);
         wgmma_commit();
         wgmma_wait<0>();
-        hold_registers(sums);
-        drop_infinite(sums);
+        hold_registers(acc);
+        drop_infinite(acc);
         wgmma_fence();
-        multiply(sums, weight_stage, input_stage, first_tap, true);
+        multiply(acc, weight_stage, input_stage, first_tap, true);
       } else {
         wgmma_fence();
-        multiply_low(sums, weight_stage, input_stage, first_tap);
-        multiply(sums, weight_stage, input_stage, first_tap, true);
+        multiply_low(acc, weight_stage, input_stage, first_tap);
+        multiply(acc, weight_stage, input_stage, first_tap, true);
       }
     } else {
       wgmma_fence();
-      multiply(sums, weight_stage, input_stage, first_tap, C::compensated);
+      multiply(acc, weight_stage, input_stage, first_tap, C::compensated);
     }
   }
 
-  // One tile's sums, without the bias. Stages are given back one step late, when their products are
-  // complete but the next ones are on their way already.
-  __device__ __forceinline__ void compute(float (&sums)[kSums], bool first_of_item,
+  // A tile's accumulators, without the bias. A stage is released one step late, when its wgmmas are
+  // complete and the next ones have been issued.
+  __device__ __forceinline__ void compute(float (&acc)[kAccumulators], bool first_of_item,
                                           bool last_of_item) {
     bool accumulate = false;
     wait_for_turn();
@@ -3248,7 +3316,7 @@ struct Consumer {
       for (int stage = 0; stage < kWeightStages; ++stage) {
         const int weight_stage = wait_for_weights(chunk * kWeightStages + stage);
         wgmma_fence();
-        multiply(sums, weight_stage, input_stage, stage * C::stage_taps, accumulate);
+        multiply(acc, weight_stage, input_stage, stage * C::stage_taps, accumulate);
         wgmma_wait<1>();
         if (accumulate) release_weights();
         if (chunk > 0 && stage == 0) release_input(false);
@@ -3257,18 +3325,19 @@ struct Consumer {
     }
     end_turn();
     wgmma_wait<0>();
-    hold_registers(sums);
+    hold_registers(acc);
     release_weights();
     release_input(last_of_item);
   }
 
-  // The same in two levels, for numbers in two parts. What a total loses as it is rounded is where
-  // the next sums begin (`compensated`): long sums are no less exact than short ones.
-  __device__ __forceinline__ void compute_split(float (&totals)[kSums], bool first_of_item,
+  // The same for operands in two parts, in two levels: after each stage of weights the accumulators
+  // are added to `totals`. With `compensated`, the next stage's accumulators start from the
+  // rounding error of that addition, so that long sums are as exact as short ones.
+  __device__ __forceinline__ void compute_split(float (&totals)[kAccumulators], bool first_of_item,
                                                 bool last_of_item) {
-    float sums[kSums];
+    float acc[kAccumulators];
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) totals[i] = sums[i] = 0.0f;
+    for (int i = 0; i < kAccumulators; ++i) totals[i] = acc[i] = 0.0f;
     bool careful = false;
     wait_for_turn();
 #pragma unroll 1
@@ -3278,26 +3347,26 @@ struct Consumer {
       int weight_stage = wait_for_weights(chunk * kWeightStages);
 #pragma unroll 1
       for (int stage = 0; stage < kWeightStages; ++stage) {
-        multiply_split(sums, weight_stage, input_stage, stage * C::stage_taps, careful);
-        // The next wait is over before the products are.
+        multiply_split(acc, weight_stage, input_stage, stage * C::stage_taps, careful);
+        // Waits for the next weights while the wgmmas run.
         if (stage < kWeightStages - 1) {
           weight_stage = wait_for_weights(chunk * kWeightStages + stage + 1);
         } else if (chunk == kChunks - 1) {
           end_turn();
         }
         wgmma_wait<0>();
-        hold_registers(sums);
+        hold_registers(acc);
         release_weights();
         if (stage == kWeightStages - 1) release_input(last_of_item);
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) {
-          const float total = totals[i] + sums[i];
-          if constexpr (C::compensated) sums[i] -= total - totals[i];
+        for (int i = 0; i < kAccumulators; ++i) {
+          const float total = totals[i] + acc[i];
+          if constexpr (C::compensated) acc[i] -= total - totals[i];
           totals[i] = total;
         }
-        // What a total loses as it becomes infinite is no number.
+        // The rounding error of a total that became infinite is NaN or infinite.
         if constexpr (C::compensated && kWatches) {
-          if (careful) drop_infinite(sums);
+          if (careful) drop_infinite(acc);
         }
       }
     }
@@ -3309,7 +3378,7 @@ struct Consumer {
 """
 
 SOURCES["device/tensor/target.cuh"] = r"""
-// Outputs: where sums go, and what becomes of them before.
+// The output: where accumulators are stored, and what is done to them before.
 #include "device/epilogue.cuh"
 #include "device/tensor/scale.cuh"
 
@@ -3321,7 +3390,7 @@ constexpr int kOutPlane = C::image_height * C::image_width;
 constexpr int kOutImage = kOutChannels * kOutPlane;
 constexpr int kOutColumn = C::out_channels_last ? kOutChannels : 1;
 
-// What is stored of a row: a column for each pixel, or `interleave` columns.
+// A stored row has one column for each pixel, or `interleave` columns.
 constexpr int kStoredWidth = C::interleave == 1 ? C::out_width : C::image_width;
 constexpr int kStoredColumns = C::interleave * C::tile_columns;
 constexpr int kStoredPitch = C::interleave * C::pitch;
@@ -3330,9 +3399,9 @@ static_assert(kUnfolds || C::interleave == 1 || (C::interleave == 2 && C::out_st
 static_assert(kUnfolds || C::interleave == 1 || (!C::out_channels_last && C::lead == 0),
               "contiguous rows");
 
-// Where stored rows and columns lie in the image: the output of a layer that is a phase of a
-// strided one's gradient has other phases' rows and columns between its own. What no phase reaches
-// is cleared by the one beside it.
+// Where stored rows and columns lie in the image. The output of a layer that computes one residue
+// of a strided input gradient has rows and columns of other residues between its own. Positions
+// that no residue's taps reach are cleared by the layer of the residue next to them.
 constexpr int kStoredStep = C::interleave == 1 ? C::out_step_width : 1;
 constexpr int kStoredBegin = C::interleave == 1 ? C::column_begin : 0;
 constexpr int kStoredEnd = C::interleave == 1 ? C::column_end : 1;
@@ -3341,20 +3410,21 @@ constexpr bool kRowsInside =
     (C::out_height - 1) * C::out_step_height + C::row_end <= C::image_height;
 constexpr bool kStoredInside = (kStoredWidth - 1) * kStoredStep + kStoredEnd <= C::image_width;
 
-// Products have rows, columns and channels that do not exist; what is stored of them would lie so
-// far.
+// MMA tiles have rows, columns and channels that do not exist. These are the farthest of them, and
+// an index type that reaches their elements.
 constexpr int kFarOutRow = C::out_step_height * kRowStep * kRowTiles * kTileRows + C::row_end;
 constexpr int kFarOutColumn = kStoredStep * (kStrips * kStoredColumns + kStoredPitch) + kStoredEnd;
 constexpr int kFarOutChannel =
     (C::groups - 1) * kOutGroup +
-    ceil_div(kOutputGroups * C::channel_groups * kStackChannels, kOutFold);
+    ceil_div(kOutputGroups * C::channel_groups * kStackChannels, kOutResidues);
 using OutOffset = IndexTo<elements_of(kFarOutRow, C::image_width, kOutColumn) +
                           elements_of(kFarOutColumn, kOutColumn) +
                           elements_of(kFarOutChannel, C::out_channels_last ? 1 : kOutPlane)>;
 static_assert(elements_of(kOutChannels, C::image_height, C::image_width) < kMostElements, "");
 
-// Stores of a pixel: itself, and zeros beside it. Many of them are a loop, which ends where the
-// image does: a step of rows or columns may be larger than it.
+// A pixel's stores: its value, and zeros for positions that no residue reaches. More than
+// kMostUnrolled stores are a loop, which ends where the image does, since a step of rows or columns
+// may be larger than the image.
 constexpr int kMostUnrolled = 64;
 constexpr int kPixelRows = C::row_end - C::row_begin;
 constexpr int kPixelColumns = kStoredEnd - kStoredBegin;
@@ -3363,39 +3433,39 @@ constexpr bool kFewStores = kFewRows && kPixelColumns <= kMostUnrolled / kPixelR
 constexpr int kStoredRowsAtOnce = kFewStores ? kPixelRows : 1;
 constexpr int kStoredAtOnce = kFewStores ? kPixelColumns : 1;
 
-// Where sums go.
+// Where the accumulators of an MMA tile are stored.
 struct Target {
   Scalar* image;
-  int outputs;  // first channel, in the group
+  int outputs;  // first output channel, in the group
   int group;
   int row;     // output row of the first pixel, for stacked row 0
   int column;  // stored column of pixel `lead`
 
-  // Those of a tile of an item: of one of its channel groups, and of rows from first_row on.
+  // The target of a tile of a work item, for one of its channel groups and rows from first_row on.
   __device__ Target(Scalar* output, const Item& item, int tile, int channel_group, int first_row) {
     image = output + static_cast<long long>(item.image) * kOutImage;
     outputs = item.outputs + channel_group * kStackChannels;
     group = item.group;
-    row = item.row_phase + kRowStep * ((item.tile + tile) * kTileRows + first_row);
+    row = item.row_residue + kRowStep * ((item.tile + tile) * kTileRows + first_row);
     column = C::interleave * item.column;
   }
 
-  // The channel of a row of the product, in its group.
+  // The channel of an MMA row, in its group.
   __device__ int channel(int product_row) const {
     return outputs + row_of_column(product_row) % kStackRows;
   }
-  // The output row of the same, for the tile's line-th row of pixels.
+  // The output row of an MMA row, for the tile's line-th row of pixels.
   __device__ int output_row(int product_row, int line) const {
     return row + kRowStep * (line + row_of_column(product_row) / kStackRows);
   }
   __device__ bool exists(int product_row, int line) const {
     return channel(product_row) < C::group_out && output_row(product_row, line) < C::out_height;
   }
-  // The image's row for an output row; i is row_at, or that of a row to clear.
+  // The image's row for an output row; i is row_at, or the offset of a row to clear.
   __device__ int image_row(int product_row, int line, int i) const {
     return C::out_step_height * output_row(product_row, line) + i;
   }
-  // The element in the image's column 0.
+  // The element in column 0 of the image.
   __device__ Scalar* row_start(int product_row, int y) const {
     return channel_row(channel(product_row), y);
   }
@@ -3408,13 +3478,13 @@ struct Target {
     }
   }
 
-  // Where a forward pass, which has no phases, stores an output.
+  // Where a forward pass, which has no residues, stores an output.
   __device__ __forceinline__ Scalar* place(int product_row, int line, int column) const {
     return row_start(product_row, output_row(product_row, line)) +
            static_cast<OutOffset>(column) * kOutColumn;
   }
 
-  // Stores an element, or a vector of channels, and clears what is beside it; if it is `valid`.
+  // Stores an element or a vector of channels if it is `valid`, and clears the positions beside it.
   template <class Stored>
   __device__ __forceinline__ void store(int product_row, int line, int stored_column,
                                         const Stored& value, bool valid) const {
@@ -3436,7 +3506,7 @@ struct Target {
   }
 };
 
-// Two sums to neighbours of the output's type, which the first argument stands for.
+// Rounds two accumulators to a pair of the output's type, which the first argument selects.
 __device__ __forceinline__ Vector<float, 2> narrow_pair(float, float first, float second) {
   return {{first, second}};
 }
@@ -3447,20 +3517,20 @@ __device__ __forceinline__ unsigned narrow_pair(bfloat16, float first, float sec
   return floats_to_bfloats(first, second);
 }
 
-// What becomes of a sum before it is stored.
+// The epilogue of one accumulator: bias, scale, residual and activation.
 struct Finish {
   float bias = 0.0f;
-  float factor = 1.0f;  // of halves
+  float factor = 1.0f;  // scales scaled fp16 back
 
   template <class Residual = Nothing>
-  __device__ __forceinline__ float operator()(float sum, Residual residual = {}) const {
-    return Epilogue<C>::activated(C::halves ? fmaf(sum, factor, bias) : sum + bias, residual);
+  __device__ __forceinline__ float operator()(float acc, Residual residual = {}) const {
+    return Epilogue<C>::activated(C::halves ? fmaf(acc, factor, bias) : acc + bias, residual);
   }
 };
 static_assert(!kAddsResidual || (C::out_step_height == 1 && C::out_step_width == 1 && !kUnfolds),
               "forward passes alone have a residual");
 
-// How sums of a product's row become outputs.
+// The epilogue of the accumulators in one MMA row.
 __device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& items,
                                             const Item& item, const Target& target, int row) {
   Finish finish;
@@ -3471,7 +3541,7 @@ __device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& ite
   if constexpr (C::halves) {
     constexpr int kOfGroup = C::table_channels / C::groups;
     finish.factor = items.tables.channels()[item.group * kOfGroup + channel] *
-                    inverse(items.tables.images()[item.image]);  // a power of two
+                    inverse(items.tables.images()[item.image]);  // the factor is a power of two
   }
   return finish;
 }
@@ -3481,7 +3551,7 @@ __device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& ite
 """
 
 SOURCES["hopper/halo/tile.cuh"] = r"""
-// What a block of correlate.cuh has in shared memory beside the tile itself.
+// The shared memory of a block of the halo kernel: stages, staging buffers, barriers.
 #include "device/wgmma.cuh"
 #include "device/tensor/tile.cuh"
 
@@ -3496,7 +3566,7 @@ constexpr int kGroupRows = C::tile_rows * C::stack;  // output rows of a consume
 static_assert(kTileRows == kPixelGroups * kGroupRows, "");
 static_assert(C::stack == 1 || (C::tile_rows == 1 && kRowPhases == 1), "rows stacked in M alone");
 static_assert(!C::rolling || (kChunks == 1 && kRowPhases == 1 && C::tile_rows == 1), "see above");
-// Products come in eights of pixels: the last may reach a little beyond the tile's last row.
+// N is a multiple of 8 pixels, so the last MMA may read a little beyond the tile's last row.
 constexpr int kReach = C::pixels + (C::kernel_width - 1) * kColumnStep / kColumnPhases;
 constexpr int kSlack = kReach > C::tile_rows* C::pitch ? kReach - C::tile_rows * C::pitch : 0;
 static_assert(C::lead + C::tile_columns + (C::tile_rows - 1) * C::pitch <= C::pixels, "");
@@ -3504,16 +3574,16 @@ constexpr int kInputBytes = (C::parts * kPartPixels + kSlack) * 16;
 
 static_assert(kOutputs == 64, "rows of wgmma");
 
-// Space for sums on their way out. Contiguous outputs: every warp has its own, for 8 channels' rows
-// of pass_pixels, once or twice. Channels-last outputs: every warpgroup has its own, for
-// pass_pixels of 64 channels. Phases that are channels: likewise, for lines of all phases of
-// pass_pixels, as far as there are any. Pitches spread a warp's accesses over all banks.
+// Staging buffers of the epilogue. Contiguous outputs: each warp has `buffers` buffers, with rows
+// of pass_pixels for 8 channels. Channels-last outputs: each warpgroup has one, with 64 channels of
+// pass_pixels. Residues as channels (`out_fold`): each warpgroup has one, with the lines of all
+// existing residues of pass_pixels. The pitches spread a warp's accesses over all banks.
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kRowPitch = round_up(C::interleave * C::pass_pixels + kVector - 8, 16) + 8;
 constexpr int kPixelPitch = kOutputs + kVector;
 constexpr int kLinePitch =
     round_up(C::interleave * C::pass_pixels + kVector - 1, 2 * kVector) + kVector;
-constexpr int kStackLines =  // of an output row
+constexpr int kStackLines =  // lines of a stacked output row
     min_of(kStackChannels, C::group_out) / C::interleave;
 constexpr int kStagingBytes =
     kScalarBytes * (kUnfolds               ? C::stack * kStackLines * kLinePitch
@@ -3531,9 +3601,9 @@ static_assert(!C::wraps || (C::stride_height == 1 && C::stride_width == 1 &&
 static_assert(!C::wraps || !C::staged || (C::padding_left == 0 && C::in_width == kPaddedWidth),
               "neighbours in memory");
 
-// Space for input on its way in (`staged`): pieces of a line, of two vectors' channels, as they lie
-// in memory. Every loading warp has raw_slots of its own. Whole rows may all begin at multiples of
-// 16 bytes.
+// Raw input (`staged`): pieces of a line as they lie in memory, with the channels of two vectors.
+// Every loading warp has raw_slots slots of its own. kRawAligned: pieces are whole rows, which all
+// begin at multiples of 16 bytes.
 constexpr int kLoaderWarps = 3;
 constexpr int kRawSlots = C::staged ? kLoaderWarps * C::raw_slots : 0;
 constexpr int kPieceChannels = 2 * kVectorChannels;
@@ -3548,8 +3618,8 @@ constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
 constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
 constexpr int kRawRing = kStaging + kConsumers * kStagingBytes;
 constexpr int kPowers = kRawRing + kRawSlots * kRawBytes;
-// Of each loading warp, what a chunk's channels are multiplied by. Long lines' pieces read it from
-// memory, which takes little beside them.
+// Scaled fp16: each loading warp's copy of the powers of two that scale a chunk's channels. Bulk
+// copies fetch long lines, beside which reading the powers from global memory costs little.
 constexpr bool kPowersCopied = C::halves && !C::bulk_loads;
 constexpr int kPowersBytes = kPowersCopied ? kChunkChannels * 4 : 0;
 constexpr int kBarriers = kPowers + kLoaderWarps * kPowersBytes;
@@ -3564,7 +3634,7 @@ struct Barriers {
   Barrier input_empty[C::input_stages];
   Barrier weights_full[C::weight_stages];
   Barrier weights_empty[C::weight_stages];
-  Barrier turn[kConsumers];  // the other consumer has its products under way
+  Barrier turn[kConsumers];  // the other consumer has issued its MMAs
   Barrier raw_full[kRawSlots > 0 ? kRawSlots : 1];
 };
 
@@ -3572,7 +3642,7 @@ __device__ __forceinline__ Barriers& barriers() {
   return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);
 }
 
-// Marks of each stage: whether a loading warp has written something infinite or NaN to it.
+// A mark for each input stage and loading warp: whether the warp wrote an infinity or a NaN to it.
 struct Watch {
   unsigned char marks[C::input_stages][4];
 
@@ -3586,7 +3656,7 @@ __device__ __forceinline__ Watch& watch() {
   return *reinterpret_cast<Watch*>(shared_memory() + kWatch);
 }
 
-// The ring of input stages, for those who load it (device/tensor/load.cuh).
+// The ring of input stages, as the loaders of device/tensor/load.cuh use it.
 struct Input {
   static constexpr int kStages = C::input_stages;
   static constexpr bool kPowersCopied = hopper::kPowersCopied;
@@ -3615,8 +3685,9 @@ struct Input {
 """
 
 SOURCES["device/wgmma.cuh"] = r"""
-// The tensor cores' product, for each of its 32 widths. Assembly takes its registers one by one, so
-// they are listed, each list by the one before.
+// wgmma.mma_async, the warpgroup-wide MMA of sm_90a, for each of its 32 values of N. Inline
+// assembly names every accumulator register, so the macros below list them; each list extends the
+// one before.
 #include "device/sm90.cuh"
 
 namespace fastconv {
@@ -3688,8 +3759,8 @@ namespace fastconv {
 #define FASTCONV_OPERANDS_124 FASTCONV_OPERANDS_120, "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123])
 #define FASTCONV_OPERANDS_128 FASTCONV_OPERANDS_124, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
-// Of one width: where the list of registers ends, the inputs follow: `left` in shared memory, or in
-// four registers.
+// One instruction for N = `columns`. The input operands are numbered after the accumulator
+// registers: `left` is a matrix descriptor in shared memory, or four registers.
 #define FASTCONV_WGMMA(columns, registers, a, b, c, d, e, f, shape, types, flags)                   \
   if constexpr (kColumns == columns) {                                                              \
     asm volatile(                                                                                   \
@@ -3751,46 +3822,47 @@ namespace fastconv {
   instruction(256, 128, 128, 129, 130, 131, 132, 133, __VA_ARGS__)
 // clang-format on
 
-// d (+)= left * right: 64 rows by kColumns, over 32 bytes of each row. `left` has 64 rows, `right`
-// kColumns; a sum's rows and columns lie over the warpgroup's threads as wgmma has them:
+// d (+)= left * right^T: M = 64 rows of `left` by N = kColumns rows of `right`, over 32 bytes along
+// K. A warpgroup's threads hold the accumulators in wgmma's layout:
 //   d[4 j + 2 h + i] is row 16 warp + lane / 4 + 8 h, column 8 j + 2 (lane % 4) + i.
-// Asynchronous: between wgmma_fence and wgmma_wait neither d nor the matrices may be touched.
-// Neighbours in shared memory are neighbours along the sum. 16-bit elements may also lie across it,
-// as neighbouring rows of `left` (kLeftAcross) or of `right` (kRightAcross).
+// The instruction is asynchronous: between wgmma_fence and wgmma_wait neither d nor the operands
+// may be accessed. By default both operands are K-major: elements that follow each other in shared
+// memory follow each other along K. 16-bit operands may also be MN-major, which kLeftMnMajor and
+// kRightMnMajor say of `left` and `right`.
 template <int kColumns>
 __device__ __forceinline__ void wgmma(Tf32, float (&d)[kColumns / 2], Matrix left, Matrix right,
                                       bool accumulate) {
   FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k8", ".tf32.tf32", "")
 }
-template <int kColumns, bool kLeftAcross = false, bool kRightAcross = false>
+template <int kColumns, bool kLeftMnMajor = false, bool kRightMnMajor = false>
 __device__ __forceinline__ void wgmma(Float16, float (&d)[kColumns / 2], Matrix left, Matrix right,
                                       bool accumulate) {
-  if constexpr (kLeftAcross && kRightAcross) {
+  if constexpr (kLeftMnMajor && kRightMnMajor) {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 1, 1")
-  } else if constexpr (kLeftAcross) {
+  } else if constexpr (kLeftMnMajor) {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 1, 0")
-  } else if constexpr (kRightAcross) {
+  } else if constexpr (kRightMnMajor) {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 0, 1")
   } else {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 0, 0")
   }
 }
-template <int kColumns, bool kLeftAcross = false, bool kRightAcross = false>
+template <int kColumns, bool kLeftMnMajor = false, bool kRightMnMajor = false>
 __device__ __forceinline__ void wgmma(Bfloat16, float (&d)[kColumns / 2], Matrix left, Matrix right,
                                       bool accumulate) {
-  if constexpr (kLeftAcross && kRightAcross) {
+  if constexpr (kLeftMnMajor && kRightMnMajor) {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 1, 1")
-  } else if constexpr (kLeftAcross) {
+  } else if constexpr (kLeftMnMajor) {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 1, 0")
-  } else if constexpr (kRightAcross) {
+  } else if constexpr (kRightMnMajor) {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 0, 1")
   } else {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 0, 0")
   }
 }
 
-// The same with `left` in registers: left[h + 2 i] holds 4 bytes of row 16 warp + lane / 4 + 8 h,
-// from byte 16 i + 4 (lane % 4) on. They may not be touched either until the product is complete.
+// `left` in registers: left[h + 2 i] holds 4 bytes of row 16 warp + lane / 4 + 8 h, from byte 16 i
+// + 4 (lane % 4) on. These registers may not be written either until the wgmma is complete.
 template <int kColumns>
 __device__ __forceinline__ void wgmma(Tf32, float (&d)[kColumns / 2], const unsigned (&left)[4],
                                       Matrix right, bool accumulate) {
@@ -3811,14 +3883,15 @@ __device__ __forceinline__ void wgmma(Bfloat16, float (&d)[kColumns / 2], const 
 """
 
 SOURCES["device/sm90.cuh"] = r"""
-// The instructions of sm_90a, one function each. The emulator has a twin of this file too.
+// PTX of sm_90a, one function for each instruction; wgmma.cuh has wgmma itself. The CPU emulator
+// has a host version of this file.
 #include "device/sm80.cuh"
 
 namespace fastconv {
 
-// --- Barriers in shared memory (mbarrier) --------------------------------------------------------
-// A phase of a barrier is complete when the arrivals it was made for have happened and the bytes it
-// expects have been copied; then the next phase begins. Phases count from 0.
+// --- mbarrier: barriers in shared memory ---------------------------------------------------------
+// An mbarrier's phase is complete when the arrivals that it was initialised for have happened and
+// the bytes that it expects have been copied; then the next phase begins. Phases count from 0.
 
 using Barrier = unsigned long long;
 
@@ -3828,19 +3901,20 @@ __device__ __forceinline__ void barrier_init(Barrier* barrier, int arrivals) {
                : "memory");
 }
 
-// After barrier_init, before __syncthreads: shows the barriers to asynchronous copies as well.
+// Goes between barrier_init and __syncthreads: makes the barriers visible to asynchronous copies.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// It may overtake this thread's loads from shared memory, unless something has used what they
-// loaded: an asynchronous copy that waits for the barrier would write under them.
+// Arrives. The arrival may overtake this thread's loads from shared memory unless their results
+// have been used; an asynchronous copy that waits for the barrier would then overwrite what they
+// read.
 __device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
 
-// Arrives, and has the phase wait for so many bytes of bulk_load.
+// Arrives, and makes the phase wait for this many bytes of bulk or TMA copies.
 __device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, int bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
@@ -3848,8 +3922,8 @@ __device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, int byte
       : "memory");
 }
 
-// Has the phase wait for so many bytes, some of which may have been copied already. The phase lacks
-// an arrival that comes after this.
+// Makes the phase wait for this many bytes, some of which may have been copied already. The phase
+// must still lack an arrival that comes after this.
 __device__ __forceinline__ void barrier_expect(Barrier* barrier, int bytes) {
   asm volatile(
       "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
@@ -3857,22 +3931,22 @@ __device__ __forceinline__ void barrier_expect(Barrier* barrier, int bytes) {
       : "memory");
 }
 
-// Has the phase wait for all of this thread's copy_async so far. The phase lacks an arrival that
-// comes after this.
+// Makes the phase wait for all cp.async of this thread so far. The phase must still lack an arrival
+// that comes after this.
 __device__ __forceinline__ void barrier_expect_copies(Barrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
 
-// Arrives when all of this thread's copy_async so far are complete. Who waits for the phase sees
-// what they copied, but not what the thread has written itself.
+// Arrives when all cp.async of this thread so far are complete. Threads that wait for the phase see
+// what was copied, but not this thread's own stores.
 __device__ __forceinline__ void barrier_arrive_after_copies(Barrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
 
-// Waits for a phase with this parity (its number modulo 2) to be complete. The barrier is in that
-// phase or the one after it.
+// Waits until the phase with this parity (its number modulo 2) is complete. The barrier is in that
+// phase or in the one after it.
 __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
   unsigned complete;
   do {
@@ -3888,8 +3962,8 @@ __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) 
   } while (!complete);
 }
 
-// True for one lane of the warp, all of which call it. The compiler knows that it is one, and takes
-// a bulk copy's operands from it; of any other single lane's it would make a loop.
+// True for one lane of the warp; all lanes must call it. With elect.sync, the compiler emits one
+// bulk copy whose operands come from that lane. A condition such as lane == 0 makes it emit a loop.
 __device__ __forceinline__ bool is_elected() {
   unsigned elected;
   asm volatile(
@@ -3902,10 +3976,10 @@ __device__ __forceinline__ bool is_elected() {
   return elected != 0;
 }
 
-// --- Bulk copies: one thread moves many bytes ----------------------------------------------------
+// --- Bulk copies: one thread moves many contiguous bytes -----------------------------------------
 // Addresses and sizes are multiples of 16.
 
-// From global to shared memory; `barrier` counts the bytes.
+// Copies from global to shared memory and counts the bytes at `barrier`.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes,
                                           Barrier* barrier) {
   asm volatile(
@@ -3915,20 +3989,20 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, int 
       : "memory");
 }
 
-// From shared to global memory. What ordinary stores wrote to shared memory is seen only if
-// fence_async_shared came between.
+// Copies from shared to global memory. It sees ordinary stores to shared memory only if
+// fence_async_shared comes between.
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                "r"(shared_address(shared)), "r"(bytes)
                : "memory");
 }
 
-// Closes a group of this thread's bulk stores since the last commit.
+// Commits this thread's bulk stores since the last commit as one group.
 __device__ __forceinline__ void bulk_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until all but kPending of this thread's latest groups have read shared memory.
+// Waits until all but this thread's latest kPending groups have read shared memory.
 template <int kPending>
 __device__ __forceinline__ void bulk_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
@@ -3939,29 +4013,32 @@ __device__ __forceinline__ void bulk_store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Shows this thread's ordinary accesses of shared memory to the tensor cores and bulk copies.
+// Makes this thread's ordinary accesses of shared memory visible to wgmma and bulk copies (the
+// async proxy).
 __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// --- Tensor copies: one thread moves a box of a tensor -------------------------------------------
-// Coordinates come innermost first, that one a multiple of 16 bytes. They may lie outside of the
-// tensor: zeros are loaded, nothing is stored; but stores have no negative ones, and rows of whole
-// 16 bytes. (An H200 takes other coordinates for illegal instructions.) A box lies in shared memory
-// densely, at a multiple of 128 bytes, or where it is swizzled in spans of n bytes, of 8 n.
+// --- TMA: one thread moves a box of a tensor -----------------------------------------------------
+// Coordinates come innermost first, and the innermost is a multiple of 16 bytes. They may lie
+// outside of the tensor: loads give zeros there, and stores write nothing. Coordinates of a store
+// may not be negative, and its rows are whole multiples of 16 bytes (an H200 reports an illegal
+// instruction for others). A box is dense in shared memory, at a multiple of 128 bytes, or of 8 n
+// bytes if its swizzle spans n bytes.
 
-// A descriptor that the CUDA driver has made of a map among the launch's arguments: a kernel's
-// parameter, `const __grid_constant__ TensorMap`.
+// A tensor map that the CUDA driver has encoded. It is a kernel parameter of type `const
+// __grid_constant__ TensorMap`.
 struct __align__(64) TensorMap {
   unsigned long long words[16];
 };
 
-// Fetches the descriptor before the first copy needs it.
+// Prefetches the tensor map before the first copy needs it.
 __device__ __forceinline__ void tensor_map_prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// From global to shared memory; `barrier` counts the bytes, those outside of the tensor included.
+// Loads a box to shared memory and counts its bytes at `barrier`, those outside of the tensor
+// included.
 template <int kRank>
 __device__ __forceinline__ void tensor_load(void* shared, const TensorMap& map,
                                             const int (&at)[kRank], Barrier* barrier) {
@@ -3994,8 +4071,9 @@ __device__ __forceinline__ void tensor_load(void* shared, const TensorMap& map,
   }
 }
 
-// The same of an im2col map. `at` is the first pixel (channel, column, row, image), within the
-// bounding box; `offset` (column, row; 0 to 255) is added to every pixel, and may lead out of it.
+// Loads a box of an im2col tensor map. `at` is the first pixel (channel, column, row, image),
+// within the bounding box; `offset` (column, row; 0 to 255) is added to every pixel, and may lead
+// out of it.
 __device__ __forceinline__ void im2col_load(void* shared, const TensorMap& map, const int (&at)[4],
                                             const int (&offset)[2], Barrier* barrier) {
   asm volatile(
@@ -4006,7 +4084,7 @@ __device__ __forceinline__ void im2col_load(void* shared, const TensorMap& map, 
       : "memory");
 }
 
-// From shared to global memory, as bulk_store: the same fence, commit and wait.
+// Stores a box from shared memory. It needs the same fence, commit and wait as bulk_store.
 template <int kRank>
 __device__ __forceinline__ void tensor_store(const TensorMap& map, const int (&at)[kRank],
                                              const void* shared) {
@@ -4039,8 +4117,8 @@ __device__ __forceinline__ void tensor_store(const TensorMap& map, const int (&a
 
 // --- Warpgroups ----------------------------------------------------------------------------------
 
-// Sets the registers of each thread of the calling warpgroup. All of a block's together must not
-// exceed what it was launched with, or it hangs.
+// Sets how many registers each thread of the calling warpgroup has (setmaxnreg). If a block's
+// threads together exceed the number it was launched with, the kernel hangs.
 template <int kRegisters>
 __device__ __forceinline__ void give_back_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -4050,19 +4128,19 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Waits for all threads of a warpgroup; every warpgroup of a block has a number of its own.
+// Synchronises the threads of one warpgroup. `number` is the warpgroup's own within its block.
 __device__ __forceinline__ void warpgroup_sync(int number) {
   asm volatile("bar.sync %0, 128;" ::"r"(number + 1) : "memory");
 }
 
-// The same for two warpgroups, which have a number of their own for it.
+// Synchronises two warpgroups, for which `number` is one that no single warpgroup uses.
 __device__ __forceinline__ void two_warpgroups_sync(int number) {
   asm volatile("bar.sync %0, 256;" ::"r"(number + 1) : "memory");
 }
 
-// Writes four 8 by 8 matrices of 16-bit elements to shared memory, transposed: of matrix k, lane l
-// holds elements (l / 4, 2 (l % 4) + {0, 1}) in `rows[k]`, and lane 8 k + i has the address of 16
-// bytes for column i.
+// Writes four 8 by 8 matrices of 16-bit elements to shared memory, transposed (stmatrix.trans).
+// Lane l holds elements (l / 4, 2 (l % 4) + {0, 1}) of matrix k in `rows[k]`, and lane 8 k + i
+// passes the address of 16 bytes for column i of matrix k.
 __device__ __forceinline__ void store_transposed(void* column, const unsigned (&rows)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                    shared_address(column)),
@@ -4070,7 +4148,8 @@ __device__ __forceinline__ void store_transposed(void* column, const unsigned (&
                : "memory");
 }
 
-// The same, not transposed: lane 8 k + i has the address of 16 bytes for row i.
+// Writes four such matrices without transposing them: lane 8 k + i passes the address of 16 bytes
+// for row i of matrix k.
 __device__ __forceinline__ void store_rows(void* row, const unsigned (&rows)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
@@ -4078,76 +4157,78 @@ __device__ __forceinline__ void store_rows(void* row, const unsigned (&rows)[4])
       : "memory");
 }
 
-// Orders registers and shared memory before the warpgroup's next products.
+// Orders accesses of registers and shared memory before the warpgroup's next wgmma.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// Closes a group of the warpgroup's products since the last commit.
+// Commits the warpgroup's wgmma since the last commit as one group.
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most kPending of the warpgroup's latest groups are still under way.
+// Waits until at most kPending of the warpgroup's latest groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from using sums before the wgmma_wait above.
+// Keeps the compiler from reading accumulators before the preceding wgmma_wait.
 template <int kCount>
 __device__ __forceinline__ void hold_registers(float (&sums)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
-// Keeps the compiler from giving the registers of products' operands away before it.
+// Keeps the compiler from reusing the registers of wgmma's operands before the preceding
+// wgmma_wait.
 template <int kCount>
 __device__ __forceinline__ void hold_registers(unsigned (&operands)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(operands[i])::"memory");
 }
 
-// Keeps the compiler from taking an address apart, so that what is added to it later is part of the
-// loads, and not kept in registers of its own.
+// Keeps the compiler from splitting an address, so that later offsets become immediates of the
+// loads instead of registers of their own.
 template <class T>
 __device__ __forceinline__ void hold_address(const T*& address) {
   asm volatile("" : "+l"(address));
 }
 
-// A matrix in shared memory for the tensor cores, without swizzle: cores of 8 rows by 16 bytes,
-// each 128 bytes in one piece. `leading` bytes lie between cores that neighbour along the sum,
-// `stride` bytes between those that neighbour across it. To move the start, add bytes / 16.
+// A wgmma matrix descriptor without swizzle. Core matrices of 8 rows by 16 bytes are 128 contiguous
+// bytes each; `leading` bytes lie between core matrices that are neighbours along K, `stride` bytes
+// between neighbours along M or N. Adding bytes / 16 to a descriptor moves its start.
 using Matrix = unsigned long long;
 
 __device__ __forceinline__ Matrix matrix(const void* start, int leading, int stride) {
-  // In a cluster, an address has the block's rank in its highest bits, where other fields are.
+  // In a cluster, the highest bits of a shared address hold the block's rank; the descriptor has
+  // other fields there.
   const unsigned address = shared_address(start) & 0x3ffffu;
   return static_cast<Matrix>(address >> 4) | static_cast<Matrix>(leading >> 4) << 16 |
          static_cast<Matrix>(stride >> 4) << 32;
 }
 
-// The same of boxes that tensor copies have swizzled in spans of 128 bytes, from a multiple of 1024
-// bytes on. Rows along the sum: 8 rows of 128 bytes lie in one piece, `stride` bytes between such
-// pieces; `leading` is not used. To move along the sum, within the 128 bytes, add bytes / 16.
-// Across the sum (see wgmma): 8 places of the sum by 128 bytes lie in one piece, `stride` bytes
-// between pieces that neighbour along the sum, `leading` bytes between those across it.
+// A descriptor with 128-byte swizzle, for TMA boxes at multiples of 1024 bytes. K-major operand: 8
+// rows of 128 bytes are contiguous, `stride` bytes lie between such groups, and `leading` is
+// unused; adding bytes / 16 moves along K within the 128 bytes. MN-major operand (see wgmma): 8
+// places along K by 128 bytes are contiguous, `stride` bytes lie between neighbours along K, and
+// `leading` bytes between neighbours along M or N.
 __device__ __forceinline__ Matrix swizzled_matrix(const void* start, int leading, int stride) {
   return matrix(start, leading, stride) | 1ull << 62;
 }
 
-// --- Clusters: blocks that run at the same time and read each other's shared memory --------------
-// Of a kernel with __cluster_dims__; the others' blocks are clusters by themselves.
+// --- Clusters: thread blocks that share their shared memory (DSMEM) ------------------------------
+// These are for kernels with __cluster_dims__. In any other kernel each block is a cluster of one.
 
-// Which of the cluster's blocks this is.
+// The rank of this block in its cluster.
 __device__ __forceinline__ int cluster_rank() {
   int rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
-// Waits for all threads of the cluster's blocks, but for those that have exited. Who waits sees
-// what all of them wrote before. One is due before the first access of another block's shared
-// memory, which may not have begun, and one after the last, before that block ends.
+// Synchronises all threads of the cluster's blocks that have not exited; after it, each sees what
+// all of them wrote before. It is due before the first access of another block's shared memory,
+// since that block may not have started, and after the last, since that block must not have ended.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile(
       "barrier.cluster.arrive.release;\n"
@@ -4155,8 +4236,8 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
-// Four floats of another block of the cluster: what its shared memory has where `shared` lies in
-// this one's.
+// Loads four floats from the shared memory of the block with this rank, at the offset that `shared`
+// has in this block.
 __device__ __forceinline__ float4 load_from_block(const float4* shared, int rank) {
   float4 value;
   asm volatile(
@@ -4171,17 +4252,17 @@ __device__ __forceinline__ float4 load_from_block(const float4* shared, int rank
   return value;
 }
 
-// --- Launches that follow each other -------------------------------------------------------------
-// Of a launch that is `early`, blocks may begin while the launch before it is still under way.
+// --- Programmatic dependent launch (PDL) ---------------------------------------------------------
+// Blocks of a launch that is `early` may begin while the launch before it is still running.
 
-// Waits until earlier launches are complete and what they wrote can be seen: before the first
-// access of any tensor. All threads that access one call it.
+// Waits until earlier launches are complete and their writes are visible. Every thread that
+// accesses a tensor calls it before its first access.
 __device__ __forceinline__ void wait_for_earlier_launch() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Lets the blocks of the next launch begin, where there is room for them, once all blocks have
-// called this or ended.
+// Lets the blocks of the next launch begin where there is room for them, once all blocks of this
+// one have called it or ended.
 __device__ __forceinline__ void allow_later_launch() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -4190,18 +4271,19 @@ __device__ __forceinline__ void allow_later_launch() {
 """
 
 SOURCES["device/epilogue.cuh"] = r"""
-// What a forward pass does to its sums before it stores them: activation(sum + residual), where the
-// sum has its bias already. In the type of sums; what is stored is rounded once, behind it.
+// The epilogue of a forward pass: output = activation(acc + residual), where the accumulator
+// already contains the bias. It is computed in the accumulator's type and rounded once, when it is
+// stored.
 //
-// Config has `activation`, one of these types, and `residual`; a pass that stores its sums as they
-// are has neither. A residual is one more parameter of a kernel, the last one: as the preprocessor
-// has to know of it, FASTCONV_RESIDUAL is defined where Config has it.
+// A kernel's Config has `activation`, one of the types below, and `residual`. A pass without an
+// epilogue has neither. A residual adds a last parameter to the kernel's signature, which only the
+// preprocessor can do: FASTCONV_RESIDUAL is defined where Config has a residual.
 #include "device/tile.cuh"
 
 namespace fastconv {
 
 // --- Activations ---------------------------------------------------------------------------------
-// As PyTorch computes them, with NaN in, NaN out.
+// Activations follow PyTorch's formulas. NaN stays NaN.
 
 __device__ __forceinline__ float exponential(float x) { return expf(x); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
@@ -4231,7 +4313,7 @@ struct Relu6 {
   }
 };
 
-// The slope is a double's bits.
+// kSlope is the bit pattern of a double.
 template <unsigned long long kSlope>
 struct LeakyRelu {
   template <class Sum>
@@ -4286,11 +4368,12 @@ struct Tanh {
 
 // --- The bias ------------------------------------------------------------------------------------
 
-// Neighbours of a bias: at once, if plans may assume that they lie at a multiple of their bytes.
+// Loads kCount consecutive bias elements: as one vector if the plan guarantees that their address
+// is aligned to the vector, else one by one.
 template <int kCount, bool kAligned, class Scalar>
 __device__ __forceinline__ Vector<Scalar, kCount> load_bias(const Scalar* first) {
   if constexpr (kAligned) {
-    static_assert(kCount == 1 || kCount * sizeof(Scalar) <= 4, "as family.py has it");
+    static_assert(kCount == 1 || kCount * sizeof(Scalar) <= 4, "BIAS_ALIGNMENT of family.py");
     return *reinterpret_cast<const Vector<Scalar, kCount>*>(first);
   } else {
     Vector<Scalar, kCount> vector;
@@ -4327,7 +4410,7 @@ constexpr bool kAddsResidual = false;
 #define FASTCONV_RESIDUAL_PARAMETER \
   FASTCONV_WITH_RESIDUAL(const Config::Scalar* __restrict__ residual)
 
-// What is added to a sum where there is no residual.
+// Stands for the residual in a pass that has none.
 struct Nothing {};
 template <bool kAdds, class Scalar>
 struct ResidualOf {
@@ -4345,7 +4428,8 @@ struct Epilogue {
   using Residual = typename ResidualOf<kAddsResidual, Scalar>::type;
 
 #ifdef FASTCONV_RESIDUAL
-  // In bytes, from where an output is stored to what is added to it: both tensors lie alike.
+  // Bytes from an output element to the residual element that is added to it. Both tensors have the
+  // same layout, so this distance is constant.
   long long distance;
 
   __device__ Epilogue(const Scalar* residual, const Scalar* output)
@@ -4354,13 +4438,13 @@ struct Epilogue {
   static constexpr long long distance = 0;
 #endif
 
-  // Where the residual has what is added to the output at `target`.
+  // The address of the residual of the output at `target`.
   template <class Stored>
   __device__ __forceinline__ const Stored* beside(const Stored* target) const {
     return reinterpret_cast<const Stored*>(reinterpret_cast<long long>(target) + distance);
   }
 
-  // What is added to neighbours, if these are `valid`.
+  // Loads the residuals of kCount consecutive outputs, or zeros if these are not `valid`.
   template <int kCount>
   __device__ __forceinline__ Vector<Scalar, kCount> residual_of(const Scalar* target,
                                                                 bool valid) const {
@@ -4386,7 +4470,7 @@ struct Epilogue {
     }
   }
 
-  // The same from where a residual is staged, if there is one.
+  // The residual that the kernel has staged at `place`, if the pass has a residual.
   __device__ __forceinline__ static Residual staged(const Scalar& place) {
     if constexpr (kAddsResidual) {
       return place;
@@ -4395,17 +4479,18 @@ struct Epilogue {
     }
   }
 
-  // A sum to an output.
-  __device__ __forceinline__ static Sum activated(Sum sum, Nothing = {}) {
-    return ActivationOf<Config>::type::of(sum);
+  // Applies the residual and the activation to one accumulator.
+  __device__ __forceinline__ static Sum activated(Sum acc, Nothing = {}) {
+    return ActivationOf<Config>::type::of(acc);
   }
-  __device__ __forceinline__ static Sum activated(Sum sum, Scalar residual) {
-    return activated(sum + Sum(widen(residual)));
+  __device__ __forceinline__ static Sum activated(Sum acc, Scalar residual) {
+    return activated(acc + Sum(widen(residual)));
   }
 
-  // Sums to outputs, neighbours that are stored at `target` if they are `valid`.
+  // Turns kCount accumulators into outputs, which are stored side by side at `target` if they are
+  // `valid`.
   template <int kCount>
-  __device__ __forceinline__ Vector<Scalar, kCount> operator()(const Sum (&sums)[kCount],
+  __device__ __forceinline__ Vector<Scalar, kCount> operator()(const Sum (&accs)[kCount],
                                                                const Scalar* target,
                                                                bool valid = true) const {
     Vector<Scalar, kCount> vector;
@@ -4413,17 +4498,17 @@ struct Epilogue {
       const Vector<Scalar, kCount> residual = residual_of<kCount>(target, valid);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        vector.element[i] = narrow<Scalar>(activated(sums[i], residual.element[i]));
+        vector.element[i] = narrow<Scalar>(activated(accs[i], residual.element[i]));
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) vector.element[i] = narrow<Scalar>(activated(sums[i]));
+      for (int i = 0; i < kCount; ++i) vector.element[i] = narrow<Scalar>(activated(accs[i]));
     }
     return vector;
   }
-  __device__ __forceinline__ Scalar operator()(Sum sum, const Scalar* target) const {
-    const Sum sums[1] = {sum};
-    return (*this)(sums, target).element[0];
+  __device__ __forceinline__ Scalar operator()(Sum acc, const Scalar* target) const {
+    const Sum accs[1] = {acc};
+    return (*this)(accs, target).element[0];
   }
 };
 
@@ -4431,13 +4516,15 @@ struct Epilogue {
 """
 
 SOURCES["device/tensor/input.cuh"] = r"""
-// Input: where the pixels of a tile lie in memory, and how a thread loads some of their channels.
+// The input: where the pixels of a tile lie in memory, and how a thread loads some of their
+// channels.
 #include "device/tensor/scale.cuh"
 
 namespace fastconv {
 namespace tensor {
 
-// Distances in the input, in elements.
+// Strides of the input, in elements. With space-to-depth, group_in counts a channel once for each
+// residue.
 constexpr bool kFolded = C::fold_height * C::fold_width > 1;
 constexpr int kInGroup = C::group_in / (C::fold_height * C::fold_width);
 constexpr int kInColumn = C::in_channels_last ? C::groups * kInGroup : 1;
@@ -4445,8 +4532,8 @@ constexpr int kInRow = C::in_width * kInColumn;
 constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
 constexpr int kInImage = C::groups * kInGroup * C::in_height * C::in_width;
 
-// Rows, columns and channels that tiles reach, before or behind the input's first; and what counts
-// the elements to there.
+// The farthest rows and columns that tiles reach, before or behind the input's first, and an index
+// type that reaches every element there.
 constexpr long long kFarInRow = max_of<long long>(
     C::padding_top, elements_of(C::fold_height, C::stride_height, kRowStep) +
                         elements_of(C::fold_height, C::dilation_height, kRowPhases,
@@ -4458,15 +4545,15 @@ using InOffset = IndexTo<elements_of(kFarInRow, kInRow) + elements_of(kFarInColu
                          elements_of(kChunks* kChunkChannels, kInChannel)>;
 static_assert(elements_of(C::groups, kInGroup, C::in_height, C::in_width) < kMostElements, "");
 
-// How far an element lies beyond a multiple of `unit` elements, counted from address 0.
+// Elements from the last multiple of `unit` elements to an address.
 __device__ __forceinline__ int misalignment(const Scalar* element, int unit) {
   return static_cast<int>(reinterpret_cast<unsigned long long>(element) / kScalarBytes % unit);
 }
 
-// A pixel of a group's first channel.
+// The place of a pixel, in the first channel of its group.
 struct Place {
   const Scalar* group;
-  int y, x;  // maybe outside of the image
+  int y, x;  // may lie outside of the image
   bool exists;
 
   __device__ __forceinline__ bool inside(int rows_on = 0, int columns_on = 0) const {
@@ -4494,10 +4581,11 @@ __device__ __forceinline__ Half load_element(const Half* source, bool valid) {
 
 constexpr bool kWholeChunks = C::group_in % kChunkChannels == 0;
 
-// What a thread loads at a time, one of two kinds. Each knows where its index-th unit of a stage
-// lies (the first of its planes and pixels), loads it or zeros, and gives its vectors of channels.
+// A unit is what a thread loads at a time: VectorUnit or PixelUnit. Each gives the plane and pixel
+// of the index-th unit of a stage, loads the unit or zeros, and returns it as vectors of channels.
 
-// Channels are neighbours in memory: one vector. Neighbouring lanes load neighbouring vectors.
+// One vector of channels that are neighbours in memory. Neighbouring lanes load neighbouring
+// vectors.
 struct VectorUnit {
   static constexpr int kVectors = 1;
   static constexpr int kCount = kPartPixels;
@@ -4518,8 +4606,8 @@ struct VectorUnit {
   __device__ static int offset(int) { return 0; }
 };
 
-// Anything else: one or two vectors of one pixel, channel by channel. Neighbouring lanes load
-// neighbouring pixels.
+// One or two vectors of one pixel, loaded channel by channel, for any other layout. Neighbouring
+// lanes load neighbouring pixels.
 struct PixelUnit {
   static constexpr int kVectors = C::unit_vectors;
   static constexpr int kCount = kPartPixels / kVectors;
@@ -4531,7 +4619,7 @@ struct PixelUnit {
   __device__ static int pixel(int index) { return index % kPlanePixels; }
   __device__ void load(const Place& place, int channel) {
     if constexpr (kFolded) {
-      load_folded(place, channel);
+      load_space_to_depth(place, channel);
       return;
     }
     const bool inside = place.inside();
@@ -4550,16 +4638,16 @@ struct PixelUnit {
       }
     }
   }
-  __device__ void load_folded(const Place& place, int channel) {
+  __device__ void load_space_to_depth(const Place& place, int channel) {
 #pragma unroll
     for (int j = 0; j < kElements; ++j) {
-      const FoldedChannel folded(channel + j);
-      const bool valid =
-          place.inside(folded.row, folded.column) && (kWholeChunks || channel + j < C::group_in);
-      loaded[j] =
-          load_element(place.address(folded.channel) +
-                           (InOffset{folded.row} * kInRow + InOffset{folded.column} * kInColumn),
-                       valid);
+      const SpaceToDepthChannel in_memory(channel + j);
+      const bool valid = place.inside(in_memory.row, in_memory.column) &&
+                         (kWholeChunks || channel + j < C::group_in);
+      loaded[j] = load_element(
+          place.address(in_memory.channel) +
+              (InOffset{in_memory.row} * kInRow + InOffset{in_memory.column} * kInColumn),
+          valid);
     }
   }
   __device__ Channels vector(int i) const { return channels_of(loaded + i * kVectorChannels); }
@@ -4567,13 +4655,13 @@ struct PixelUnit {
 };
 
 using Unit = Either<C::vector_loads, VectorUnit, PixelUnit>::type;
-constexpr int kBatches = ceil_div(Unit::kCount, C::loaders* C::batch);  // of a stage
+constexpr int kBatches = ceil_div(Unit::kCount, C::loaders* C::batch);  // batches of a stage
 
 __device__ __forceinline__ bool unit_exists(int index) {
   return Unit::kCount % (C::loaders * C::batch) == 0 || index < Unit::kCount;
 }
 
-// Goes through all input stages of a block: of each chunk, of each item.
+// Iterates over all input stages of a block: the stages of each chunk of each work item.
 struct StageCursor {
   const Items& items;
   int index;
@@ -4594,12 +4682,12 @@ struct StageCursor {
   }
 };
 
-// A chunk of a tile, or a row of it, as it lies in the input.
+// A chunk of a tile, or of one of its rows, as it lies in the input.
 struct Source {
   const Scalar* group;  // the first channel at row 0, column 0
-  int row;              // of the tile's first pixel; folded, and before padding
+  int row;  // the tile's first row, in space-to-depth rows, before padding is subtracted
   int column;
-  int channel;  // the first, in its group
+  int channel;  // the first channel, in its group
 
   __device__ Source(const Scalar* input, const StageCursor& at)
       : Source(input, at.item, at.chunk, at.stage) {}
@@ -4607,12 +4695,12 @@ struct Source {
     channel = chunk * kChunkChannels;
     group =
         input + static_cast<long long>(item.image) * kInImage + item.group * kInGroup * kInChannel;
-    row = item.row_phase * C::stride_height +
+    row = item.row_residue * C::stride_height +
           C::dilation_height * (item.tile * kTileRows * kRowPhases + stage);
     column = (item.column - C::lead) * C::stride_width;
   }
 
-  // Where the first pixel of a unit lies.
+  // The place of a unit's first pixel.
   __device__ __forceinline__ Place find(int index) const {
     const int pixel = Unit::pixel(index);
     Place place = find_in_line(pixel / C::pitch, pixel % C::pitch);
@@ -4623,19 +4711,19 @@ struct Source {
     place.exists = unit_exists(index);
     return place;
   }
-  // Where a pixel of one of a plane's lines lies, if it does not go on with the next row.
+  // The place of a pixel in a line of a plane, if the line does not continue with the next row.
   __device__ __forceinline__ Place find_in_line(int index, int position) const {
     const int slot = index / kStageRows;
     const int line = index % kStageRows;
     const int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowPhases);
-    const int column_phase = slot % kColumnSlots * kColumnStep % kColumnPhases;
-    const int x = column + kColumnUnit * (column_phase + position * kColumnPhases);
+    const int column_residue = slot % kColumnSlots * kColumnStep % kColumnPhases;
+    const int x = column + kColumnUnit * (column_residue + position * kColumnPhases);
     return {group, y * C::fold_height - C::padding_top, x * C::fold_width - C::padding_left, true};
   }
   __device__ __forceinline__ int channel_of(int index) const {
     return channel + Unit::plane(index) * kVectorChannels;
   }
-  // Where its first channel is in the tables.
+  // The column of the chunk's first channel in the tables of scale.cuh.
   __device__ __forceinline__ int column_of(int its_group) const {
     return its_group * kGroupColumns + channel;
   }
@@ -4646,72 +4734,77 @@ struct Source {
 """
 
 SOURCES["device/tensor/scale.cuh"] = r"""
-// float32 multiplied as float16: half the time of TF32, the same mantissa, but a smaller range.
+// Scaled fp16: float32 multiplied as float16, in half the time of TF32, with the same mantissa but
+// a smaller range.
 //
-// Numbers are scaled by powers of two: those of an input channel by one that the size of its
-// weights decides, the weights by its inverse, so that it does not matter in which units a channel
-// is given; each image by one that a sample of its numbers decides, and each output channel's
-// weights by one that the largest of them decides. Sums are scaled back as they are stored.
+// Numbers are scaled by powers of two. Each input channel has one, which the size of its weights
+// decides; its weights are divided by it, so a channel's unit of measure does not matter. Each
+// image has one, which a sample of its numbers decides, and each output channel's weights have one,
+// which the largest of them decides. The epilogue scales accumulators back.
 //
-// Below 2^-14, float16 has fewer bits, and what it loses is absolute. So numbers fit if
-//   - of each vector of 8 channels, the largest number is not below that, and
-//   - what is lost is nothing beside the channel as a whole (of weights: the filter, an output and
-//     an input channel's taps): its mean square is large enough, or none of its numbers is below.
-// An image's channel is proven to be large enough by the sample, for what is in it is a part of
-// the sum of squares; in channels where it is not, loaders look at every number (`strict`).
+// Below 2^-14, float16 is subnormal: it has fewer bits, and its error is absolute. So numbers fit
+// if
+//   - the largest number of each vector of 8 channels is not below that, and
+//   - the error is negligible beside the channel as a whole (for weights: beside the filter, which
+//     is an output and an input channel's taps): its mean square is large enough, or none of its
+//     numbers is below 2^-14.
+// The sample proves that a channel of an image is large enough, since its numbers are a part of the
+// sum of squares. In channels where it does not, loaders check every number (`strict`).
 //
-// If an image does not fit, it is marked, and a second kernel (`repairs`) computes it once more, in
-// TF32; if weights do not, it computes all images, and the first none. Nothing but an image's own
-// numbers and the weights decides.
+// An image that does not fit is marked, and a second kernel (`repairs`) computes it again in TF32.
+// If the weights do not fit, that kernel computes all images and the first one none. An image's own
+// numbers and the weights alone decide, never the rest of the batch.
 #include "device/tensor/powers.cuh"
 #include "device/tensor/vector.cuh"
 
 namespace fastconv {
 namespace tensor {
 
-constexpr bool kSelects = C::halves || C::repairs;  // images, out of the batch
+// Whether the kernel computes only some images of the batch.
+constexpr bool kSelects = C::halves || C::repairs;
 
-constexpr int kWeightExponent = 14;  // that the largest weight is scaled to
+constexpr int kWeightExponent = 14;  // the exponent that the largest weight is scaled to
 
-// What a vector's largest number has to reach, once scaled: from there on, float16 has all bits.
-// The low parts of weights, and weights 2^-11 times as large, have no scale of their own.
+// The least magnitude, once scaled, of a vector's largest number: from there on, float16 has all
+// bits. Weights in two parts need more, since their low part and their copy times 2^-11 have no
+// scale of their own.
 constexpr float kLeastInput = 1.0f / (1 << 14);
 constexpr float kLeastWeight = C::parts == 2 ? 0.25f : kLeastInput;
 
-// The root mean square, of a channel or of a filter, beside which it does not matter what smaller
-// numbers lose: each 2^-24 at most, in two parts 2^-36 of the input and 2^-25 of weights; so all of
-// them 1e-6 of the channel's or the filter's norm, 3e-8 in two parts.
+// The root mean square of a channel or filter beside which the error of smaller numbers is
+// negligible. Each of them loses at most 2^-24, or in two parts 2^-36 (input) and 2^-25 (weights);
+// all of them together 1e-6 of the norm of the channel or filter, or 3e-8 in two parts.
 constexpr float kInputSize = C::parts == 2 ? 1.0f / (1 << 11) : 1.0f / (1 << 4);
 constexpr float kWeightSize = C::parts == 2 ? 1.0f : 1.0f / (1 << 4);
 
-// Input channels as the tables have them: those of the products, of one group after the other.
+// Columns of the tables are input channels after space-to-depth, one group after the other.
 constexpr int kGroupColumns = C::halves ? C::table_columns / C::groups : 1;
 
-// Tables in the workspace.
+// Tables of scales in the workspace.
 struct Tables {
   unsigned char* scratch;
   int batch;
 
-  // What scales an output channel's sums back; 0 if its weights do not fit.
+  // What scales an output channel's accumulators back; 0 if its weights do not fit.
   __device__ __forceinline__ float* channels() const {
     return reinterpret_cast<float*>(scratch + C::tables_at);
   }
   // What an input channel's numbers are multiplied by, and its weights divided by.
   __device__ __forceinline__ float* columns() const { return channels() + C::table_channels; }
-  // The same times the image's scale: all that its numbers are multiplied by. Negative if each of
-  // them has to fit.
+  // The column's power times the image's scale: what a channel's numbers in this image are
+  // multiplied by. It is negative if each of these numbers must fit (`strict`).
   __device__ __forceinline__ float* powers(int image) const {
     return columns() + (1ll + image) * C::table_columns;
   }
-  // An image's scale; 0 if none will do.
+  // An image's scale; 0 if no power of two is suitable.
   __device__ __forceinline__ float* images() const { return powers(batch); }
-  // Not 0 for images some of whose numbers do not fit.
+  // Not 0 for images with numbers that do not fit.
   __device__ __forceinline__ int* marks() const { return reinterpret_cast<int*>(images() + batch); }
 };
 
-// What a block takes its items from: the images that this kernel computes.
+// The work items of a block: those of the images that this kernel computes.
 struct Items {
-  Tables tables;  // without a workspace if weights do not fit
+  Tables tables;  // its scratch is null if the weights do not fit
 
   __device__ Items(unsigned char* scratch, int batch) : tables{scratch, batch} {
     if constexpr (kSelects) {
@@ -4730,7 +4823,7 @@ struct Items {
     }
     return true;
   }
-  // Whether there is nothing to do.
+  // Whether this kernel computes no image at all.
   __device__ bool none() const {
     if constexpr (!kSelects) return false;
     bool found = false;
@@ -4739,17 +4832,17 @@ struct Items {
   }
   __device__ __forceinline__ int count() const { return tables.batch * kItemsPerImage; }
 
-  // A block's items: the first, and the one after another.
-  __device__ __forceinline__ int first() const { return settled(blockIdx.x); }
-  __device__ __forceinline__ int after(int index) const { return settled(index + gridDim.x); }
-  __device__ __forceinline__ int settled(int index) const {
+  // The indices of a block's first work item, and of the one after `index`.
+  __device__ __forceinline__ int first() const { return next_selected(blockIdx.x); }
+  __device__ __forceinline__ int after(int index) const { return next_selected(index + gridDim.x); }
+  __device__ __forceinline__ int next_selected(int index) const {
     if constexpr (kSelects) {
       while (index < count() && !has(index / kItemsPerImage)) index += gridDim.x;
     }
     return index;
   }
 
-  // Of the numbers that the warp has seen since the last call: marks the image if not all fit.
+  // Marks the image if not all numbers fit that the warp has seen since the last call.
   __device__ __forceinline__ void judge(HalfRange& range, int image) const {
     const bool fits = range.fits(kLeastInput);
     if (!__all_sync(~0u, fits) && threadIdx.x % 32 == 0) tables.marks()[image] = 1;
@@ -4763,8 +4856,8 @@ struct Items {
 """
 
 SOURCES["device/tensor/vector.cuh"] = r"""
-// Vectors of channels: 16 bytes of an operand, from registers to memory as the tensor core wants
-// them.
+// Vectors of channels: 16 bytes of an MMA operand, converted and written to shared or global
+// memory.
 #include "device/tensor/powers.cuh"
 #include "device/tensor/tile.cuh"
 
@@ -4778,7 +4871,7 @@ struct alignas(16) Words {
   __device__ static Words of(uint4 bits) { return {{bits.x, bits.y, bits.z, bits.w}}; }
 };
 
-// Numbers that are to be 16 bytes of float16.
+// Eight numbers that become 16 bytes of float16.
 struct Numbers {
   float number[8];
 };
@@ -4791,7 +4884,7 @@ __device__ __forceinline__ unsigned bits_of(Half value) {
   return value.bits;
 }
 
-// A vector of elements.
+// Packs the elements of a vector.
 __device__ __forceinline__ void fill(Words& vector, const Scalar* elements) {
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
@@ -4813,8 +4906,8 @@ __device__ __forceinline__ Channels channels_of(const Scalar* elements) {
   return vector;
 }
 
-// How a vector's numbers become float16's: multiplied by powers of two, which are negative for
-// channels in which every number counts by itself (see scale.cuh).
+// The powers of two that scale the eight channels of a vector. A power is negative if every number
+// of its channel must fit (see scale.cuh).
 struct Powers {
   alignas(16) float power[8];
 
@@ -4823,7 +4916,7 @@ struct Powers {
     *reinterpret_cast<float4*>(power) = halves[0];
     *reinterpret_cast<float4*>(power + 4) = halves[1];
   }
-  // Whether there is such a channel.
+  // Whether every number of some channel must fit.
   __device__ __forceinline__ bool strict() const {
     unsigned signs = 0;
 #pragma unroll
@@ -4838,12 +4931,12 @@ struct Powers {
   }
 };
 
-// Which numbers float16 was asked for: keeps what is needed to tell whether it has them.
+// The range of the numbers that were converted to float16: what is needed to tell whether they fit.
 struct HalfRange {
   float largest = 0.0f;
-  unsigned smallest = ~0u;  // bits, less one: then zeros are no number's
+  unsigned smallest = ~0u;  // bit pattern minus one, so that zeros do not count
 
-  // Of a vector, scaled, the largest number counts.
+  // Records the largest number of a scaled vector.
   __device__ __forceinline__ void see(const Numbers& vector) {
     float of_vector = 0.0f;
 #pragma unroll
@@ -4851,7 +4944,7 @@ struct HalfRange {
     largest = larger(largest, of_vector);
     smallest = min(smallest, __float_as_uint(of_vector) - 1u);
   }
-  // Of a number that counts by itself, even if scaling makes it zero.
+  // Records a single number that must fit, even if scaling makes it zero.
   __device__ __forceinline__ void see(float number, float scaled) {
     const unsigned bits = max(__float_as_uint(fabsf(scaled)), 1u);
     if (number != 0.0f) smallest = min(smallest, bits - 1u);
@@ -4863,13 +4956,13 @@ struct HalfRange {
       see(number, number * powers.power[i]);
     }
   }
-  // Whether float16 has the largest, and the smallest as well as a number of this size.
+  // Whether the largest number is in float16's range, and the smallest is not below `least`.
   __device__ bool fits(float least) const {
     return largest <= 65504.0f && smallest >= __float_as_uint(least) - 1u;
   }
 };
 
-// What everything else needs of these.
+// Stands for powers and ranges where there is no scaled fp16.
 struct NoPowers {
   __device__ explicit NoPowers(const float*) {}
   __device__ bool strict() const { return false; }
@@ -4881,8 +4974,9 @@ struct NoRange {
   __device__ bool fits(float) const { return true; }
 };
 
-// Whether one of the low parts was infinite or NaN. Products of two: half of the instructions, and
-// those of finite ones overflow only where numbers are beyond 2^70, which does no harm.
+// Tells whether one of the low parts was infinite or NaN. It accumulates products of two of them,
+// which takes half the instructions. Products of finite parts overflow only for numbers beyond
+// 2^70; then the stage is merely treated as if it had an infinity.
 struct LowRange : NoRange {
   float products = 0.0f;
 
@@ -4899,8 +4993,8 @@ struct LowRange : NoRange {
 using Scale = Either<C::halves, Powers, NoPowers>::type;
 using Range = Either<C::halves, HalfRange, Either<kWatches, LowRange, NoRange>::type>::type;
 
-// Writes a vector, in `parts` that are part_bytes apart: floats rounded to TF32, or in two such
-// numbers; 16-bit types as they are.
+// Writes a vector of Words. float32 is rounded to TF32, or split into the two parts of 3xTF32,
+// which are part_bytes apart; 16-bit types are written as they are.
 template <bool kWeight, class Seen>
 __device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes, Words vector,
                                             Seen& seen) {
@@ -4923,8 +5017,8 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
   *reinterpret_cast<Words*>(target) = vector;
 }
 
-// Floats as float16. Of two parts, the low one of the input is enlarged. It is multiplied by
-// weights that are as much smaller: a third part.
+// Writes a vector as scaled fp16. In two parts, the low part of the input is enlarged by
+// kLowFactor, and multiplied by a third part of the weights, which is as much smaller.
 template <bool kWeight, class Seen>
 __device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes,
                                             const Numbers& scaled, Seen&) {
@@ -4951,7 +5045,7 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
   }
 }
 
-// A vector of the input, as it was loaded.
+// Writes a vector of the input, as it was loaded.
 template <class Seen>
 __device__ __forceinline__ void store_input(unsigned char* target, int part_bytes,
                                             const Words& vector, const NoPowers&, Seen& range) {
@@ -4970,22 +5064,25 @@ __device__ __forceinline__ void store_input(unsigned char* target, int part_byte
 """
 
 SOURCES["device/tensor/powers.cuh"] = r"""
-// Powers of two that bring numbers into float16's range, and what a block's threads find together
-// to choose them.
+// Scaled fp16: powers of two that bring numbers into float16's range, and the block-wide reductions
+// that find them.
 #include "device/tensor/operand.cuh"
 
 namespace fastconv {
 namespace tensor {
 
-// The exponent that the largest number of a sample is scaled to: others may be 2^4 times as large.
+// The exponent that the largest number of a sample is scaled to: numbers outside of the sample may
+// be 2^4 times as large.
 constexpr int kSampleExponent = 11;
-constexpr int kMostExponent = 50;  // of what is scaled: products of two scales are normal numbers
+// Bounds the exponents of numbers that are scaled, so that the product of two scales is a normal
+// number.
+constexpr int kMostExponent = 50;
 
-// Of numbers in two parts, the low one is this many times as large as it counts for, so that it
-// fits where the high one does.
+// In two-part scaled fp16, the low part is stored this many times larger than it counts, so that it
+// has the high part's range.
 constexpr float kLowFactor = 2048.0f;
 
-// What two numbers have beyond `high`, their float16, times `factor`.
+// The low parts of two numbers whose float16 is `high`: what is left of them, times `factor`.
 __device__ __forceinline__ unsigned low_halves(float first, float second, unsigned high,
                                                float factor) {
   const float first_high = half_to_float(static_cast<unsigned short>(high));
@@ -4993,7 +5090,7 @@ __device__ __forceinline__ unsigned low_halves(float first, float second, unsign
   return floats_to_halves((first - first_high) * factor, (second - second_high) * factor);
 }
 
-// All lanes' values, combined in a fixed order.
+// Reduces a value over the lanes of a warp, in a fixed order.
 template <class Value, class Combine>
 __device__ __forceinline__ Value warp_combined(Value value, Combine combine) {
 #pragma unroll
@@ -5003,12 +5100,12 @@ __device__ __forceinline__ Value warp_combined(Value value, Combine combine) {
   return value;
 }
 
-// All threads' values, in a block of whole warps.
+// Reduces a value over the threads of a block of whole warps.
 template <class Value, class Combine>
 __device__ __forceinline__ Value block_combined(Value value, Combine combine) {
   auto* const of_warps = reinterpret_cast<Value*>(shared_memory());
   value = warp_combined(value, combine);
-  __syncthreads();  // the last call's have been read
+  __syncthreads();  // values of the last call have been read
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
   __syncthreads();
   value = of_warps[0];
@@ -5023,22 +5120,23 @@ __device__ __forceinline__ Value sum_of(Value first, Value second) {
   return first + second;
 }
 
-constexpr unsigned kLeastBits = 27u << 23, kMostBits = 227u << 23;  // of 2^-100 and 2^100
+// The bit patterns of 2^-100 and 2^100.
+constexpr unsigned kLeastBits = 27u << 23, kMostBits = 227u << 23;
 
-// The power of two that is the mean of `count` numbers whose exponents, as they are in their bits,
-// add up to `exponents`; 1 if there are none.
+// The power of two at the mean exponent of `count` numbers, whose biased exponents add up to
+// `exponents`; 1 if there are no numbers.
 __device__ __forceinline__ float mean_power(int exponents, int count) {
   if (count == 0) return 1.0f;
   const unsigned bits = static_cast<unsigned>((exponents + count / 2) / count) << 23;
   return __uint_as_float(min(max(bits, kLeastBits), kMostBits));
 }
-// One divided by a power of two.
+// The inverse of a power of two.
 __device__ __forceinline__ float inverse(float power) {
   return __uint_as_float((254u << 23) - __float_as_uint(power));
 }
 
-// The power of two that gives a number this exponent; 1 for zero, 0 for one that is too large, too
-// small or no number.
+// The power of two that scales a number to this exponent. It is 1 for zero, and 0 if the number is
+// too large, too small or NaN.
 __device__ __forceinline__ float scale_to(float number, int exponent) {
   if (number == 0.0f) return 1.0f;
   const int its = static_cast<int>(__float_as_uint(number) >> 23 & 255u) - 127;
@@ -5051,34 +5149,35 @@ __device__ __forceinline__ float scale_to(float number, int exponent) {
 """
 
 SOURCES["device/tensor/tile.cuh"] = r"""
-// The tile that correlations on tensor cores share: its halo in shared memory, and how blocks walk
-// over an image. A family's own header has what else it keeps there.
+// The halo tile of the forward and input-gradient kernels: its layout in shared memory, and how
+// blocks divide an image. What else a kernel keeps in shared memory is in its own headers.
 //
-// Both operands lie in pieces of 16 bytes, channels that are multiplied at once:
+// Both operands consist of vectors of 16 bytes, channels that one MMA multiplies:
 //
 //   input   [16 bytes of channels][row][pixel][16 bytes]     a halo tile, loaded once for all taps
 //   weights [tap][2][product_rows output channels][16 bytes]
-#include "device/tile.cuh"
 #include "device/tensor/operand.cuh"
 #include "device/tensor/ring.cuh"
+#include "device/tile.cuh"
 
 namespace fastconv {
 namespace tensor {
 
-// What is multiplied: elements as they are, or float32 numbers as float16 (see scale.cuh).
+// The MMA's operand type: the tensor's own, or scaled fp16 for float32 (see scale.cuh).
 using Factor = Either<C::halves, Float16, Operand>::type;
-constexpr int kVectorChannels = C::halves ? 8 : kVector;  // in 16 bytes
+constexpr int kVectorChannels = C::halves ? 8 : kVector;  // channels in 16 bytes
 
 constexpr int kChunkPlanes = 2 * C::k_steps;
 constexpr int kChunkChannels = kChunkPlanes * kVectorChannels;
 constexpr int kChunks = ceil_div(C::group_in, kChunkChannels);
 
-// Along rows: tap k is in phase k % kRowPhases; a tile's output rows are kRowStep apart.
+// Input rows of a tile are grouped by their residue modulo the stride, and tap k reads residue k %
+// kRowPhases. Output rows of a tile are kRowStep apart.
 constexpr int kRowPhases = C::stride_height / gcd(C::stride_height, C::dilation_height);
 constexpr int kRowStep = C::dilation_height / gcd(C::stride_height, C::dilation_height);
 constexpr int kRowSlots = C::kernel_height < kRowPhases ? C::kernel_height : kRowPhases;
 
-// Along columns, where output pixels are neighbours.
+// Columns are grouped by their residue likewise; output pixels of a tile are neighbours.
 constexpr int kColumnUnit = gcd(C::stride_width, C::dilation_width);
 constexpr int kColumnPhases = C::stride_width / kColumnUnit;
 constexpr int kColumnStep = C::dilation_width / kColumnUnit;
@@ -5086,42 +5185,44 @@ constexpr int kColumnSlots = C::kernel_width < kColumnPhases ? C::kernel_width :
 
 constexpr int kTapRows = C::kernel_height + C::stack - 1;
 constexpr int kTaps = kTapRows * C::kernel_width;
-constexpr int kWeightStages = kTaps / C::stage_taps;  // of a chunk
+constexpr int kWeightStages = kTaps / C::stage_taps;  // stages of one chunk's weights
 static_assert(kTaps % C::stage_taps == 0, "stages hold whole taps");
 
-constexpr int kTileRows = C::block_rows;  // output rows of a block
+constexpr int kTileRows = C::block_rows;  // output rows of a tile
 constexpr int kHaloRows = kTileRows + (C::kernel_height - 1) / kRowPhases;
 static_assert(C::lead + C::tile_columns + (C::kernel_width - 1) * kColumnStep / kColumnPhases <=
                   C::pitch,
               "a row holds its halo");
 
 constexpr int kStageRows = C::rolling ? 1 : kHaloRows;
-constexpr int kSlotPixels = kStageRows * C::pitch;  // of one phase of the rows and the columns
-constexpr int kLines = kRowSlots * kColumnSlots * kStageRows;  // of a plane
+// Pixels of one residue of the rows and the columns.
+constexpr int kSlotPixels = kStageRows * C::pitch;
+constexpr int kLines = kRowSlots * kColumnSlots * kStageRows;  // rows of all residues in one plane
 constexpr int kPlanePixels = kLines * C::pitch + C::plane_padding;
 constexpr int kPlaneBytes = kPlanePixels * 16;
 constexpr int kPartPixels = kChunkPlanes * kPlanePixels;
 
-// Phases of a strided gradient that are channels of the products (`out_fold`), by axes; and output
-// channels of a group.
-constexpr int kOutFold = C::out_fold_height * C::out_fold_width;
-constexpr bool kUnfolds = kOutFold > 1;
-constexpr int kOutGroup = C::group_out / kOutFold;
+// Depth-to-space: the residues of a strided input gradient that are output channels of one layer
+// (`out_fold`), along both axes; and the output channels of a group in memory.
+constexpr int kOutResidues = C::out_fold_height * C::out_fold_width;
+constexpr bool kUnfolds = kOutResidues > 1;
+constexpr int kOutGroup = C::group_out / kOutResidues;
 
 constexpr int kOutputs = C::product_rows;
-constexpr int kStackRows = kOutputs / (C::stack * C::column_sums);  // of an output row
-// Output channels of them. Of phases, those that are neighbours in memory stay together.
+constexpr int kStackRows = kOutputs / (C::stack * C::column_sums);  // MMA rows of one output row
+// Output channels of one output row. With depth-to-space, channels that are neighbours in memory
+// stay in one MMA.
 constexpr int kStackChannels = kUnfolds ? kStackRows / C::interleave * C::interleave : kStackRows;
 constexpr int kProductBytes = kOutputs * 32;
-// Of halves, the high part comes once more, 2^-11 times as large, where it is not made of the
-// other.
+// Scaled fp16 in two parts stores the high part of the weights a second time, multiplied by 2^-11,
+// unless consumers compute it from the first.
 constexpr bool kSmallerPart = C::halves && C::parts == 2 && C::smaller_part;
 constexpr int kWeightParts = C::parts + kSmallerPart;
 constexpr int kTapBytes = C::k_steps * kWeightParts * C::channel_groups * kProductBytes;
 constexpr int kWeightBytes = C::stage_taps * kTapBytes;
 
-// A product's row, counted among those of the same column: two sums of a pixel's columns are eight
-// rows apart, in the same thread. So are two neighbours of phases that are channels.
+// The index of an MMA row among the rows of its output column. Two columns of a pixel, or two
+// neighbouring depth-to-space channels, are eight MMA rows apart, so that one thread has both.
 __device__ __forceinline__ int row_of_column(int product_row) {
   if constexpr (kUnfolds) {
     return product_row / 16 * 16 + product_row % 8 * 2 + product_row / 8 % 2;
@@ -5131,21 +5232,21 @@ __device__ __forceinline__ int row_of_column(int product_row) {
 }
 static_assert(C::column_sums == 1 || (C::column_sums == 2 && C::interleave == 2 && !kUnfolds),
               "pairs");
-static_assert(kStackRows >= 8, "eight rows of a product are neighbouring channels");
-static_assert(!kUnfolds || kStackChannels > 0, "a position's neighbours are in one product");
+static_assert(kStackRows >= 8, "eight rows of an MMA are neighbouring channels");
+static_assert(!kUnfolds || kStackChannels > 0, "a position's neighbours are in one MMA");
 
-// With a lead, rows begin up to lead - 1 columns before the image.
+// With a lead, a row's first strip begins up to lead - 1 columns before the image.
 constexpr int kStrips = ceil_div(C::out_width + (C::lead > 0 ? C::lead - 1 : 0), C::tile_columns);
 
-// With `wraps`, a row's last strip goes on with the next row: a line of the tile has what it reads
-// behind what this row reads, and so kGap columns between the rows' outputs.
+// With `wraps`, the last strip of a row continues with the next row. A line of the tile holds the
+// input of both, so kGap columns without outputs lie between the two rows' outputs.
 constexpr int kGap = (C::kernel_width - 1) * C::dilation_width;
 constexpr int kPaddedWidth = C::out_width + kGap;
 
-// What is infinite or NaN, if it is in the input, is so in its low part (see `split`). Two kinds of
-// sums would make NaN of the infinities that come of it: short ones, which multiply low parts by
-// each other, and compensated ones. There, loaders mark what has such a number, and who
-// multiplies is careful: what is not finite, and no result, they replace by zero.
+// 3xTF32 keeps infinities and NaN of the input in the low part (see `split`). Two kinds of
+// accumulation would turn an infinite result into NaN: short ones, which also multiply low parts by
+// each other, and compensated ones. There, loaders mark stages that hold such a number, and
+// consumers of a marked stage replace intermediate values that are not finite by zero.
 constexpr bool kWatches = C::watches;
 static_assert(!kWatches || (C::parts == 2 && !C::halves), "");
 
@@ -5156,13 +5257,13 @@ constexpr int kRowTiles = ceil_div(ceil_div(C::out_height, kRowStep), kTileRows)
 constexpr int kSegments = ceil_div(kRowTiles, C::segment_tiles);
 constexpr int kItemsPerImage = kOutputGroups * kStrips * kSegments * kRowStep * C::groups;
 
-// What a block does between two looks at its list: segment_tiles tiles, one below the other.
+// A work item of a block: segment_tiles tiles, one below the other.
 struct Item {
-  int outputs;  // first channel of the block's products, in the group
+  int outputs;  // first output channel, in the group
   int column;   // first output column
   int tile;     // first tile, from the top of the image
   int tiles;
-  int row_phase;
+  int row_residue;
   int group;
   int image;
 
@@ -5174,7 +5275,7 @@ struct Item {
     tile = index % kSegments * C::segment_tiles;
     tiles = min(C::segment_tiles, kRowTiles - tile);
     index /= kSegments;
-    row_phase = index % kRowStep;
+    row_residue = index % kRowStep;
     index /= kRowStep;
     group = index % C::groups;
     image = index / C::groups;
@@ -5188,18 +5289,18 @@ struct Item {
 
 // --- Channels ------------------------------------------------------------------------------------
 
-// A channel of the group as the products have it: one of the input's, at one of its phases.
-struct FoldedChannel {
+// A space-to-depth channel of the group's input: a channel in memory, at one residue of the stride.
+struct SpaceToDepthChannel {
   int channel, row, column;
 
-  __device__ explicit FoldedChannel(int index)
+  __device__ explicit SpaceToDepthChannel(int index)
       : channel(index / (C::fold_height * C::fold_width)),
         row(index / C::fold_width % C::fold_height),
         column(index % C::fold_width) {}
 };
 
-// An output channel of the group as the products have it: one of the image's, at one of its phases.
-// Those that are neighbours in memory are neighbours.
+// A depth-to-space channel of the group's output: a channel in memory, at one residue of the
+// stride. Channels that are neighbours in memory have neighbouring indices.
 struct UnfoldedChannel {
   int channel, row, column;
 
@@ -5214,7 +5315,7 @@ struct UnfoldedChannel {
     } else {
       column = index % C::out_fold_width;
       row = index / C::out_fold_width % C::out_fold_height;
-      channel = index / kOutFold;
+      channel = index / kOutResidues;
     }
   }
 };
@@ -5223,78 +5324,8 @@ struct UnfoldedChannel {
 }  // namespace fastconv
 """
 
-SOURCES["device/tile.cuh"] = r"""
-// Small pieces that every kernel on plain CUDA cores uses: vectors of four, tiles of rows.
-#include "device/scalar.cuh"
-
-namespace fastconv {
-
-__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-__host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
-__host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
-// Division that rounds down, also for negative a.
-__host__ __device__ constexpr int floor_div(int a, int b) {
-  return a >= 0 ? a / b : -((b - 1 - a) / b);
-}
-
-template <class T>
-__host__ __device__ constexpr T max_of(T a, T b) {
-  return a > b ? a : b;
-}
-
-template <class T>
-__host__ __device__ constexpr T min_of(T a, T b) {
-  return a < b ? a : b;
-}
-
-// What counts to kEnd: 32 bits where they are enough, since 64-bit address arithmetic costs several
-// times as much.
-template <bool kWide>
-struct IndexOf {
-  using type = int;
-};
-template <>
-struct IndexOf<true> {
-  using type = long long;
-};
-template <long long kEnd>
-using IndexTo = typename IndexOf<(kEnd >= 1ll << 31)>::type;
-
-template <class T, int kCount>
-struct alignas(sizeof(T) * kCount) Vector {
-  T element[kCount];
-};
-// Vectors wider than what one instruction moves are read as several.
-template <>
-struct alignas(16) Vector<double, 4> {
-  double element[4];
-};
-
-// Four neighbours in shared memory, widened to the type they are summed in.
-template <class T>
-__device__ __forceinline__ void load4(const T* source, typename SumOf<T>::type (&target)[4]) {
-  const Vector<T, 4> four = *reinterpret_cast<const Vector<T, 4>*>(source);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) target[i] = widen(four.element[i]);
-}
-
-// Copies kCount neighbouring elements to shared memory, asynchronously where the hardware can
-// (it copies no less than 4 bytes), or writes zeros.
-template <int kCount, class T>
-__device__ __forceinline__ void copy_elements(T* shared, const T* global, bool valid) {
-  constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
-  if constexpr (kBytes >= 4) {
-    copy_async<kBytes>(shared, global, valid);
-  } else {
-    *shared = valid ? *global : T{};
-  }
-}
-
-}  // namespace fastconv
-"""
-
 SOURCES["device/tensor/operand.cuh"] = r"""
-// What a kernel's tensors have for elements, and which of the tensor core's types that is.
+// The element type of a kernel's tensors, and the MMA operand type that it becomes.
 #include "device/scalar.cuh"
 #include "device/sm80.cuh"
 
@@ -5332,20 +5363,23 @@ using Operand = OperandOf<Scalar>::type;
 constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
 constexpr int kVector = 16 / kScalarBytes;  // elements in 16 bytes
 
-// Elements of a tensor. Plans are made for images of fewer than kMostElements, so that offsets in
-// an image are 32-bit numbers (limits.py). Those of places outside of it, where tiles overhang or
-// padding is, need not be: see IndexTo.
+// The number of elements of a tensor of these sizes. Plans are made only for images of fewer than
+// kMostElements, so offsets within an image are 32-bit numbers (planning/limits.py). Offsets of
+// places outside of it, in padding or where tiles overhang, may be larger: see IndexTo.
 constexpr long long kMostElements = 1LL << 30;
 template <class... Sizes>
 __host__ __device__ constexpr long long elements_of(Sizes... sizes) {
   return (1LL * ... * sizes);
 }
 
-// A number in two parts, of TF32's precision. Of what is infinite or NaN, the low part is, and the
-// high one is TF32's largest number, with its sign. So of three products,
+// 3xTF32: splits a number into two parts with TF32's mantissa. For infinity and NaN, the low part
+// is the number itself and the high part is TF32's largest number with its sign. So of the three
+// products
+//
 //   low_x high_y + high_x low_y + high_x high_y,
-// one of x = infinity is infinite, with the sign of x y, or NaN if y = 0; the others are finite, or
-// overflow as it does, or less far. If both are infinite, all three are x y.
+//
+// the first is infinite if x is, with the sign of x y, or NaN if y = 0; the others are finite, or
+// overflow with the same sign. If x and y are both infinite, all three products equal x y.
 __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
   constexpr unsigned kLargest = 0x7f7fe000u;
   const float rounded = round_to_even_tf32(limited(value, __uint_as_float(kLargest)));
@@ -5353,10 +5387,11 @@ __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low
   low = __float_as_uint(round_to_even_tf32(value - rounded));
 }
 
-// The same for operands of products, ties going away from zero: with half of the instructions
-// where rounding to even is not one of them.
+// Splits an operand of an MMA with ties away from zero. Before sm_90 this takes half as many
+// instructions as rounding ties to even.
 __device__ __forceinline__ void split_away(float value, unsigned& high, unsigned& low) {
-  constexpr unsigned kLargest = 0x7f7fe000u;  // which adding half of the last bit leaves finite
+  // Stays finite when half of its last TF32 bit is added.
+  constexpr unsigned kLargest = 0x7f7fe000u;
   high = (__float_as_uint(limited(value, __uint_as_float(kLargest))) + 0x1000u) & 0xffffe000u;
   low = __float_as_uint(round_operand_to_tf32(value - __uint_as_float(high)));
 }
@@ -5365,14 +5400,14 @@ __device__ __forceinline__ bool is_finite(float value) {
   return fabsf(value) < __uint_as_float(0x7f800000u);
 }
 
-// Makes zeros of what is infinite or NaN.
+// Replaces infinities and NaN by zero.
 template <int kCount>
 __device__ __forceinline__ void drop_infinite(float (&sums)[kCount]) {
 #pragma unroll
   for (float& sum : sums) sum = is_finite(sum) ? sum : 0.0f;
 }
 
-// The bits of an element, or zero.
+// The bits of an element, or zero if not `valid`.
 __device__ __forceinline__ unsigned load_bits(const float* element, bool valid) {
   return __float_as_uint(load_or_zero(element, valid));
 }
@@ -5386,12 +5421,13 @@ __device__ __forceinline__ unsigned load_bits(const Half* element, bool valid) {
 """
 
 SOURCES["device/tensor/ring.cuh"] = r"""
-// Stages of shared memory that are filled and emptied in turn.
+// The pipeline: a ring of stages in shared memory that producers fill and consumers empty.
 
 namespace fastconv {
 namespace tensor {
 
-// A position in a ring of stages. Producers start a lap ahead: the stages are empty.
+// A position in the ring, with the parity of the stage's mbarrier phase. Producers start with
+// parity 1 and consumers with 0: all stages are empty at first.
 template <int kStages>
 struct Ring {
   int stage = 0;
@@ -5410,86 +5446,91 @@ struct Ring {
 }  // namespace fastconv
 """
 
-SOURCES["device/scalar.cuh"] = r"""
-// The element types of tensors, and the type each is summed in.
-#include "device/ptx.cuh"
+SOURCES["device/tile.cuh"] = r"""
+// Integer arithmetic, index types and vectors that all kernels share.
+#include "device/scalar.cuh"
 
 namespace fastconv {
 
-struct float16 {
-  unsigned short bits;
-};
-
-struct bfloat16 {
-  unsigned short bits;
-};
-
-// The arithmetic type: products are formed and summed in it.
-template <class T>
-struct SumOf {
-  using type = float;
-};
-template <>
-struct SumOf<double> {
-  using type = double;
-};
-
-__device__ __forceinline__ float widen(float16 value) { return half_to_float(value.bits); }
-__device__ __forceinline__ float widen(bfloat16 value) {
-  return __uint_as_float(static_cast<unsigned>(value.bits) << 16);
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+__host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
+// Division that rounds down, also for negative a.
+__host__ __device__ constexpr int floor_div(int a, int b) {
+  return a >= 0 ? a / b : -((b - 1 - a) / b);
 }
-__device__ __forceinline__ float widen(float value) { return value; }
-__device__ __forceinline__ double widen(double value) { return value; }
 
 template <class T>
-__device__ __forceinline__ T narrow(typename SumOf<T>::type value) {
-  return value;
-}
-template <>
-__device__ __forceinline__ float16 narrow<float16>(float value) {
-  return {float_to_half(value)};
-}
-template <>
-__device__ __forceinline__ bfloat16 narrow<bfloat16>(float value) {
-  return {float_to_bfloat(value)};
+__host__ __device__ constexpr T max_of(T a, T b) {
+  return a > b ? a : b;
 }
 
-// What moves so many bytes at once.
-template <int kBytes>
-struct Bits;
-template <>
-struct Bits<2> {
-  using type = unsigned short;
+template <class T>
+__host__ __device__ constexpr T min_of(T a, T b) {
+  return a < b ? a : b;
+}
+
+// The index type for numbers up to kEnd: 32 bits where they suffice, since 64-bit address
+// arithmetic takes several times as many instructions.
+template <bool kWide>
+struct IndexOf {
+  using type = int;
 };
 template <>
-struct Bits<4> {
-  using type = unsigned;
+struct IndexOf<true> {
+  using type = long long;
 };
+template <long long kEnd>
+using IndexTo = typename IndexOf<(kEnd >= 1ll << 31)>::type;
+
+template <class T, int kCount>
+struct alignas(sizeof(T) * kCount) Vector {
+  T element[kCount];
+};
+// 16 bytes are the widest access of one instruction: a wider vector is read by several, and needs
+// no more than their alignment.
 template <>
-struct Bits<8> {
-  using type = uint2;
+struct alignas(16) Vector<double, 4> {
+  double element[4];
 };
-template <>
-struct Bits<16> {
-  using type = uint4;
-};
+
+// Loads four consecutive elements and widens them to the accumulator's type.
+template <class T>
+__device__ __forceinline__ void load4(const T* source, typename SumOf<T>::type (&target)[4]) {
+  const Vector<T, 4> four = *reinterpret_cast<const Vector<T, 4>*>(source);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) target[i] = widen(four.element[i]);
+}
+
+// Copies kCount consecutive elements to shared memory, or writes zeros. cp.async copies 4 bytes or
+// more; fewer are copied synchronously.
+template <int kCount, class T>
+__device__ __forceinline__ void copy_elements(T* shared, const T* global, bool valid) {
+  constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
+  if constexpr (kBytes >= 4) {
+    copy_async<kBytes>(shared, global, valid);
+  } else {
+    *shared = valid ? *global : T{};
+  }
+}
 
 }  // namespace fastconv
 """
 
 SOURCES["device/sm80.cuh"] = r"""
-// Instructions from sm_80 on, one function each, as ptx.cuh has those of every GPU. The emulator
-// has a twin of this file too.
+// PTX of sm_80 and later, one function for each instruction (ptx.cuh has those of every GPU). The
+// CPU emulator has a host version of this file.
 #include "device/ptx.cuh"
 
 namespace fastconv {
 
 // --- Loads, stores and conversions ---------------------------------------------------------------
 
-// The 2, 4, 8 or 16 bytes at `global` that nobody writes while the kernel runs, or zeros if not
-// `valid` (then nothing is read). Issued where it is called: the compiler moves none of them. (Two
-// bytes have a register of their own: two halves of one would be put together as soon as the second
-// is there, and the thread would wait for it.)
+// Loads 2, 4, 8 or 16 bytes that no thread writes while the kernel runs (ld.global.nc), or gives
+// zeros if not `valid` (then nothing is read). The load is issued where it is called: the compiler
+// does not move volatile assembly. Two bytes are loaded to a 32-bit register of their own: the
+// compiler would pack two 16-bit registers into one as soon as the second load is issued, and the
+// thread would stall for it.
 __device__ __forceinline__ unsigned load_or_zero(const unsigned short* global, bool valid) {
   unsigned value;
   asm volatile(
@@ -5548,7 +5589,7 @@ __device__ __forceinline__ uint2 load_or_zero(const uint2* global, bool valid) {
   return value;
 }
 
-// The same without a condition. Neighbours of 16 bytes are fetched from memory along with them.
+// Loads without a predicate. The 16-byte load also prefetches 256 bytes to L2.
 __device__ __forceinline__ unsigned short load(const unsigned short* global) {
   unsigned short value;
   asm volatile("ld.global.nc.b16 %0, [%1];" : "=h"(value) : "l"(global));
@@ -5568,8 +5609,8 @@ __device__ __forceinline__ uint4 load(const uint4* global) {
   return value;
 }
 
-// Adds to four neighbours in global memory, without waiting for it. Additions of one thread to one
-// address happen in order.
+// Adds to four consecutive floats in global memory, without a result to wait for. Additions of one
+// thread to one address are performed in program order.
 __device__ __forceinline__ void add_to_memory(float4* global, float4 values) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global),
@@ -5586,13 +5627,13 @@ __device__ __forceinline__ void add_to_memory(float4* global, float4 values) {
 #endif
 }
 
-// Adds to a count in global memory, which threads of several blocks may add to.
+// Adds to a counter in global memory that threads of several blocks may add to.
 __device__ __forceinline__ void add_to_memory(unsigned* global, unsigned value) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
 }
 
-// For an operand of a TF32 product, which ignores the last 13 bits: makes of that a rounding to
-// nearest, ties away from zero.
+// Prepares an operand of a TF32 MMA, which ignores the last 13 bits of its mantissa: the result
+// makes that truncation a rounding to nearest, ties away from zero.
 __device__ __forceinline__ float round_operand_to_tf32(float value) {
   float result;
   asm("{\n"
@@ -5602,7 +5643,7 @@ __device__ __forceinline__ float round_operand_to_tf32(float value) {
       "abs.f32 magnitude, %1;\n"
       "setp.lt.f32 finite, magnitude, 0f7f800000;\n"
       "mov.b32 bits, %1;\n"
-      "@finite add.u32 bits, bits, 0x1000;\n"  // would make some NaNs numbers
+      "@finite add.u32 bits, bits, 0x1000;\n"  // the addition would turn some NaNs into numbers
       "mov.b32 %0, bits;\n"
       "}"
       : "=f"(result)
@@ -5610,8 +5651,8 @@ __device__ __forceinline__ float round_operand_to_tf32(float value) {
   return result;
 }
 
-// To TF32's 10 bits of mantissa, to nearest, ties to even: from sm_90 on one instruction. (Away
-// from zero, it takes three.)
+// Rounds to TF32's 10-bit mantissa, to nearest, ties to even. sm_90 has an instruction for it;
+// rounding ties away from zero takes three.
 __device__ __forceinline__ float round_to_even_tf32(float value) {
 #if __CUDA_ARCH__ >= 900
   unsigned bits;
@@ -5624,7 +5665,8 @@ __device__ __forceinline__ float round_to_even_tf32(float value) {
 #endif
 }
 
-// Two numbers, not NaN, to float16: to nearest, ties away from zero; `first` in the lower half.
+// Converts two numbers that are not NaN to float16, to nearest, ties away from zero, with `first`
+// in the lower 16 bits.
 __device__ __forceinline__ unsigned round_to_halves(float first, float second) {
   unsigned bits;
   asm("cvt.rz.f16x2.f32 %0, %1, %2;"
@@ -5634,21 +5676,21 @@ __device__ __forceinline__ unsigned round_to_halves(float first, float second) {
   return bits;
 }
 
-// Two float16 numbers divided by 2^11, to nearest, ties to even.
+// Multiplies two float16 numbers by 2^-11, to nearest, ties to even.
 __device__ __forceinline__ unsigned halves_by_2048th(unsigned halves) {
   unsigned result;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(halves), "r"(0x10001000u));
   return result;
 }
 
-// The larger of two numbers, or NaN if one is.
+// The larger of two numbers, or NaN if either is NaN.
 __device__ __forceinline__ float larger(float first, float second) {
   float result;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(first), "f"(second));
   return result;
 }
 
-// The number, or `most` with its sign if its magnitude is larger, or if it is NaN.
+// `number`, or `most` with its sign if its magnitude is larger or it is NaN.
 __device__ __forceinline__ float limited(float number, float most) {
 #if __CUDA_ARCH__ >= 860
   float result;
@@ -5659,12 +5701,12 @@ __device__ __forceinline__ float limited(float number, float most) {
 #endif
 }
 
-// --- Matrices of 8 rows of 16 bytes in shared memory (ldmatrix) ----------------------------------
-// What lane 4 g + t gets of one, a fragment of 4 bytes: bytes 4 t to 4 t + 3 of row g. These are
-// two elements of 16 bits, or one of TF32.
+// --- ldmatrix: matrices of 8 rows of 16 bytes in shared memory -----------------------------------
+// Of each matrix, lane 4 g + t gets a fragment of 4 bytes: bytes 4 t to 4 t + 3 of row g. These are
+// two 16-bit elements, or one TF32 element.
 
-// Four matrices from shared memory: lane i has the address of row i % 8 of matrix i / 8, a multiple
-// of 16 bytes.
+// Loads four matrices from shared memory. Lane i passes the address of row i % 8 of matrix i / 8, a
+// multiple of 16 bytes.
 __device__ __forceinline__ void load_matrices(unsigned (&fragments)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])
@@ -5672,7 +5714,7 @@ __device__ __forceinline__ void load_matrices(unsigned (&fragments)[4], const vo
                : "memory");
 }
 
-// The same, each matrix of 8 by 8 elements of 16 bits transposed on the way.
+// Loads four matrices of 8 by 8 16-bit elements, each of them transposed.
 __device__ __forceinline__ void load_transposed(unsigned (&fragments)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])
@@ -5683,18 +5725,87 @@ __device__ __forceinline__ void load_transposed(unsigned (&fragments)[4], const 
 }  // namespace fastconv
 """
 
-SOURCES["device/ptx.cuh"] = r"""
-// Every hardware instruction we use, one function each. Nothing else in the kernels is assembly, so
-// that a host twin of this one file (tests/emulator) lets the same kernels run on a CPU.
+SOURCES["device/scalar.cuh"] = r"""
+// The element types of tensors, and the type that each is accumulated in.
+#include "device/ptx.cuh"
 
 namespace fastconv {
 
-// What tensor cores multiply: float with TF32's precision, or one of the 16-bit types.
+struct float16 {
+  unsigned short bits;
+};
+
+struct bfloat16 {
+  unsigned short bits;
+};
+
+// The accumulator's type: products are computed and added in it.
+template <class T>
+struct SumOf {
+  using type = float;
+};
+template <>
+struct SumOf<double> {
+  using type = double;
+};
+
+__device__ __forceinline__ float widen(float16 value) { return half_to_float(value.bits); }
+__device__ __forceinline__ float widen(bfloat16 value) {
+  return __uint_as_float(static_cast<unsigned>(value.bits) << 16);
+}
+__device__ __forceinline__ float widen(float value) { return value; }
+__device__ __forceinline__ double widen(double value) { return value; }
+
+template <class T>
+__device__ __forceinline__ T narrow(typename SumOf<T>::type value) {
+  return value;
+}
+template <>
+__device__ __forceinline__ float16 narrow<float16>(float value) {
+  return {float_to_half(value)};
+}
+template <>
+__device__ __forceinline__ bfloat16 narrow<bfloat16>(float value) {
+  return {float_to_bfloat(value)};
+}
+
+// The type whose loads and stores move kBytes at once.
+template <int kBytes>
+struct Bits;
+template <>
+struct Bits<2> {
+  using type = unsigned short;
+};
+template <>
+struct Bits<4> {
+  using type = unsigned;
+};
+template <>
+struct Bits<8> {
+  using type = uint2;
+};
+template <>
+struct Bits<16> {
+  using type = uint4;
+};
+
+}  // namespace fastconv
+"""
+
+SOURCES["device/ptx.cuh"] = r"""
+// PTX that every supported GPU has, one function for each instruction, with a fallback where sm_80
+// added one. sm80.cuh, sm90.cuh, mma.cuh and wgmma.cuh wrap the instructions of newer GPUs in the
+// same way. All inline assembly of the kernels is in these five files. The CPU emulator
+// (tests/emulator) replaces them by host versions, so it runs the kernels' own sources.
+
+namespace fastconv {
+
+// Tags for the element types of an MMA's operands: float with TF32's mantissa, or a 16-bit type.
 struct Tf32 {};
 struct Float16 {};
 struct Bfloat16 {};
 
-// The block's dynamic shared memory.
+// The thread block's dynamic shared memory.
 __device__ __forceinline__ unsigned char* shared_memory() {
   extern __shared__ __align__(1024) unsigned char memory[];
   return memory;
@@ -5704,14 +5815,14 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies kBytes (4, 8 or 16) from global to shared memory, or writes zeros if not `valid` (then
-// `global` is not read). Both addresses are multiples of kBytes. Complete after
-// copy_async_wait; GPUs before sm_80 copy at once, through registers.
+// Copies kBytes (4, 8 or 16) from global to shared memory with cp.async, or writes zeros if not
+// `valid` (then `global` is not read). Both addresses are multiples of kBytes. The copy is complete
+// after copy_async_wait. GPUs before sm_80 copy synchronously, through registers.
 template <int kBytes>
 __device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "what cp.async can copy");
 #if __CUDA_ARCH__ >= 800
-  // A source size of 0 fills with zeros.
+  // cp.async fills what its source size leaves with zeros.
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)),
                "l"(global), "n"(kBytes), "r"(valid ? kBytes : 0)
                : "memory");
@@ -5726,14 +5837,14 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, boo
 #endif
 }
 
-// Closes a group of this thread's copies since the last commit.
+// Commits this thread's copies since the last commit as one group.
 __device__ __forceinline__ void copy_async_commit() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
-// Waits until at most kPending of this thread's latest groups are still under way.
+// Waits until at most kPending of this thread's latest groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
 #if __CUDA_ARCH__ >= 800
@@ -5741,7 +5852,8 @@ __device__ __forceinline__ void copy_async_wait() {
 #endif
 }
 
-// Stores an element if it is `valid`; or 8 or 16 bytes, at once and without a branch.
+// Stores an element if it is `valid`. Stores of 8 or 16 bytes are one predicated instruction,
+// without a branch.
 template <class T>
 __device__ __forceinline__ void store_if(T* global, const T& value, bool valid) {
   if (valid) *global = value;
@@ -5779,7 +5891,7 @@ __device__ __forceinline__ unsigned short float_to_half(float value) {
   return bits;
 }
 
-// To nearest, ties to even; before sm_80 by hand. A NaN stays one.
+// Rounds to nearest, ties to even; GPUs before sm_80 have no instruction for it. NaN stays NaN.
 __device__ __forceinline__ unsigned short float_to_bfloat(float value) {
 #if __CUDA_ARCH__ >= 800
   unsigned short bits;
@@ -5792,7 +5904,8 @@ __device__ __forceinline__ unsigned short float_to_bfloat(float value) {
 #endif
 }
 
-// Two floats to 16-bit types, to nearest, ties to even; `first` in the lower half. From sm_80 on.
+// Converts two floats to a pair of 16-bit floats, to nearest, ties to even, with `first` in the
+// lower 16 bits. Needs sm_80.
 __device__ __forceinline__ unsigned floats_to_halves(float first, float second) {
   unsigned bits;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
@@ -5804,14 +5917,14 @@ __device__ __forceinline__ unsigned floats_to_bfloats(float first, float second)
   return bits;
 }
 
-// The same number, of which the compiler does not know that: what follows from it is computed again
-// rather than kept in registers.
+// Returns `number` as a value that the compiler cannot relate to the argument. Expressions that
+// depend on it are recomputed instead of being kept in registers.
 __device__ __forceinline__ int once_more(int number) {
   asm volatile("" : "+r"(number));
   return number;
 }
 
-// The same number, computed once: the compiler keeps it, where it would rather compute it again.
+// Returns `number` as a value that the compiler cannot recompute, so that it stays in a register.
 __device__ __forceinline__ float kept(float number) {
   asm volatile("" : "+f"(number));
   return number;
@@ -5821,9 +5934,10 @@ __device__ __forceinline__ double kept(double number) {
   return number;
 }
 
-// --- Barriers that some threads of a block have among themselves ---------------------------------
-// Each has a number, from 1 to 15, and so many threads, whole warps: of a round, some wait for all
-// of them to have come, the others only come. Who waits sees what all of them wrote before.
+// --- Named barriers (bar.sync, bar.arrive) -------------------------------------------------------
+// A named barrier has a number from 1 to 15 and an expected number of threads, which are whole
+// warps. Threads that only signal use bar.arrive; threads that wait for all of them use bar.sync,
+// and then see what every participant wrote before.
 
 __device__ __forceinline__ void wait_at(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -5836,16 +5950,17 @@ __device__ __forceinline__ void come_to(int barrier, int threads) {
 """
 
 SOURCES["ampere/halo/store.cuh"] = r"""
-// Outputs: from a warp's registers through shared memory to global memory.
+// The epilogue: from a warp's accumulators through shared memory to global memory.
 #include "ampere/halo/multiply.cuh"
 #include "device/tensor/target.cuh"
 
 namespace fastconv {
 namespace ampere {
 
-// How the sums of a warp's rows become outputs: each lane knows it of every 32nd row.
+// How accumulators of a warp's rows become outputs (bias, scale). Each lane holds this for every
+// 32nd row.
 struct Finishes {
-  static constexpr int kRows = ceil_div(kOutputs, 32);  // of a lane
+  static constexpr int kRows = ceil_div(kOutputs, 32);  // rows of a lane
   Finish of[kRows];
 
   __device__ Finishes(const Scalar* bias, const Items& items, Scalar* output, const Item& item,
@@ -5857,7 +5972,7 @@ struct Finishes {
       if (kOutputs % 32 == 0 || row < kOutputs) of[i] = finish_of(bias, items, item, target, row);
     }
   }
-  // The one that a lane needs, of eight rows.
+  // Returns the Finish of the row that a lane holds among eight rows.
   __device__ __forceinline__ Finish of_eight(int eight, int lane) const {
     const int source = eight % 4 * 8 + lane / 4;
     Finish finish;
@@ -5870,7 +5985,7 @@ struct Finishes {
 using Stored = Bits<C::store_vector * kScalarBytes>::type;
 static_assert(C::store_vector == 1 || C::out_channels_last || kStoredStep == 1, "neighbours");
 
-// One of the tile's pixels, where a lane stores.
+// A pixel of the tile that a lane stores.
 struct Spot {
   int line, column;
   bool valid;
@@ -5880,7 +5995,7 @@ struct Spot {
     column = target.column + pixel % C::tile_columns;
     valid = pixel < kTilePixels && column < C::out_width;
   }
-  // Residuals to where outputs will be staged.
+  // Loads residuals to where outputs will be staged.
   __device__ __forceinline__ void load(const Target& target, const Epilogue<C>& epilogue,
                                        Scalar* staged, int channel) const {
     *reinterpret_cast<Vector<Scalar, C::store_vector>*>(staged) =
@@ -5896,23 +6011,23 @@ struct Spot {
 
 __host__ __device__ constexpr int power_of_two_in(int n) { return n & -n; }
 
-// A lane's sums of two pixels of a channel, in the staging space of contiguous outputs; to where
-// their residuals are.
-__device__ __forceinline__ void stage_row(Scalar* pixel, const float* sums, const Finish& finish) {
+// Finishes a lane's accumulators of two pixels of a channel and stages them, for contiguous
+// outputs. Residuals have been loaded to the same places.
+__device__ __forceinline__ void stage_row(Scalar* pixel, const float* acc, const Finish& finish) {
   using Pair = decltype(narrow_pair(Scalar{}, 0.0f, 0.0f));
-  const float first = finish(sums[0], Epilogue<C>::staged(pixel[0]));
-  const float second = finish(sums[1], Epilogue<C>::staged(pixel[1]));
+  const float first = finish(acc[0], Epilogue<C>::staged(pixel[0]));
+  const float second = finish(acc[1], Epilogue<C>::staged(pixel[1]));
   *reinterpret_cast<Pair*>(pixel) = narrow_pair(Scalar{}, first, second);
 }
 
-// Calls `visit` with each of a lane's spots in eight rows that are staged in `buffer`: the spot,
-// the row, and where it is staged.
+// Calls `visit` with each of a lane's spots in the eight rows that are staged in `buffer`: the
+// spot, the row, and the spot's place in the buffer.
 template <class Visit>
 __device__ __forceinline__ void for_spots_of_rows(const Target& target, const Multiplier& warp,
                                                   int turn, int lane, Scalar* buffer,
                                                   const Visit& visit) {
-  // Lanes share a channel's row, as many as there can be without a remainder: so each stores the
-  // same pixels of all channels.
+  // As many lanes as divide a row evenly store one channel's row, so that each lane stores the same
+  // pixels of all channels.
   constexpr int kVectors = C::pass_pixels / C::store_vector;
   constexpr int kLanes = power_of_two_in(kVectors) < 32 ? power_of_two_in(kVectors) : 32;
 #pragma unroll
@@ -5928,21 +6043,22 @@ __device__ __forceinline__ void for_spots_of_rows(const Target& target, const Mu
   }
 }
 
-// Contiguous outputs: the rows of 8 channels at a time.
-__device__ __forceinline__ void store_rows(const Sums& sums, const Finishes& finishes,
+// Stores contiguous outputs, the rows of 8 channels at a time.
+__device__ __forceinline__ void store_rows(const RegisterTile& acc, const Finishes& finishes,
                                            Scalar* staging, const Target& target,
                                            const Epilogue<C>& epilogue, const Multiplier& warp) {
   const int lane = warp.lane;
 #pragma unroll
   for (int turn = 0; turn < kPasses; ++turn) {
 #pragma unroll
-    for (int eight = 0; eight < 2 * kRowProducts; ++eight) {
-      if (C::buffers == 1) __syncwarp();  // the last ones have been read
+    for (int eight = 0; eight < 2 * kRowMmas; ++eight) {
+      if (C::buffers == 1) __syncwarp();  // all lanes have read the rows before
       Scalar* const buffer = staging + eight % C::buffers * 8 * kRowPitch;
       Scalar* const row = buffer + lane / 4 * kRowPitch + lane % 4 * 2;
       const Finish finish = finishes.of_eight(eight, lane);
       if constexpr (kAddsResidual) {
-        // What they need is found again: it would take the registers of sums.
+        // Addresses are computed again for the stores: keeping them would take registers that
+        // accumulators need.
         for_spots_of_rows(target, warp, turn, once_more(lane), buffer,
                           [&](const Spot& spot, int channel, Scalar* staged) {
                             spot.load(target, epilogue, staged, 8 * eight + channel);
@@ -5951,7 +6067,7 @@ __device__ __forceinline__ void store_rows(const Sums& sums, const Finishes& fin
       }
 #pragma unroll
       for (int j = 0; j < C::pass_pixels / 8; ++j) {
-        const float* const pair = sums[eight / 2][turn * (C::pass_pixels / 8) + j] + eight % 2 * 2;
+        const float* const pair = acc[eight / 2][turn * (C::pass_pixels / 8) + j] + eight % 2 * 2;
         stage_row(row + 8 * j, pair, finish);
       }
       __syncwarp();
@@ -5963,13 +6079,13 @@ __device__ __forceinline__ void store_rows(const Sums& sums, const Finishes& fin
   }
 }
 
-// A lane's sums of two pixels and a channel, in the staging space.
+// Stages a lane's values of two pixels of a channel, for channels-last outputs.
 __device__ __forceinline__ void stage_pixels(float* pixel, float first, float second) {
   pixel[0] = first;
   pixel[kPixelPitch] = second;
 }
-// 16-bit types: lanes of neighbouring channels change numbers, so that each has both channels of
-// one pixel.
+// With 16-bit types, lanes of neighbouring channels exchange values, so that each has both channels
+// of one pixel and writes them as one word.
 template <class Half>
 __device__ __forceinline__ void stage_pixels(Half* pixel, float first, float second) {
   const unsigned own = narrow_pair(Half{}, first, second);
@@ -5979,19 +6095,22 @@ __device__ __forceinline__ void stage_pixels(Half* pixel, float first, float sec
   *reinterpret_cast<unsigned*>(target) =
       odd ? __byte_perm(other, own, 0x7632) : __byte_perm(own, other, 0x5410);
 }
-// The same of sums as they are; to where their residuals are.
-__device__ __forceinline__ void stage_pixels(Scalar* pixel, const float* sums,
+// Finishes a lane's accumulators of two pixels and stages them. Residuals have been loaded to the
+// same places.
+__device__ __forceinline__ void stage_pixels(Scalar* pixel, const float* acc,
                                              const Finish& finish) {
-  const float first = finish(sums[0], Epilogue<C>::staged(pixel[0]));
-  const float second = finish(sums[1], Epilogue<C>::staged(pixel[kPixelPitch]));
-  stage_pixels(pixel, first, second);  // all lanes have read when numbers change lanes
+  const float first = finish(acc[0], Epilogue<C>::staged(pixel[0]));
+  const float second = finish(acc[1], Epilogue<C>::staged(pixel[kPixelPitch]));
+  // No lane overwrites another's residuals: the exchange between lanes comes after all reads.
+  stage_pixels(pixel, first, second);
 }
 
-// The same of pixels' channels.
+// Calls `visit` with each of a lane's spots in the pixels that are staged in `staging`: the spot,
+// the channel, and the spot's place in the buffer.
 template <class Visit>
 __device__ __forceinline__ void for_spots_of_pixels(const Target& target, const Multiplier& warp,
                                                     int turn, Scalar* staging, const Visit& visit) {
-  constexpr int kVectors = kOutputs / C::store_vector;  // of a pixel
+  constexpr int kVectors = kOutputs / C::store_vector;  // vectors of a pixel
 #pragma unroll 2
   for (int at = warp.lane; at < C::pass_pixels * kVectors; at += 32) {
     const int pixel = at / kVectors;
@@ -6001,14 +6120,14 @@ __device__ __forceinline__ void for_spots_of_pixels(const Target& target, const 
   }
 }
 
-// Channels-last outputs: all channels of some pixels at a time.
-__device__ __forceinline__ void store_pixels(const Sums& sums, const Finishes& finishes,
+// Stores channels-last outputs, all of the warp's channels of some pixels at a time.
+__device__ __forceinline__ void store_pixels(const RegisterTile& acc, const Finishes& finishes,
                                              Scalar* staging, const Target& target,
                                              const Epilogue<C>& epilogue, const Multiplier& warp) {
   const int lane = warp.lane;
 #pragma unroll
   for (int turn = 0; turn < kPasses; ++turn) {
-    __syncwarp();  // the last ones have been read
+    __syncwarp();  // all lanes have read the pixels before
     if constexpr (kAddsResidual) {
       for_spots_of_pixels(target, warp, turn, staging,
                           [&](const Spot& spot, int channel, Scalar* staged) {
@@ -6017,11 +6136,11 @@ __device__ __forceinline__ void store_pixels(const Sums& sums, const Finishes& f
       __syncwarp();
     }
 #pragma unroll
-    for (int eight = 0; eight < 2 * kRowProducts; ++eight) {
+    for (int eight = 0; eight < 2 * kRowMmas; ++eight) {
       const Finish finish = finishes.of_eight(eight, lane);
 #pragma unroll
       for (int j = 0; j < C::pass_pixels / 8; ++j) {
-        const float* const pair = sums[eight / 2][turn * (C::pass_pixels / 8) + j] + eight % 2 * 2;
+        const float* const pair = acc[eight / 2][turn * (C::pass_pixels / 8) + j] + eight % 2 * 2;
         stage_pixels(staging + (8 * j + lane % 4 * 2) * kPixelPitch + 8 * eight + lane / 4, pair,
                      finish);
       }
@@ -6034,15 +6153,16 @@ __device__ __forceinline__ void store_pixels(const Sums& sums, const Finishes& f
   }
 }
 
-__device__ __forceinline__ void store(const Sums& sums, const Finishes& finishes,
+// Stores a warp's register tile.
+__device__ __forceinline__ void store(const RegisterTile& acc, const Finishes& finishes,
                                       const Target& target, const Epilogue<C>& epilogue,
                                       const Multiplier& warp) {
   Scalar* const staging =
       reinterpret_cast<Scalar*>(shared_memory() + kStaging + warp.warp * kStagingBytes);
   if constexpr (C::out_channels_last) {
-    store_pixels(sums, finishes, staging, target, epilogue, warp);
+    store_pixels(acc, finishes, staging, target, epilogue, warp);
   } else {
-    store_rows(sums, finishes, staging, target, epilogue, warp);
+    store_rows(acc, finishes, staging, target, epilogue, warp);
   }
 }
 
@@ -6051,14 +6171,14 @@ __device__ __forceinline__ void store(const Sums& sums, const Finishes& finishes
 """
 
 SOURCES["ampere/halo/weights.cuh"] = r"""
-// Weights on their way to shared memory.
+// The producer warp of weights: cp.async from the packed weights to a ring of stages.
 #include "ampere/halo/tile.cuh"
 #include "device/tensor/scale.cuh"
 
 namespace fastconv {
 namespace ampere {
 
-// A stage of weights, copied by a warp.
+// Starts to copy a stage of weights.
 __device__ __forceinline__ void copy_weights(int stage, const unsigned char* source, int lane) {
   constexpr int kVectors = kWeightBytes / 16;
   constexpr int kAtOnce = 8;
@@ -6068,7 +6188,7 @@ __device__ __forceinline__ void copy_weights(int stage, const unsigned char* sou
   copy_async_commit();
 }
 
-// One warp: sends every tile's weights through the ring, or all weights once if they fit.
+// Streams every tile's weights through the ring; or copies all weights once, if they fit.
 __device__ __forceinline__ void stream_weights(const unsigned char* packed, const Items& items) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if constexpr (C::resident) {
@@ -6078,8 +6198,8 @@ __device__ __forceinline__ void stream_weights(const unsigned char* packed, cons
     WeightStages::fill(0);
     return;
   }
-  // Copies under way beside the one that is shown next. One stage less than there could be: those
-  // that multiply have one while the next is shown.
+  // Copies in flight beside the one that is waited for. It is one stage less than there could be,
+  // because consumers read one while the next is announced.
   constexpr int kAhead = C::resident ? 0 : C::weight_stages - 2;
   Ring<C::weight_stages> at(0), landed(0);
   int under_way = 0;
@@ -6115,29 +6235,29 @@ __device__ __forceinline__ void stream_weights(const unsigned char* packed, cons
 """
 
 SOURCES["ampere/halo/multiply.cuh"] = r"""
-// A warp's products of what is in shared memory.
+// A consumer warp's main loop: ldmatrix and mma.sync on operands in shared memory.
 #include "ampere/halo/tile.cuh"
 
 namespace fastconv {
 namespace ampere {
 
-using Sums = float[kRowProducts][kColumnProducts][4];
-constexpr int kPairs = kColumnProducts / 2;  // of eights of pixels
-using Left = unsigned[kRowProducts][4];
-using Right = unsigned[kPairs][4];
+using RegisterTile = float[kRowMmas][kColumnMmas][4];
+constexpr int kPairs = kColumnMmas / 2;  // one ldmatrix loads the pixels of two MMAs
+using WeightFragment = unsigned[kRowMmas][4];
+using InputFragment = unsigned[kPairs][4];
 
-__device__ __forceinline__ void clear(Sums& sums) {
+__device__ __forceinline__ void clear(RegisterTile& acc) {
 #pragma unroll
-  for (auto& row : sums) {
+  for (auto& row : acc) {
 #pragma unroll
-    for (auto& product : row) {
+    for (auto& mma_acc : row) {
 #pragma unroll
-      for (float& sum : product) sum = 0.0f;
+      for (float& value : mma_acc) value = 0.0f;
     }
   }
 }
 
-// Where a tap's first pixel lies in a stage of input, in bytes.
+// Returns the offset of a tap's first pixel in a stage of input, in bytes.
 __host__ __device__ constexpr int tap_offset(int tap) {
   const int row = tap / C::kernel_width;
   const int column = tap % C::kernel_width;
@@ -6146,20 +6266,20 @@ __host__ __device__ constexpr int tap_offset(int tap) {
          16;
 }
 
-// Whether a thread has registers for operands that it needs later. Where it has not, there are more
-// warps, and another one multiplies while this one waits.
-constexpr bool kRoomy = kThreads == 256;
+// Whether a thread has registers to load operands ahead of their MMAs. In larger blocks it has not,
+// and another warp multiplies while this one waits.
+constexpr bool kPrefetches = kThreads == 256;
 
-// Taps whose products are written out: of a stage of weights, or of a period of flushes. And
-// whether they are always as far apart as the first ones: whole rows of the kernel, or parts of
-// one.
-constexpr int kWrittenTaps = C::parts == 2 ? C::period_taps : C::stage_taps;
-constexpr bool kSteady = (kWrittenTaps % C::kernel_width == 0 && kRowPhases == 1) ||
-                         (C::kernel_width % kWrittenTaps == 0 && kColumnPhases == 1) ||
-                         kWrittenTaps == kTaps;
-static_assert(C::stage_taps % kWrittenTaps == 0, "stages have whole periods");
+// Taps that the code unrolls: a stage of weights, or a period of flushes. They are steady if their
+// distances in the halo tile are those of the first taps, so that offsets are constants: whole rows
+// of the kernel, or parts of one.
+constexpr int kUnrolledTaps = C::parts == 2 ? C::period_taps : C::stage_taps;
+constexpr bool kSteady = (kUnrolledTaps % C::kernel_width == 0 && kRowPhases == 1) ||
+                         (C::kernel_width % kUnrolledTaps == 0 && kColumnPhases == 1) ||
+                         kUnrolledTaps == kTaps;
+static_assert(C::stage_taps % kUnrolledTaps == 0, "stages have whole periods");
 
-// Such taps, in a stage of input.
+// The addresses of the unrolled taps in a stage of input.
 struct Taps {
   const unsigned char* input;
   int first;
@@ -6171,18 +6291,18 @@ struct Taps {
   }
 };
 
-// What low parts are limited to before they are multiplied by each other: no finite one is larger.
+// Low parts are clamped to this before they are multiplied by each other: no finite one is larger.
 constexpr float kMostLow = 0x1p116f;
 
-// A warp that multiplies. As ldmatrix wants it, each lane has the place of one row, of 16 bytes, in
-// four matrices: of weights, those of 16 channels by 32 bytes; of input, two times 8 pixels by 32.
+// A consumer warp. Each lane passes ldmatrix the address of one row, of 16 bytes, of four matrices:
+// 16 channels by 32 bytes of weights, or two times 8 pixels by 32 bytes of input.
 struct Multiplier {
   int warp;
   int lane;
   int channel_group;
-  int first_pixel;     // of the tile
-  int weights;         // in a stage, in bytes
-  int pixels[kPairs];  // in a stage, for the first tap, in bytes
+  int first_pixel;     // the warp's first pixel of the tile
+  int weights;         // the lane's offset in a stage of weights, in bytes
+  int pixels[kPairs];  // the lane's offsets in a stage of input at the first tap, in bytes
 
   __device__ Multiplier() {
     warp = static_cast<int>(threadIdx.x) / 32 - kFirstMultiplier;
@@ -6193,72 +6313,77 @@ struct Multiplier {
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
       int pixel = first_pixel + 16 * pair + lane / 16 * 8 + lane % 8;
-      if (pixel >= kTilePixels) pixel = 0;  // whose sums are dropped
+      if (pixel >= kTilePixels) pixel = 0;  // computed, but not stored
       const int place = pixel / C::tile_columns * C::pitch + pixel % C::tile_columns;
       pixels[pair] = (place + lane / 8 % 2 * kPlanePixels) * 16;
     }
   }
 
-  __device__ __forceinline__ void load_left(Left& left, const unsigned char* product) const {
+  __device__ __forceinline__ void load_left(WeightFragment& left,
+                                            const unsigned char* step_weights) const {
 #pragma unroll
-    for (int i = 0; i < kRowProducts; ++i) load_matrices(left[i], product + weights + i * 256);
+    for (int i = 0; i < kRowMmas; ++i) load_matrices(left[i], step_weights + weights + i * 256);
   }
-  __device__ __forceinline__ void load_right(Right& right, const unsigned char* planes) const {
+  __device__ __forceinline__ void load_right(InputFragment& right,
+                                             const unsigned char* planes) const {
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) load_matrices(right[pair], planes + pixels[pair]);
   }
 
-  // The products of 16 channels with two times 8 pixels.
-  __device__ __forceinline__ static void add(Sums& sums, int i, int pair, const unsigned (&left)[4],
+  // Multiplies 16 channels by two times 8 pixels.
+  __device__ __forceinline__ static void add(RegisterTile& acc, int i, int pair,
+                                             const unsigned (&left)[4],
                                              const unsigned (&right)[4]) {
     const unsigned first[2] = {right[0], right[1]};
     const unsigned second[2] = {right[2], right[3]};
-    mma(Factor{}, sums[i][2 * pair], left, first);
-    mma(Factor{}, sums[i][2 * pair + 1], left, second);
+    mma(Factor{}, acc[i][2 * pair], left, first);
+    mma(Factor{}, acc[i][2 * pair + 1], left, second);
   }
-  // The products of `left` with two times 8 pixels.
-  __device__ __forceinline__ static void add(Sums& sums, const Left& left,
+  // Multiplies all of the warp's channels by two times 8 pixels.
+  __device__ __forceinline__ static void add(RegisterTile& acc, const WeightFragment& left,
                                              const unsigned (&right)[4], int pair) {
 #pragma unroll
-    for (int i = 0; i < kRowProducts; ++i) add(sums, i, pair, left[i], right);
+    for (int i = 0; i < kRowMmas; ++i) add(acc, i, pair, left[i], right);
   }
 
-  // The products of a stage of weights.
-  __device__ __forceinline__ void multiply(Sums& sums, const unsigned char* weight_stage,
+  // Multiplies a stage of weights.
+  __device__ __forceinline__ void multiply(RegisterTile& acc, const unsigned char* weight_stage,
                                            const Taps& taps) const {
-    const auto product = [&](int step) {
+    const auto step_weights = [&](int step) {
       return weight_stage + step * (C::channel_groups * kProductBytes);
     };
     const auto planes = [&](int step) {
       return taps[step / C::k_steps] + step % C::k_steps * 2 * kPlaneBytes;
     };
     constexpr int kSteps = C::stage_taps * C::k_steps;
-    if constexpr (kRoomy) {
-      multiply_ahead<kSteps>(sums, product, planes);
+    if constexpr (kPrefetches) {
+      multiply_prefetched<kSteps>(acc, step_weights, planes);
     } else {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        Left left;
-        load_left(left, product(step));
+        WeightFragment left;
+        load_left(left, step_weights(step));
 #pragma unroll
         for (int pair = 0; pair < kPairs; ++pair) {
           unsigned right[4];
           load_matrices(right, planes(step) + pixels[pair]);
-          add(sums, left, right, pair);
+          add(acc, left, right, pair);
         }
       }
     }
   }
 
-  // Each step's operands are loaded while those of the one before are multiplied: the smaller one
-  // at once, to registers of its own, the other piece by piece, as registers become free.
-  template <int kSteps, class Product, class Planes>
-  __device__ __forceinline__ void multiply_ahead(Sums& sums, const Product& product,
-                                                 const Planes& planes) const {
-    constexpr bool kRowsFirst = kPairs <= kRowProducts;
-    Left left[kRowsFirst ? 1 : 2];
-    Right right[kRowsFirst ? 2 : 1];
-    load_left(left[0], product(0));
+  // Loads each step's operands while those of the step before are multiplied: the smaller operand
+  // at once, to a second set of registers, the other fragment by fragment, as registers become
+  // free.
+  template <int kSteps, class StepWeights, class Planes>
+  __device__ __forceinline__ void multiply_prefetched(RegisterTile& acc,
+                                                      const StepWeights& step_weights,
+                                                      const Planes& planes) const {
+    constexpr bool kRowsFirst = kPairs <= kRowMmas;
+    WeightFragment left[kRowsFirst ? 1 : 2];
+    InputFragment right[kRowsFirst ? 2 : 1];
+    load_left(left[0], step_weights(0));
     load_right(right[0], planes(0));
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -6266,36 +6391,36 @@ struct Multiplier {
       if constexpr (kRowsFirst) {
         if (more) load_right(right[(step + 1) % 2], planes(step + 1));
 #pragma unroll
-        for (int i = 0; i < kRowProducts; ++i) {
+        for (int i = 0; i < kRowMmas; ++i) {
 #pragma unroll
           for (int pair = 0; pair < kPairs; ++pair) {
-            add(sums, i, pair, left[0][i], right[step % 2][pair]);
+            add(acc, i, pair, left[0][i], right[step % 2][pair]);
           }
-          if (more) load_matrices(left[0][i], product(step + 1) + weights + i * 256);
+          if (more) load_matrices(left[0][i], step_weights(step + 1) + weights + i * 256);
         }
       } else {
-        if (more) load_left(left[(step + 1) % 2], product(step + 1));
+        if (more) load_left(left[(step + 1) % 2], step_weights(step + 1));
 #pragma unroll
         for (int pair = 0; pair < kPairs; ++pair) {
-          add(sums, left[step % 2], right[0][pair], pair);
+          add(acc, left[step % 2], right[0][pair], pair);
           if (more) load_matrices(right[0][pair], planes(step + 1) + pixels[pair]);
         }
       }
     }
   }
 
-  // The products of a tap, of numbers in two parts: of two high parts to `sums`, of a high and a
-  // low one, which are far smaller, to `low`.
-  __device__ __forceinline__ void multiply_split(Sums& sums, Sums& low,
-                                                 const unsigned char* tap_weights,
-                                                 const unsigned char* tap_input) const {
+  // Multiplies a tap's numbers, each in two parts. Products of two high parts are added to `acc`;
+  // those of a high and a low part, which are far smaller, to `low`.
+  __device__ __forceinline__ void multiply_two_parts(RegisterTile& acc, RegisterTile& low,
+                                                     const unsigned char* tap_weights,
+                                                     const unsigned char* tap_input) const {
     constexpr int kPart = C::channel_groups * kProductBytes;
 #pragma unroll
     for (int k = 0; k < C::k_steps; ++k) {
-      Left left, left_low;
+      WeightFragment left, left_low;
       load_left(left, tap_weights + 2 * k * kPart);
       load_left(left_low, tap_weights + (2 * k + 1) * kPart);
-      Left smaller;
+      WeightFragment smaller;
       make_smaller(smaller, left);
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
@@ -6303,25 +6428,27 @@ struct Multiplier {
         unsigned right[4], right_low[4];
         load_matrices(right, place);
         load_matrices(right_low, place + kPartPixels * 16);
-        // Infinite ones first: an infinity's other products, which may overflow, change nothing.
+        // Infinite products come first: an infinity's other products, which may overflow, change
+        // nothing after them.
         add(low, smaller, right_low, pair);
         add(low, left_low, right, pair);
         if constexpr (C::low_products) add_low(low, left_low, right_low, pair);
-        add(sums, left, right, pair);
+        add(acc, left, right, pair);
       }
     }
   }
 
-  // Products of low parts: none of which is infinite, for its sign might be wrong.
-  __device__ __forceinline__ static void add_low(Sums& low, const Left& left,
+  // Multiplies low parts by each other. Infinite ones are clamped, because their signs may be
+  // wrong.
+  __device__ __forceinline__ static void add_low(RegisterTile& low, const WeightFragment& left,
                                                  const unsigned (&right)[4], int pair) {
-    Left finite_left;
+    WeightFragment finite_left;
     unsigned finite_right[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       finite_right[k] = finite(right[k]);
 #pragma unroll
-      for (int i = 0; i < kRowProducts; ++i) finite_left[i][k] = finite(left[i][k]);
+      for (int i = 0; i < kRowMmas; ++i) finite_left[i][k] = finite(left[i][k]);
     }
     add(low, finite_left, finite_right, pair);
   }
@@ -6329,10 +6456,11 @@ struct Multiplier {
     return __float_as_uint(limited(__uint_as_float(low), kMostLow));
   }
 
-  // Weights for the input's low parts, which are enlarged where they are halves.
-  __device__ __forceinline__ static void make_smaller(Left& smaller, const Left& left) {
+  // Makes the weights for the input's low parts: with scaled fp16 these are stored times 2048.
+  __device__ __forceinline__ static void make_smaller(WeightFragment& smaller,
+                                                      const WeightFragment& left) {
 #pragma unroll
-    for (int i = 0; i < kRowProducts; ++i) {
+    for (int i = 0; i < kRowMmas; ++i) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         smaller[i][k] = C::halves ? halves_by_2048th(left[i][k]) : left[i][k];
@@ -6341,28 +6469,30 @@ struct Multiplier {
   }
 };
 
-// A total, with what was too small for it. If it is infinite, then rightly, but products with a low
+// Adds the low accumulators to the total. An infinite total is right as it is: products with a low
 // part may have overflowed to the other infinity.
 __device__ __forceinline__ float completed(float total, float low) {
   const float infinity = __uint_as_float(0x7f800000u);
   return fabsf(total) == infinity && fabsf(low) == infinity ? total : total + low;
 }
 
-// Adds sums to totals, and clears them: the tensor core truncates as it adds, so chains are short.
-// What a total loses as it is rounded, of long sums, is added to `low`.
-__device__ __forceinline__ void flush(Sums& totals, Sums& sums, Sums& low) {
+// Adds the accumulators to the second level and clears them: the tensor core truncates as it
+// accumulates, so chains of MMAs are short. With `compensated`, for long sums, what the second
+// level loses as it is rounded is added to `low`.
+__device__ __forceinline__ void flush(RegisterTile& total_acc, RegisterTile& acc,
+                                      RegisterTile& low) {
 #pragma unroll
-  for (int i = 0; i < kRowProducts; ++i) {
+  for (int i = 0; i < kRowMmas; ++i) {
 #pragma unroll
-    for (int j = 0; j < kColumnProducts; ++j) {
+    for (int j = 0; j < kColumnMmas; ++j) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const float total = totals[i][j][k] + sums[i][j][k];
+        const float total = total_acc[i][j][k] + acc[i][j][k];
         if constexpr (C::compensated) {
-          if (is_finite(total)) low[i][j][k] += sums[i][j][k] - (total - totals[i][j][k]);
+          if (is_finite(total)) low[i][j][k] += acc[i][j][k] - (total - total_acc[i][j][k]);
         }
-        totals[i][j][k] = total;
-        sums[i][j][k] = 0.0f;
+        total_acc[i][j][k] = total;
+        acc[i][j][k] = 0.0f;
       }
     }
   }
@@ -6373,7 +6503,7 @@ __device__ __forceinline__ void flush(Sums& totals, Sums& sums, Sums& low) {
 """
 
 SOURCES["ampere/halo/tile.cuh"] = r"""
-// What a block of correlate.cuh is made of, and what it has in shared memory.
+// The warps of a block of the halo kernel, its shared memory, and the barriers between them.
 #include "device/mma.cuh"
 #include "device/sm80.cuh"
 #include "device/tensor/tile.cuh"
@@ -6386,29 +6516,29 @@ using namespace tensor;
 static_assert(C::stack == 1 && C::column_sums == 1 && C::interleave == 1 && C::segment_tiles == 1 &&
                   C::lead == 0 && !C::wraps && !C::rolling && !C::watches && !C::smaller_part &&
                   !kUnfolds,
-              "what only Hopper's tiles have");
+              "options of Hopper's tiles alone");
 
-// Of a block's warps, one streams weights, some load input, and the rest multiply. These share a
-// tile: by channels, then by pixels, which are counted row by row.
+// One of a block's warps streams weights, some load input, and the rest are consumers. Consumers
+// divide a tile by channels, then by pixels, which are counted row by row.
 constexpr int kFirstMultiplier = 1 + C::loaders / 32;
 constexpr int kThreads = 32 * (kFirstMultiplier + C::warps);
 constexpr int kPixelGroups = C::warps / C::channel_groups;
 constexpr int kTilePixels = kTileRows * C::tile_columns;
 static_assert(C::warps == kPixelGroups * C::channel_groups, "whole groups");
-static_assert(kTilePixels <= kPixelGroups * C::pixels, "every pixel is some warp's");
+static_assert(kTilePixels <= kPixelGroups * C::pixels, "the warps cover all pixels");
 
-// A warp's products, each of 16 channels by 8 pixels.
-constexpr int kRowProducts = kOutputs / 16;
-constexpr int kColumnProducts = C::pixels / 8;
+// MMAs of a warp's register tile, each of 16 channels by 8 pixels.
+constexpr int kRowMmas = kOutputs / 16;
+constexpr int kColumnMmas = C::pixels / 8;
 static_assert(kOutputs % 16 == 0 && C::pixels % 16 == 0, "pixels are read in pairs of eights");
 
-// Rings: of input, whose stages have a chunk each, and of weights.
+// Sizes of a stage of the input ring, which holds a chunk of channels, and of the weight ring.
 constexpr int kInputBytes = C::parts * kPartPixels * 16;
-constexpr int kTileStages = kChunks * kWeightStages;  // of weights
+constexpr int kTileStages = kChunks * kWeightStages;  // stages of weights that a tile takes
 
-// Space for a warp's sums on their way out. Contiguous outputs: 8 channels' rows of pass_pixels,
-// once or twice. Channels-last ones: pass_pixels of all its channels. Pitches spread a warp's
-// accesses over all banks.
+// A warp's staging buffer for outputs. For contiguous ones it holds 8 channels' rows of pass_pixels
+// pixels, once or twice; for channels-last ones, all of the warp's channels of pass_pixels pixels.
+// Pitches spread a warp's accesses over all banks.
 constexpr int kRowPitch = round_up(C::pass_pixels, 32) + 8;
 constexpr int kPixelPitch = kOutputs + kVector;
 constexpr int kStagingBytes = kScalarBytes * (C::out_channels_last ? C::pass_pixels * kPixelPitch
@@ -6419,17 +6549,18 @@ static_assert(C::pixels % C::pass_pixels == 0 && C::pass_pixels % 8 == 0, "whole
 constexpr int kInputRing = 0;
 constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
 constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
-constexpr int kPowers = kStaging + C::warps * kStagingBytes;  // a copy of each loading warp's
+constexpr int kPowers = kStaging + C::warps * kStagingBytes;  // one copy for each loading warp
 constexpr int kPowersBytes = C::halves ? kChunkChannels * 4 : 0;
 static_assert(kPowers + C::loaders / 32 * kPowersBytes == C::shared_bytes, "as planned");
 static_assert(kStagingBytes % 16 == 0, "vectors are aligned");
 
-// The stages of a ring, which kFillers threads fill for those that multiply: two barriers each, of
-// which the first one's number is kFirst. Before the first lap, all stages count as emptied.
+// The stages of a ring that kFillers producer threads fill for the consumers. Each has two named
+// barriers, full and empty, numbered from kFirst on. Consumers mark all stages as empty before the
+// first lap.
 template <int kFirst, int kStages, int kFillers>
 struct Stages {
   static constexpr int kThreads = kFillers + 32 * C::warps;
-  static_assert(kFirst + 2 * kStages <= 16, "there are no more");
+  static_assert(kFirst + 2 * kStages <= 16, "hardware has 16 named barriers");
 
   __device__ __forceinline__ static void wait_full(int stage) { wait_at(kFirst + stage, kThreads); }
   __device__ __forceinline__ static void fill(int stage) {
@@ -6442,7 +6573,8 @@ struct Stages {
   __device__ __forceinline__ static void empty(int stage) {
     come_to(kFirst + kStages + stage, kThreads);
   }
-  // By those that multiply, at first; and by those that fill, in the end: no one comes in vain.
+  // Consumers call empty_all at first, producers wait_all_empty in the end, so that arrivals and
+  // waits match at every barrier.
   __device__ __forceinline__ static void empty_all() {
     for (int i = 0; i < kStages; ++i) empty(i);
   }
@@ -6451,11 +6583,11 @@ struct Stages {
   }
 };
 using InputStages = Stages<1, C::input_stages, C::loaders>;
-// Weights that stay are all there, or not yet.
+// Resident weights need one pair of barriers: they arrive all at once.
 constexpr int kWeightLaps = C::resident ? 1 : C::weight_stages;
 using WeightStages = Stages<1 + 2 * C::input_stages, kWeightLaps, 32>;
 
-// The ring of input stages, for those who load it (device/tensor/load.cuh).
+// The ring of input stages, as the producers in device/tensor/load.cuh use it.
 struct Input {
   static constexpr int kStages = C::input_stages;
   static constexpr bool kPowersCopied = C::halves;
@@ -6477,36 +6609,37 @@ struct Input {
 """
 
 SOURCES["device/mma.cuh"] = r"""
-// Products of small matrices by the tensor cores of a warp, from sm_80 on: all lanes take part.
+// mma.sync, the warp-wide MMA of sm_80 and later. All 32 lanes take part.
 //
-// What lane 4 g + t holds of a matrix of 8 rows of 16 bytes, a fragment of 4 bytes: bytes 4 t to
-// 4 t + 3 of row g. These are two elements of 16 bits, or one of TF32.
+// A fragment is a lane's 4 bytes of an 8-row matrix with rows of 16 bytes: lane 4 g + t holds bytes
+// 4 t to 4 t + 3 of row g. These are two 16-bit elements, or one TF32 element.
 #include "device/sm80.cuh"
 
 namespace fastconv {
 
-// sums += left * right^T: 16 rows by 8 rows, each of 32 bytes. `left` is four matrices: its upper
-// and lower 8 rows, first of their first 16 bytes, then of the others; `right` is two: first and
-// last 16 bytes. A lane has the sums of rows g, columns 2 t and 2 t + 1, then of row g + 8.
-__device__ __forceinline__ void mma(Tf32, float (&sums)[4], const unsigned (&left)[4],
+// acc += left * right^T, with 16 rows of `left` and 8 rows of `right`, each of 32 bytes along K.
+// `left` has four fragments: the first 16 bytes of the upper and of the lower 8 rows, then the last
+// 16 bytes of both. `right` has two: the first and the last 16 bytes. Lane 4 g + t holds the
+// accumulators of row g, columns 2 t and 2 t + 1, then those of row g + 8.
+__device__ __forceinline__ void mma(Tf32, float (&acc)[4], const unsigned (&left)[4],
                                     const unsigned (&right)[2]) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
       : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
 }
-__device__ __forceinline__ void mma(Float16, float (&sums)[4], const unsigned (&left)[4],
+__device__ __forceinline__ void mma(Float16, float (&acc)[4], const unsigned (&left)[4],
                                     const unsigned (&right)[2]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
       : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
 }
-__device__ __forceinline__ void mma(Bfloat16, float (&sums)[4], const unsigned (&left)[4],
+__device__ __forceinline__ void mma(Bfloat16, float (&acc)[4], const unsigned (&left)[4],
                                     const unsigned (&right)[2]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
       : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
 }
 
@@ -6514,7 +6647,8 @@ __device__ __forceinline__ void mma(Bfloat16, float (&sums)[4], const unsigned (
 """
 
 SOURCES["hopper/wgrad_halo/load.cuh"] = r"""
-// The input: loaded to registers, transposed, rounded or split, and written to shared memory.
+// Producer warps of the input: load rows to registers, transpose, round or split them, and write
+// them to shared memory.
 #include "hopper/wgrad_halo/copy.cuh"
 #include "hopper/wgrad_halo/scale.cuh"
 
@@ -6523,12 +6657,12 @@ namespace hopper {
 
 using Quad = Vector<Scalar, kQuad>;
 
-// A warp's unit: 8 channels of 16 columns. A lane has 4 columns of a channel, in all phases; of
-// channels-last tensors 4 channels of a column.
-constexpr int kBlockOctets = kBlockPlanes * C::product_octets;
+// A warp loads units of 8 channels by 16 columns. A lane has 4 columns of a channel, of all
+// members; for channels-last tensors 4 channels of a column.
+constexpr int kBlockOctets = kBlockPlanes * C::mma_octets;
 constexpr int kUnitColumns = 16;
 
-// Of an input row, for so many columns of an output row.
+// The units of an input row that this many columns of an output row read.
 __host__ __device__ constexpr int units_of(int columns) {
   return kBlockOctets * ceil_div(tile_columns(columns), kUnitColumns);
 }
@@ -6537,13 +6671,13 @@ constexpr int kUnits = units_of(kStripColumns);
 // Input rows from a strip of rows to the next.
 constexpr int kStripRows = kSteps * kRowStep * C::stride_height;
 
-// Rows and columns that the first strip of rows reads, before or behind the input's first; and
-// where the farthest element would be.
+// The farthest rows and columns that the first strip of rows reads, before or behind the input's
+// first, and an index type that reaches every element there.
 constexpr int kFarRow = max_of(
     C::padding_top, kStripRows + round_up(C::kernel_height, C::kernel_rows) * C::dilation_height);
 constexpr int kFarColumn =
     max_of(kShift - kFirstColumn, kStrips * kStripColumns * C::stride_width + kTileColumns +
-                                      kPieces * C::product_taps * C::dilation_width);
+                                      kPieces * C::mma_taps * C::dilation_width);
 using InOffset = IndexTo<elements_of(kFarRow, kInRow) + elements_of(kFarColumn, kInColumn) +
                          elements_of(kBlockOctets, kOctet, kInChannel)>;
 
@@ -6551,8 +6685,8 @@ __device__ __forceinline__ bool is_below(int value, int bound) {
   return static_cast<unsigned>(value) < static_cast<unsigned>(bound);
 }
 
-// Starts loading 4 neighbours, of which the first is number `first` of `count`; zeros where there
-// are none. A vector is there as a whole or not at all.
+// Starts loading 4 consecutive elements, the first of which has index `first` of `count`; elements
+// that do not exist are zero. All elements of a vector load exist, or none.
 __device__ __forceinline__ Quad load_quad(const Scalar* source, int first, int count) {
   Quad quad;
   if constexpr (C::vector_input && kScalarBytes == 4) {
@@ -6570,42 +6704,42 @@ __device__ __forceinline__ Quad load_quad(const Scalar* source, int first, int c
   return quad;
 }
 
-using Phases = Vector<Scalar, kPhases>;
+using KVector = Vector<Scalar, kInterleave>;
 
-// What a lane has of a unit: 4 neighbours in all phases, and what they are multiplied by.
+// A lane's part of a unit: 4 consecutive elements of all members, and the power that scales them.
 struct Loaded {
-  Quad quads[kPhases];
+  Quad quads[kInterleave];
   float power;
 };
 
-// Writes one column's phases as the tensor core wants them: rounded to TF32, or in two such parts.
-__device__ __forceinline__ void store_phases(unsigned char* target, Vector<float, 4> phases) {
+// Writes the K vector of one column, rounded to TF32 or split for 3xTF32.
+__device__ __forceinline__ void store_k_vector(unsigned char* target, Vector<float, 4> members) {
   Vector<float, 4> low;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float value = phases.element[i];
+    const float value = members.element[i];
     if constexpr (C::parts == 2) {
       unsigned bits[2];
       split(value, bits[0], bits[1]);
-      phases.element[i] = __uint_as_float(bits[0]);
+      members.element[i] = __uint_as_float(bits[0]);
       low.element[i] = __uint_as_float(bits[1]);
     } else {
-      phases.element[i] = round_factor(value);
+      members.element[i] = round_factor(value);
     }
   }
   if constexpr (C::parts == 2) {
     *reinterpret_cast<Vector<float, 4>*>(target + kPartVectors * 16) = low;
   }
-  *reinterpret_cast<Vector<float, 4>*>(target) = phases;
+  *reinterpret_cast<Vector<float, 4>*>(target) = members;
 }
-// As float16, or in two such parts.
-__device__ __forceinline__ void store_phases(unsigned char* target, Vector<float, 8> phases) {
+// Writes the K vector of one column as scaled fp16, in one or two parts.
+__device__ __forceinline__ void store_k_vector(unsigned char* target, Vector<float, 8> members) {
   using Words = Vector<unsigned, 4>;
   Words high, low;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float first = phases.element[2 * i];
-    const float second = phases.element[2 * i + 1];
+    const float first = members.element[2 * i];
+    const float second = members.element[2 * i + 1];
     high.element[i] = floats_to_halves(first, second);
     if constexpr (C::parts == 2) {
       low.element[i] = low_halves(first, second, high.element[i], kLowFactor);
@@ -6614,21 +6748,21 @@ __device__ __forceinline__ void store_phases(unsigned char* target, Vector<float
   if constexpr (C::parts == 2) *reinterpret_cast<Words*>(target + kPartVectors * 16) = low;
   *reinterpret_cast<Words*>(target) = high;
 }
-// 16-bit types as they are.
+// Writes the K vector of one column, of a 16-bit type.
 template <class Half>
-__device__ __forceinline__ void store_phases(unsigned char* target, Vector<Half, 8> phases) {
-  *reinterpret_cast<Vector<Half, 8>*>(target) = phases;
+__device__ __forceinline__ void store_k_vector(unsigned char* target, Vector<Half, 8> members) {
+  *reinterpret_cast<Vector<Half, 8>*>(target) = members;
 }
 
-// What a lane loads: its place in the first of its warp's units. Units follow each other along
-// octets, then along columns.
+// A lane's place in the first of its warp's units. Consecutive units go along octets, then along
+// columns.
 struct InputLoader {
-  const Scalar* row;  // row 0 of image 0, of the lane's channel
+  const Scalar* row;  // row 0 of image 0, in the lane's channel
   Tables tables;
-  int channel;        // in an octet
-  int channels_left;  // in the group, from there on
-  int column;         // in a unit
-  int first_column;   // of the tile, if the strip is the first
+  int channel;        // the lane's, in an octet
+  int channels_left;  // channels of the group from that one on
+  int column;         // the lane's, in a unit
+  int first_column;   // first column of the tile in the first strip
   int group;
   int warp;
   int lane;
@@ -6641,7 +6775,7 @@ struct InputLoader {
     column = C::in_channels_last ? lane / 2 : lane / kOctet * kQuad;
     const int first_channel = tile.plane() * kPlaneChannels + channel;
     channels_left = C::group_in - first_channel;
-    first_column = kFirstColumn - kShift + tile.piece * (C::product_taps * C::dilation_width);
+    first_column = kFirstColumn - kShift + tile.piece * (C::mma_taps * C::dilation_width);
     group = C::groups == 1 ? 0 : tile.group;
     row = input + static_cast<long long>(group * C::group_in + first_channel) * kInChannel;
   }
@@ -6653,31 +6787,31 @@ struct InputLoader {
            (kTileColumns % kUnitColumns == 0 || unit_column(unit) + column < kTileColumns);
   }
 
-  // Of a unit's channel, among all groups'.
+  // The index of a unit's channel among those of all groups.
   __device__ int number(int unit) const {
     return (group + 1) * C::group_in - channels_left + octet(unit) * kOctet;
   }
 
-  // Starts loading a lane's part of a unit, of input row y for the first strip of rows. `images`
-  // are left, from the first on; `first` is the strip's column.
+  // Starts loading a lane's part of a unit, from input row y in the first strip of rows. `images`
+  // exist from this one on; `first` is the strip's first column.
   __device__ __forceinline__ void load(const Scalar* image, int images, int y, int first, int unit,
                                        Loaded& loaded) const {
     const int x = first + first_column + unit_column(unit) + column;
     const int left = channels_left - octet(unit) * kOctet;
     const bool valid = exists(unit) && (C::in_channels_last ? is_below(x, C::in_width) : left > 0);
-    // The neighbours are channels, or columns.
+    // Consecutive elements are channels of a channels-last tensor, else columns.
     const int neighbour = C::in_channels_last ? 0 : x;
     const int count = !valid ? 0 : C::in_channels_last ? max(left, 0) : C::in_width;
     const Scalar* const source =
         image + (static_cast<InOffset>(octet(unit) * kOctet) * kInChannel +
                  static_cast<InOffset>(y) * kInRow + static_cast<InOffset>(x) * kInColumn);
 #pragma unroll
-    for (int phase = 0; phase < kPhases; ++phase) {
+    for (int member = 0; member < kInterleave; ++member) {
       constexpr long long kImage = kInImage;
-      const int of_image = phase % C::phase_images;
-      const int below = phase / C::phase_images * kStripRows;
+      const int of_image = member % C::interleaved_images;
+      const int below = member / C::interleaved_images * kStripRows;
       const bool exists = of_image < images && is_below(y + below, C::in_height);
-      loaded.quads[phase] =
+      loaded.quads[member] =
           load_quad(source + (of_image * kImage + static_cast<long long>(below) * kInRow),
                     neighbour, exists ? count : 0);
     }
@@ -6686,22 +6820,22 @@ struct InputLoader {
     }
   }
 
-  // Writes it to a row of the ring.
+  // Writes a lane's part of a unit to a row of the ring.
   __device__ __forceinline__ void store(unsigned char* ring_row, int unit,
                                         const Loaded& loaded) const {
     if (!exists(unit)) return;
-    const int plane = octet(unit) / C::product_octets;
-    const int vector = plane * kPlaneVectors + octet(unit) % C::product_octets * kOctet + channel +
+    const int plane = octet(unit) / C::mma_octets;
+    const int vector = plane * kPlaneVectors + octet(unit) % C::mma_octets * kOctet + channel +
                        (unit_column(unit) + column) * kColumnVectors;
     constexpr int kNeighbour = C::in_channels_last ? 1 : kColumnVectors;
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
-      Phases phases;
+      KVector members;
 #pragma unroll
-      for (int phase = 0; phase < kPhases; ++phase) {
-        phases.element[phase] = scaled(loaded.quads[phase].element[i], loaded.power);
+      for (int member = 0; member < kInterleave; ++member) {
+        members.element[member] = scaled(loaded.quads[member].element[i], loaded.power);
       }
-      store_phases(ring_row + (vector + i * kNeighbour) * 16, phases);
+      store_k_vector(ring_row + (vector + i * kNeighbour) * 16, members);
     }
     if constexpr (C::halves) count_lossy(unit, loaded);
   }
@@ -6718,7 +6852,7 @@ struct InputLoader {
     }
   }
 
-  // Loads units of a row and writes them to the ring, as soon as there is room.
+  // Loads the warp's units of a row, and writes them to the ring when the stage is empty.
   __device__ __forceinline__ void copy_row(const Scalar* image, int images, int y, int first,
                                            int units, const Ring<C::input_stages>& at) const {
     unsigned char* const ring_row = shared_memory() + kInputRing + at.stage() * (kRowVectors * 16);
@@ -6733,16 +6867,16 @@ struct InputLoader {
 #pragma unroll
       for (int k = 0; k < C::batch; ++k) store(ring_row, unit + kInputWarps * k, loaded[k]);
     }
-    // With one unit there is nothing to do for the second warp but to wait.
+    // A warp without units still has to wait: it must not arrive at `input_full` a phase early.
     if (warp >= units) barrier_wait(&barriers().input_empty[at.stage()], at.parity());
   }
 };
 
-// Warps that load the rows of every run.
+// Loads the input rows of every run.
 __device__ __forceinline__ void load_input(const Scalar* input, const Tables& tables,
-                                           const Work& work) {
-  const Tile tile = work.tile();
-  Share share = work.share();
+                                           const Partition& partition) {
+  const Tile tile = partition.tile();
+  Share share = partition.share();
   const InputLoader loader(input, tables, tile, static_cast<int>(threadIdx.x) - 32 * kGradWarps);
   const int tap_row = tile.kernel_row * C::dilation_height - C::padding_top;
   Ring<C::input_stages> at(1);
@@ -6756,13 +6890,13 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Tables& ta
     int until_skip = kNewRows;
 #pragma unroll 1
     for (int i = 0; i < rows; ++i) {
-      loader.copy_row(image, work.batch - run.image, y, first_column, units, at);
+      loader.copy_row(image, partition.batch - run.image, y, first_column, units, at);
       fence_async_shared();
       __syncwarp();
       if (loader.lane == 0) barrier_arrive(&barriers().input_full[at.stage()]);
       at.advance();
       y += C::dilation_height;
-      // Rows that no tap reads are left out.
+      // Skip rows that no tap reads.
       if (kRowAdvance > kNewRows && --until_skip == 0) {
         y += (kRowAdvance - kNewRows) * C::dilation_height;
         until_skip = kNewRows;
@@ -6776,13 +6910,13 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Tables& ta
 """
 
 SOURCES["hopper/wgrad_halo/reduce.cuh"] = r"""
-// The second kernel: adds up what the blocks have left in the workspace.
+// The reduction kernel: adds up the slots that blocks have written to the workspace.
 #include "hopper/wgrad_halo/multiply.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-// One of four neighbouring sums of a thread: which weight it is.
+// The weight that one of the four accumulators in a slot belongs to.
 struct Weight {
   int output;  // channels, in the group
   int input;
@@ -6791,18 +6925,18 @@ struct Weight {
 
   __device__ Weight(const Tile& tile, int warpgroup, int slot, int thread, int element) {
     const int segment =
-        tile.segment + slot * 4 / kSums + (C::channel_groups == 2 ? 0 : warpgroup * C::segments);
-    const int core = slot * 4 % kSums / 4;  // of the product: octets of taps
+        tile.segment + slot * 4 / kAccs + (C::channel_groups == 2 ? 0 : warpgroup * C::segments);
+    const int core = slot * 4 % kAccs / 4;  // core matrix of the wgmma: an octet of a tap
     const int lane = thread % 32;
     output = tile.channel((C::channel_groups == 2 ? warpgroup * kOutputs : 0) + thread / 32 * 16 +
                           lane / 4 + element / 2 * 8);
-    input = segment / C::kernel_rows * kPlaneChannels + core % C::product_octets * kOctet +
+    input = segment / C::kernel_rows * kPlaneChannels + core % C::mma_octets * kOctet +
             lane % 4 * 2 + element % 2;
     row = tile.kernel_row + segment % C::kernel_rows;
-    column = tile.piece * C::product_taps + core / C::product_octets;
+    column = tile.piece * C::mma_taps + core / C::mma_octets;
   }
 
-  // Whether there is such a weight, and this kernel is to compute it.
+  // Whether the weight exists, and this kernel is to compute it.
   __device__ bool is_wanted(const Tables& tables, int group) const {
     const bool exists = output < C::group_out && input < C::group_in && row < C::kernel_height &&
                         column < C::kernel_width;
@@ -6813,7 +6947,7 @@ struct Weight {
   }
 };
 
-// Four neighbouring sums, of all workers.
+// The four accumulators of a slot, reduced over all workers.
 struct Totals {
   float sums[4];
 
@@ -6829,7 +6963,7 @@ struct Totals {
   }
 };
 
-// The same of scaled numbers, with the sums of the parts' magnitudes.
+// The reduced slot for scaled fp16, with the sums of the magnitudes of the workers' parts.
 struct ScaledTotals {
   float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   float sizes[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -6846,7 +6980,7 @@ struct ScaledTotals {
       }
     }
   }
-  // Scaled back; marks the filter if it is not as good as TF32's.
+  // The weight, scaled back. Marks its filter if the result is less accurate than TF32's.
   __device__ __forceinline__ float weight(int i, const Tables& tables, int group,
                                           const Weight& weight) const {
     const int output = group * C::group_out + weight.output;
@@ -6857,7 +6991,7 @@ struct ScaledTotals {
   }
 };
 
-// Adds up the slots of every weight, workers in order, and writes it where its strides say.
+// Reduces the slots of every weight, workers in order, and writes it where the strides say.
 __device__ __forceinline__ void reduce(const Tables& tables, Scalar* grad, int first_tile,
                                        int tiles, int workers) {
   using Sum = Either<C::halves, ScaledTotals, Totals>::type;
@@ -6884,7 +7018,7 @@ __device__ __forceinline__ void reduce(const Tables& tables, Scalar* grad, int f
   }
 }
 
-// Adds up the sums for the bias of every channel, workers in order.
+// Reduces the bias's gradient of every channel, workers in order.
 __device__ __forceinline__ void reduce_bias(const float4* workspace, Scalar* bias_grad,
                                             int first_tile, int tiles, int workers) {
   const int step = static_cast<int>(gridDim.x * blockDim.x);
@@ -6909,7 +7043,7 @@ __device__ __forceinline__ void reduce_bias(const float4* workspace, Scalar* bia
 """
 
 SOURCES["hopper/wgrad_halo/multiply.cuh"] = r"""
-// Consumers: warpgroups that multiply, and add their sums to a workspace.
+// Consumer warpgroups: multiply, and add their accumulators to a workspace.
 #include "hopper/wgrad_halo/copy.cuh"
 #include "hopper/wgrad_halo/scale.cuh"
 #include "hopper/workspace.cuh"
@@ -6917,28 +7051,30 @@ SOURCES["hopper/wgrad_halo/multiply.cuh"] = r"""
 namespace fastconv {
 namespace hopper {
 
-using Sums = float[C::segments][kSums];
-// Of a thread, in groups of four that lie together in the workspace.
-constexpr int kSlots = C::segments * kSums / 4;
+using Accumulators = float[C::segments][kAccs];
+// Slots of a thread: four accumulators that lie together in the workspace.
+constexpr int kSlots = C::segments * kAccs / 4;
 
-// 4 columns of grad_output as left operands: two products, each in `parts` parts.
+// 4 columns of grad_output as left operands: two MMAs, each in `parts` parts.
 constexpr int kGroupColumns = 4;
-constexpr int kGroupProducts = 2;
-using Fragments = unsigned[C::parts][kGroupProducts][4];
+constexpr int kGroupMmas = 2;
+using Fragments = unsigned[C::parts][kGroupMmas][4];
 
-// Where a thread's rows begin, in bytes of a stage: of two channels, 8 apart, in its phases.
+// Where a thread's rows begin, in bytes of a stage: those of two channels, 8 apart, for its
+// members.
 constexpr int kNextHalf = C::grad_channels_last ? 8 * kScalarBytes : 8 * 4 * kRowBytes;
-constexpr int kNextPhase = kStageChannels * 4 * kRowBytes;
+constexpr int kNextMember = kStageChannels * 4 * kRowBytes;
 struct FragmentRows {
-  int first;                   // with its swizzle, which is the same for all of them
-  int shifts[2][kLanePhases];  // of rows that begin as far beyond it as in global memory
+  int first;  // with its swizzle, which is the same for all of the thread's rows
+  // Byte offsets of rows that begin as far beyond a multiple of 16 bytes as in global memory.
+  int shifts[2][kLaneMembers];
 };
 
-// 4 columns of a channel and phase, in pieces as wide as its start allows.
+// Loads 4 columns of a channel and member, in pieces as wide as the alignment of its row allows.
 template <class T>
 __device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned char* stage,
                                                                  const FragmentRows& rows, int half,
-                                                                 int phase, int column) {
+                                                                 int member, int column) {
   Vector<T, kGroupColumns> columns;
   if constexpr (C::grad_channels_last) {
 #pragma unroll
@@ -6951,8 +7087,8 @@ __device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned 
     using Piece = Vector<T, kPiece>;
     const int at = column * kScalarBytes;
     const unsigned char* const row = stage + (C::grad_boxes ? rows.first ^ at : rows.first + at) +
-                                     half * kNextHalf + phase * kNextPhase +
-                                     rows.shifts[half][phase];
+                                     half * kNextHalf + member * kNextMember +
+                                     rows.shifts[half][member];
 #pragma unroll
     for (int i = 0; i < kGroupColumns; i += kPiece) {
       const Piece piece = *reinterpret_cast<const Piece*>(row + i * kScalarBytes);
@@ -6963,14 +7099,15 @@ __device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned 
   return columns;
 }
 
-// What a thread knows of its two channels, and finds out about them.
+// The state of a thread's two channels.
 struct Channels {
   float bias[2] = {0.0f, 0.0f};  // sums of what was loaded since the last flush
-  float power[2];                // as float16: what numbers are multiplied by
-  bool looks = false;            // for numbers that float16 has not all bits of
+  float power[2];                // scaled fp16: what numbers are multiplied by
+  bool counts_lossy = false;     // whether to count numbers that are subnormal in float16
 };
 
-// Of float32, a thread has one phase of two channels, 8 apart. Adds what it loads to their `bias`.
+// Loads the fragments of float32: a thread has one member of two channels, 8 apart. Adds what it
+// loads to their `bias`.
 __device__ __forceinline__ void load_rounded(Fragments& fragments, Channels& channels,
                                              const unsigned char* stage, const FragmentRows& rows,
                                              int column) {
@@ -6993,16 +7130,16 @@ __device__ __forceinline__ void load_rounded(Fragments& fragments, Channels& cha
   }
 }
 
-// The same as float16, two neighbouring phases.
+// Loads the fragments of scaled fp16: a thread has two consecutive members of two channels.
 __device__ __forceinline__ void load_scaled(Fragments& fragments, Channels& channels,
                                             const unsigned char* stage, const FragmentRows& rows,
                                             int column) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const auto even = load_columns<float>(stage, rows, half, 0, column);
-    const auto odd = load_columns<float>(stage, rows, half, kLanePhases - 1, column);
+    const auto odd = load_columns<float>(stage, rows, half, kLaneMembers - 1, column);
     const float power = channels.power[half];
-    if (channels.looks) {
+    if (channels.counts_lossy) {
       unsigned least = ~0u;
 #pragma unroll
       for (int i = 0; i < kGroupColumns; ++i) {
@@ -7028,23 +7165,23 @@ __device__ __forceinline__ void load_scaled(Fragments& fragments, Channels& chan
     }
   }
 }
-static_assert(kGradGroup == 2 * kGroupColumns, "what is looked at together");
+static_assert(kGradGroup == 2 * kGroupColumns, "numbers that are checked together");
 
-// Of 16-bit types, two neighbouring phases of two channels.
+// Loads the fragments of a 16-bit type: a thread has two consecutive members of two channels.
 template <class Half>
-__device__ __forceinline__ void load_halves(Fragments& fragments, Channels& channels,
+__device__ __forceinline__ void load_16_bit(Fragments& fragments, Channels& channels,
                                             const unsigned char* stage, const FragmentRows& rows,
                                             int column) {
   if constexpr (C::grad_channels_last) {
 #pragma unroll
-    for (int k = 0; k < kGroupProducts; ++k) {
+    for (int k = 0; k < kGroupMmas; ++k) {
       load_transposed(fragments[0][k], stage + rows.first + (column + 2 * k) * kPixelBytes);
     }
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const auto even = load_columns<Half>(stage, rows, half, 0, column);
-      const auto odd = load_columns<Half>(stage, rows, half, kLanePhases - 1, column);
+      const auto odd = load_columns<Half>(stage, rows, half, kLaneMembers - 1, column);
 #pragma unroll
       for (int i = 0; i < kGroupColumns; ++i) {
         fragments[0][i / 2][half + i % 2 * 2] =
@@ -7076,36 +7213,37 @@ __device__ __forceinline__ void load_fragments(Fragments& fragments, Channels& c
   } else if constexpr (sizeof(Element) == 4) {
     load_rounded(fragments, channels, stage, rows, column);
   } else {
-    load_halves<Element>(fragments, channels, stage, rows, column);
+    load_16_bit<Element>(fragments, channels, stage, rows, column);
   }
 }
 
-// Where in a stage a thread's fragments begin; `channel` is the warp's first.
+// The byte offset of a thread's first fragment in a stage; `channel` is the warp's first.
 __device__ __forceinline__ int first_fragment(int channel, int lane) {
   if constexpr (!C::grad_channels_last) {
-    const int row = stage_row(channel + lane / 4, lane % 4 * kLanePhases);
+    const int row = stage_row(channel + lane / 4, lane % 4 * kLaneMembers);
     return row * kRowBytes + swizzle_of(row);
   } else if constexpr (kScalarBytes == 4) {
-    return lane % 4 * kPhaseBytes + (channel + lane / 4) * kScalarBytes;
+    return lane % 4 * kMemberBytes + (channel + lane / 4) * kScalarBytes;
   } else {
-    // load_transposed wants of a lane a row of one of four matrices, phases by channels: of 8
-    // channels and of the next 8, in a column and in the next.
-    return lane % 8 * kPhaseBytes + lane / 16 * kPixelBytes +
+    // load_transposed takes from each lane the address of a row of one of four matrices, members by
+    // channels: for 8 channels and the next 8, in a column and in the next.
+    return lane % 8 * kMemberBytes + lane / 16 * kPixelBytes +
            (channel + lane / 8 % 2 * 8) * kScalarBytes;
   }
 }
 
 __device__ __forceinline__ bool is_first_lane() { return threadIdx.x % 32 == 0; }
 
-// A warpgroup that multiplies. Sums take nearly all registers: what is easily found again is not
-// kept.
+// A consumer warpgroup. Accumulators take nearly all registers, so values that are easily
+// recomputed are not kept.
 struct Consumer {
-  int fragment;     // where in a stage the thread's first fragment begins, in bytes
-  int segment;      // first, from the first of the block's first plane
-  unsigned origin;  // where in grad_output its first row begins, in elements: the last bits
+  int fragment;  // byte offset of the thread's first fragment in a stage
+  int segment;   // first segment, counted from the first of the block's first plane
+  // Offset of its first row in grad_output, in elements: only the lowest bits matter.
+  unsigned origin;
   bool accumulate = false;
   Channels channels;
-  float bias_total[2] = {0.0f, 0.0f};  // until the last flush
+  float bias_total[2] = {0.0f, 0.0f};  // sums until the last flush
   Ring<C::input_stages> row{0};        // the first row of a step
   Ring<C::grad_stages> grad{0};
 
@@ -7117,8 +7255,8 @@ struct Consumer {
     segment = tile.segment - tile.plane() * C::kernel_rows +
               (C::channel_groups == 2 ? 0 : warpgroup * C::segments);
     const unsigned first = tile.group * C::group_out + tile.output + channel + thread % 32 / 4;
-    origin =
-        misalignment(grad_output) + first * kOutChannel + phase_distance(thread % 4 * kLanePhases);
+    origin = misalignment(grad_output) + first * kOutChannel +
+             member_distance(thread % 4 * kLaneMembers);
     if constexpr (C::halves) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -7138,18 +7276,18 @@ struct Consumer {
     }
   }
 
-  // Whether it looks for numbers that float16 has not all bits of, in a step of this output row.
-  // Consumers of the same output channels see the same numbers, and take turns: those of a launch,
-  // for who adds up its sums wants to know of all of them.
-  __device__ static bool has_turn(const Work& work, int output_row) {
-    const int before = work.tile().number();
-    const int in_launch = static_cast<int>(blockIdx.x) % work.tiles;
-    const int turns = min(kSameOutputs, work.tiles - in_launch + before) * kSlices;
+  // Whether this consumer counts subnormal numbers in a step of this output row. Consumers of the
+  // same output channels load the same numbers, so they take turns. Only those of one launch do:
+  // its reduction needs a complete count.
+  __device__ static bool has_turn(const Partition& partition, int output_row) {
+    const int before = partition.tile().number();
+    const int in_launch = static_cast<int>(blockIdx.x) % partition.tiles;
+    const int turns = min(kSameOutputs, partition.tiles - in_launch + before) * kSlices;
     const int turn = before * kSlices + static_cast<int>(threadIdx.x) / 128 % kSlices;
     return before <= in_launch && output_row % turns == turn;
   }
 
-  // Tells what it has found of its channels.
+  // Adds the thread's counts to those of its channels.
   __device__ __forceinline__ void count_lossy(const Tables& tables, const Tile& tile) const {
     const int thread = static_cast<int>(threadIdx.x) - 128;
     const int channel_group = C::channel_groups == 2 ? thread / 128 : 0;
@@ -7157,17 +7295,18 @@ struct Consumer {
     unsigned* const counts = tables.lossy() + kInputs + tile.group * C::group_out;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // What is loaded of channels that do not exist is nobody's.
+      // Channels that do not exist have no count.
       const int channel = tile.channel(first + 8 * half);
       const unsigned lossy = counters()[half];
       if (channel < C::group_out && lossy > 0) add_to_memory(counts + channel, lossy);
     }
   }
 
-  // Elements of grad_output from phase 0 to another one.
-  __device__ static unsigned phase_distance(int phase) {
-    return static_cast<unsigned>(phase % C::phase_images) * kOutImage +
-           static_cast<unsigned>(phase / C::phase_images) * (kSteps * kRowStep) * C::out_width;
+  // Elements of grad_output from member 0 to another member.
+  __device__ static unsigned member_distance(int member) {
+    return static_cast<unsigned>(member % C::interleaved_images) * kOutImage +
+           static_cast<unsigned>(member / C::interleaved_images) * (kSteps * kRowStep) *
+               C::out_width;
   }
 
   // The thread's rows in the stages of a step.
@@ -7179,26 +7318,26 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int i = 0; i < kLanePhases; ++i) {
+      for (int i = 0; i < kLaneMembers; ++i) {
         const unsigned element =
-            origin + moved + half * 8u * kOutChannel + (i > 0 ? phase_distance(1) : 0u);
+            origin + moved + half * 8u * kOutChannel + (i > 0 ? member_distance(1) : 0u);
         rows.shifts[half][i] = kShifted ? static_cast<int>(element % kVector) * kScalarBytes : 0;
       }
     }
     return rows;
   }
 
-  // The ring of input rows. Along the sum comes the neighbouring column, across it the next octet,
-  // or if there is but one, the next tap, of several.
+  // The descriptor of the ring of input rows. Along K comes the neighbouring column; along N the
+  // next octet, or the next tap if there is only one octet.
   __device__ static Matrix ring() {
-    constexpr bool kNextTap = C::product_octets == 1 && C::product_taps > 1;
+    constexpr bool kNextTap = C::mma_octets == 1 && C::mma_taps > 1;
     constexpr int kAlong = C::stride_width * kColumnVectors * 16;
     constexpr int kAcross = 128 * (kNextTap ? C::dilation_width : 1);
-    static_assert(max_of(kAlong, kAcross) < 1 << 18, "what a matrix has room for");
+    static_assert(max_of(kAlong, kAcross) < 1 << 18, "offsets fit a matrix descriptor");
     return matrix(shared_memory() + kInputRing, kAlong, kAcross);
   }
 
-  // Waits for rows of this step.
+  // Waits for input rows of this step.
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void wait_for_rows() const {
 #pragma unroll
@@ -7208,7 +7347,7 @@ struct Consumer {
     }
   }
 
-  // Gives back the step's first rows.
+  // Releases the step's first input rows.
   __device__ __forceinline__ void release_rows(int count) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -7217,11 +7356,11 @@ struct Consumer {
     }
   }
 
-  // Where each segment's products begin in the rows of this step: the lower half of a matrix, the
-  // only one that differs.
+  // Where each segment begins in the rows of this step: the lower 32 bits of its matrix descriptor,
+  // the only ones that differ.
   __device__ __forceinline__ void find_segments(unsigned (&starts)[C::segments],
                                                 int early_columns) const {
-    // Known at compile time where a warpgroup's first segment is a plane's first.
+    // The plane is a compile-time constant where a warpgroup's first segment is a plane's first.
     constexpr bool kWholePlanes = C::segments % C::kernel_rows == 0;
     const int column = kShift + (C::lead - early_columns) * C::stride_width;
     const unsigned first = static_cast<unsigned>(ring()) + column * kColumnVectors +
@@ -7234,27 +7373,27 @@ struct Consumer {
     }
   }
 
-  // The products of 4 columns, `column` after where the segments start.
+  // Issues the MMAs of 4 columns, `column` columns after the starts of the segments.
   template <int kLeftPart, int kRightPart>
-  __device__ __forceinline__ void multiply(Sums& sums, const Fragments& fragments,
+  __device__ __forceinline__ void multiply(Accumulators& acc, const Fragments& fragments,
                                            const unsigned (&starts)[C::segments], int column,
                                            bool accumulate_first) const {
 #pragma unroll
-    for (int k = 0; k < kGroupProducts; ++k) {
+    for (int k = 0; k < kGroupMmas; ++k) {
 #pragma unroll
       for (int i = 0; i < C::segments; ++i) {
         const int offset =
             (column + 2 * k) * (C::stride_width * kColumnVectors) + kRightPart * kPartVectors;
         const Matrix right = ring() >> 32 << 32 | (starts[i] + offset);
-        wgmma<kColumns>(Factor{}, sums[i], fragments[kLeftPart][k], right,
+        wgmma<kColumns>(Factor{}, acc[i], fragments[kLeftPart][k], right,
                         k > 0 || accumulate_first);
       }
     }
   }
 
-  // The products of a stage. While one group of them is computed, the next one's left operands are
-  // loaded to other registers.
-  __device__ __forceinline__ void multiply_stage(Sums& sums, Fragments (&fragments)[2],
+  // Multiplies a stage. While one group of MMAs runs, the next group's left operands are loaded to
+  // other registers.
+  __device__ __forceinline__ void multiply_stage(Accumulators& acc, Fragments (&fragments)[2],
                                                  unsigned (&starts)[C::segments],
                                                  const unsigned char* stage,
                                                  const FragmentRows& rows, int columns) {
@@ -7265,7 +7404,7 @@ struct Consumer {
         load_fragments<Scalar>(fragments[group], channels, stage, rows,
                                column + group * kGroupColumns);
         wgmma_fence();
-        multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns,
+        multiply<0, 0>(acc, fragments[group], starts, group * kGroupColumns,
                        group > 0 || accumulate);
         wgmma_commit();
         wgmma_wait<1>();
@@ -7275,9 +7414,9 @@ struct Consumer {
     }
   }
 
-  // The same in two levels, for numbers in two parts. Large products come last: what small ones add
-  // is not lost.
-  __device__ __forceinline__ void multiply_stage_split(Sums& sums, Sums& totals,
+  // Multiplies a stage of numbers in two parts, whose accumulators are added to totals. Large
+  // products come last, so that what small ones add is not lost.
+  __device__ __forceinline__ void multiply_stage_split(Accumulators& acc, Accumulators& totals,
                                                        Fragments (&fragments)[2],
                                                        unsigned (&starts)[C::segments],
                                                        const unsigned char* stage,
@@ -7290,38 +7429,39 @@ struct Consumer {
         load_fragments<Scalar>(fragments[group], channels, stage, rows,
                                column + group * kGroupColumns);
         wgmma_fence();
-        multiply<kLow, 0>(sums, fragments[group], starts, group * kGroupColumns, group > 0);
-        multiply<0, kLow>(sums, fragments[group], starts, group * kGroupColumns, true);
+        multiply<kLow, 0>(acc, fragments[group], starts, group * kGroupColumns, group > 0);
+        multiply<0, kLow>(acc, fragments[group], starts, group * kGroupColumns, true);
         if constexpr (!C::halves) {
-          multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns, true);
+          multiply<0, 0>(acc, fragments[group], starts, group * kGroupColumns, true);
         }
         wgmma_commit();
       }
       if constexpr (C::halves) {
-        // Low parts are enlarged, so these products have sums of their own.
-        add_to_totals(totals, sums, 1.0f / kLowFactor);
+        // Low parts are enlarged, so their products are accumulated separately.
+        add_to_totals(totals, acc, 1.0f / kLowFactor);
         wgmma_fence();
 #pragma unroll
         for (int group = 0; group < 2; ++group) {
-          multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns, group > 0);
+          multiply<0, 0>(acc, fragments[group], starts, group * kGroupColumns, group > 0);
         }
         wgmma_commit();
       }
-      add_to_totals(totals, sums, 1.0f);
+      add_to_totals(totals, acc, 1.0f);
       move_on(starts);
     }
   }
 
-  // Waits for the products, and adds their sums, times `factor`.
-  __device__ static __forceinline__ void add_to_totals(Sums& totals, Sums& sums, float factor) {
+  // Waits for the MMAs, and adds their accumulators, times `factor`, to the totals.
+  __device__ static __forceinline__ void add_to_totals(Accumulators& totals, Accumulators& acc,
+                                                       float factor) {
     wgmma_wait<0>();
-    hold_sums(sums);
+    hold_accumulators(acc);
 #pragma unroll
     for (int i = 0; i < C::segments; ++i) {
 #pragma unroll
-      for (int j = 0; j < kSums; ++j) {
+      for (int j = 0; j < kAccs; ++j) {
         totals[i][j] =
-            factor == 1.0f ? totals[i][j] + sums[i][j] : fmaf(sums[i][j], factor, totals[i][j]);
+            factor == 1.0f ? totals[i][j] + acc[i][j] : fmaf(acc[i][j], factor, totals[i][j]);
       }
     }
   }
@@ -7333,25 +7473,25 @@ struct Consumer {
     }
   }
 
-  // The products of a step.
-  __device__ __forceinline__ void compute(Sums& sums, Sums& totals, int image, int output_row,
-                                          int of_class, int columns) {
+  // Multiplies a step.
+  __device__ __forceinline__ void compute(Accumulators& acc, Accumulators& totals, int image,
+                                          int output_row, int of_class, int columns) {
     unsigned starts[C::segments];
     Fragments fragments[2];
     find_segments(starts, early(output_row, of_class));
     const FragmentRows rows = fragment_rows(image, output_row);
 #pragma unroll 1
     for (int column = 0; column < columns; column += C::stage_columns) {
-      // Known at compile time where all stages are whole.
+      // The width is a compile-time constant where all stages are whole.
       const int stage_columns = kRowColumns % C::stage_columns == 0
                                     ? C::stage_columns
                                     : min(C::stage_columns, columns - column);
       barrier_wait(&barriers().grad_full[grad.stage()], grad.parity());
       const unsigned char* const stage = shared_memory() + kGradRing + grad.stage() * kStageBytes;
       if constexpr (C::parts == 2) {
-        multiply_stage_split(sums, totals, fragments, starts, stage, rows, stage_columns);
+        multiply_stage_split(acc, totals, fragments, starts, stage, rows, stage_columns);
       } else {
-        multiply_stage(sums, fragments, starts, stage, rows, stage_columns);
+        multiply_stage(acc, fragments, starts, stage, rows, stage_columns);
       }
       __syncwarp();
       if (is_first_lane()) barrier_arrive(&barriers().grad_empty[grad.stage()]);
@@ -7361,18 +7501,18 @@ struct Consumer {
   }
 };
 
-// Where the sums for the bias are in the workspace, behind all slots: [block][warpgroup][channel].
+// Where the bias's sums begin in the workspace, behind all slots: [block][warpgroup][channel].
 __device__ __forceinline__ long long bias_slots(int blocks, int block, int warpgroup) {
   return static_cast<long long>(blocks) * (kConsumers * kSlots * 128 * 4) +
          (block * kConsumers + warpgroup) * kOutputs;
 }
 
-// Writes a consumer's sums for the bias; four lanes have the phases of a channel.
+// Writes a consumer's sums for the bias; four lanes have the members of a channel.
 __device__ __forceinline__ void store_bias(const Consumer& consumer, float4* workspace,
-                                           const Work& work) {
+                                           const Partition& partition) {
   const int thread = static_cast<int>(threadIdx.x) - 128;
   float* const target = reinterpret_cast<float*>(workspace) +
-                        bias_slots(work.tiles * work.workers, blockIdx.x, thread / 128);
+                        bias_slots(partition.tiles * partition.workers, blockIdx.x, thread / 128);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float total = sum_of_four_lanes(consumer.bias_total[half] + consumer.channels.bias[half]);
@@ -7380,20 +7520,20 @@ __device__ __forceinline__ void store_bias(const Consumer& consumer, float4* wor
   }
 }
 
-// A block's slots: [warpgroup][slot][thread].
+// Where a warpgroup's slots begin: [block][warpgroup][slot][thread].
 __device__ __forceinline__ long long slots_of(int block, int warpgroup) {
   return (static_cast<long long>(block) * kConsumers + warpgroup) * (kSlots * 128);
 }
 
 __device__ __forceinline__ void consume(const Grad& grad_output, const Tables& tables,
-                                        const Work& work) {
-  Share share = work.share();
-  Consumer consumer(grad_output, tables, work.tile());
+                                        const Partition& partition) {
+  Share share = partition.share();
+  Consumer consumer(grad_output, tables, partition.tile());
   const int thread = static_cast<int>(threadIdx.x) - 128;
   float4* const slots = tables.workspace() + slots_of(blockIdx.x, thread / 128) + thread % 128;
-  Sums sums, more;
-  // Where numbers are in two parts, `more` collects the sums.
-  Sums& totals = C::parts == 2 ? more : sums;
+  Accumulators acc, more;
+  // With numbers in two parts, `more` collects the accumulators.
+  Accumulators& totals = C::parts == 2 ? more : acc;
   clear(totals);
   if constexpr (C::halves) counters()[0] = counters()[1] = 0u;
   int steps = 0;  // since the last flush
@@ -7405,9 +7545,9 @@ __device__ __forceinline__ void consume(const Grad& grad_output, const Tables& t
     for (int step = 0; step < run.steps; ++step) {
       consumer.wait_for_rows<kOldRows, C::kernel_rows>();
       if constexpr (C::halves) {
-        consumer.channels.looks = Consumer::has_turn(work, run.output_row(step));
+        consumer.channels.counts_lossy = Consumer::has_turn(partition, run.output_row(step));
       }
-      consumer.compute(sums, totals, run.image, run.output_row(step), work.tile().of_class(),
+      consumer.compute(acc, totals, run.image, run.output_row(step), partition.tile().of_class(),
                        columns_of(run.strip));
       consumer.release_rows(kNewRows);
       if (++steps == C::flush_steps) {
@@ -7422,8 +7562,8 @@ __device__ __forceinline__ void consume(const Grad& grad_output, const Tables& t
     consumer.release_rows(kOldRows);
   }
   if (steps > 0 || !flushed) flush(totals, slots, !flushed);
-  if constexpr (C::bias) store_bias(consumer, tables.workspace(), work);
-  if constexpr (C::halves) consumer.count_lossy(tables, work.tile());
+  if constexpr (C::bias) store_bias(consumer, tables.workspace(), partition);
+  if constexpr (C::halves) consumer.count_lossy(tables, partition.tile());
 }
 
 }  // namespace hopper
@@ -7431,16 +7571,16 @@ __device__ __forceinline__ void consume(const Grad& grad_output, const Tables& t
 """
 
 SOURCES["hopper/wgrad_halo/copy.cuh"] = r"""
-// The output's gradient: copied to shared memory as it is.
+// Producer warps of grad_output: copy it to shared memory as it is.
 #include "hopper/wgrad_halo/tile.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-// Of the four warps that load.
+// How the four producer warps are divided.
 constexpr int kGradWarps = C::grad_boxes && !kClears ? 1 : 2;
 constexpr int kInputWarps = 4 - kGradWarps;
-constexpr int kGradArrivals = C::grad_boxes ? 1 : 32 * kGradWarps;  // when a stage is full
+constexpr int kGradArrivals = C::grad_boxes ? 1 : 32 * kGradWarps;  // arrivals that fill a stage
 constexpr int kInImage = C::groups * C::group_in * C::in_height * C::in_width;
 constexpr int kInColumn = C::in_channels_last ? C::groups * C::group_in : 1;
 constexpr int kInRow = C::in_width * kInColumn;
@@ -7451,40 +7591,41 @@ static_assert(elements_of(C::groups, C::group_in, C::in_height, C::in_width) < k
 static_assert(elements_of(C::groups, C::group_out, C::out_height, C::out_width) < kMostElements,
               "");
 
-// By how many columns a step begins early: all phases and channels of a class are aligned alike.
+// By how many columns a step begins early. It is the same for all members, and for all channels of
+// an alignment class.
 __device__ __forceinline__ int early(int output_row, int of_class = 0) {
-  // The row may be beyond the image, but the last bits are right in any case.
+  // The row may be beyond the image; the lowest bits are right in any case.
   const unsigned first = static_cast<unsigned>(output_row) * C::out_width +
                          static_cast<unsigned>(of_class) * kOutChannel;
   return C::lead == 0 ? 0 : static_cast<int>(first % static_cast<unsigned>(kVector));
 }
 
-// Where a phase of a step lies in grad_output.
-struct PhasePlace {
+// Where a member of a step lies in grad_output.
+struct MemberPlace {
   int image;
   int row;
   bool exists;
 
-  // From where phase 0 lies.
-  __device__ PhasePlace(int first_image, int first_row, int phase, int batch) {
-    image = first_image + phase % C::phase_images;
-    row = first_row + phase / C::phase_images * (kSteps * kRowStep);
+  // `first_image` and `first_row` are those of member 0.
+  __device__ MemberPlace(int first_image, int first_row, int member, int batch) {
+    image = first_image + member % C::interleaved_images;
+    row = first_row + member / C::interleaved_images * (kSteps * kRowStep);
     exists = image < batch && row < C::out_height;
   }
 };
 
-// Elements that lanes copy at once: of a row's ends, which has a whole number of them, or of a
-// pixel's channels. No copy is narrower than 4 bytes: fewer are written.
+// Elements that a lane copies at once: at a row's ends, which are whole multiples of them, or of a
+// pixel's channels. Less than 4 bytes are stored from registers, since cp.async cannot copy them.
 constexpr int kCopied = C::grad_channels_last ? C::grad_vector : gcd(C::out_width, C::grad_vector);
-// What lies inside of a row goes in whole units.
+// Inside of a row, lanes copy whole units of 16 bytes.
 constexpr int kMostCopied = C::grad_channels_last || kShifted ? kCopied : kVector;
 
-// Part of a step that fills a stage.
+// The part of a step that fills a stage.
 struct StagePlace {
-  int image;  // of phase 0
+  int image;  // image of member 0
   int row;
-  int column;   // first
-  int columns;  // that consumers read
+  int column;   // first column
+  int columns;  // columns that consumers read
 };
 
 // Elements from the last multiple of 16 bytes to an address.
@@ -7492,15 +7633,15 @@ __device__ __forceinline__ int misalignment(const Scalar* address) {
   return static_cast<int>(reinterpret_cast<unsigned long long>(address) / kScalarBytes % kVector);
 }
 
-// Units of 16 bytes of a row's stage, from `column` of the row on; [begin, end) is what a bulk copy
-// takes, all that lie in the row as a whole.
+// The units of 16 bytes of a row in a stage, beginning at `column` of the row. One bulk copy takes
+// [begin, end), all units that lie entirely in the row.
 struct Units {
   int column;
   int begin;
   int end;
   int count;
 
-  // `row` is any address that is aligned as the row's first column.
+  // `row` is any address with the alignment of the row's first column.
   __device__ Units(const Scalar* row, const StagePlace& place, bool exists) {
     column = place.column - (kShifted ? misalignment(row) : early(place.row));
     count = place.columns / kVector + (kShifted ? 1 : 0);
@@ -7512,14 +7653,15 @@ struct Units {
   __device__ int bytes() const { return (end - begin) * 16; }
 };
 
-// A warp's part of the copies of a stage: some channels' rows in all phases. Whole units inside of
-// a row go by one bulk copy; the others, and what lies beyond a row's ends, by lanes.
+// A warp's part of the copies of a stage: the rows of some channels, of all members. One bulk copy
+// brings the whole units inside of a row; lanes copy the others, and write zeros beyond a row's
+// ends.
 struct RowCopier {
   static constexpr int kChannels = kStageChannels / kGradWarps;
 
-  const Scalar* channels;  // the first, of image 0
-  int count;               // of channels that exist
-  int first;               // of the stage's channels
+  const Scalar* channels;  // the first channel, in image 0
+  int count;               // channels that exist
+  int first;               // index of the first among the stage's channels
   int lane;
 
   __device__ RowCopier(const Scalar* grad_output, const Tile& tile, int thread) {
@@ -7535,12 +7677,12 @@ struct RowCopier {
   __device__ __forceinline__ void copy(unsigned char* stage, Barrier* barrier, int batch,
                                        const StagePlace& place) const {
 #pragma unroll 1
-    for (int phase = 0; phase < kPhases; ++phase) {
-      const PhasePlace of(place.image, place.row, phase, batch);
+    for (int member = 0; member < kInterleave; ++member) {
+      const MemberPlace of(place.image, place.row, member, batch);
       const Scalar* const row =
           channels +
           (of.exists ? static_cast<long long>(of.image) * kOutImage + of.row * C::out_width : 0);
-      unsigned char* const target = stage + stage_row(first, phase) * kRowBytes;
+      unsigned char* const target = stage + stage_row(first, member) * kRowBytes;
       if constexpr (!C::grad_bulk) {
         copy_all(target, row, place, of.exists);
       } else {
@@ -7550,7 +7692,7 @@ struct RowCopier {
     }
   }
 
-  // Whether some row of the stage has other than whole units, or may have.
+  // Whether some row of the stage may have units that are not entirely inside of it.
   __device__ static __forceinline__ bool has_edges(const StagePlace& place) {
     const int first = place.column - (kShifted ? kVector - 1 : early(place.row));
     const int end = place.column - early(place.row) + place.columns + (kShifted ? kVector : 0);
@@ -7561,7 +7703,7 @@ struct RowCopier {
   __device__ __forceinline__ void copy_inside(unsigned char* target, const Scalar* row,
                                               Barrier* barrier, const StagePlace& place) const {
     if constexpr (!kShifted) {
-      const Units units(row, place, true);  // of any row
+      const Units units(row, place, true);  // the same for every row
       if (units.bytes() == 0) return;
       barrier_expect(barrier, count * units.bytes());
       const Scalar* source = row + (units.column + units.begin * kVector);
@@ -7587,7 +7729,7 @@ struct RowCopier {
     }
   }
 
-  // Copies what copy_inside leaves out, a row a lane; zeros beyond the row's ends.
+  // Copies what copy_inside leaves out, one row for each lane, with zeros beyond the row's ends.
   __device__ __forceinline__ void copy_edges(unsigned char* target, const Scalar* row,
                                              const StagePlace& place, bool exists) const {
 #pragma unroll 1
@@ -7603,7 +7745,7 @@ struct RowCopier {
     }
   }
 
-  // Copies everything: neighbouring lanes have neighbouring units.
+  // Copies all units without bulk copies: neighbouring lanes have neighbouring units.
   __device__ __forceinline__ void copy_all(unsigned char* target, const Scalar* row,
                                            const StagePlace& place, bool exists) const {
 #pragma unroll 2
@@ -7619,8 +7761,8 @@ struct RowCopier {
     }
   }
 
-  // Copies 16 bytes of a row, from a column on; zeros beyond its ends, or if it does not exist
-  // (then `row` is just an aligned address).
+  // Copies 16 bytes of a row, from a column on, with zeros beyond its ends, or everywhere if the
+  // row does not exist (then `row` is just an aligned address).
   __device__ static __forceinline__ void copy_unit(unsigned char* target, const Scalar* row,
                                                    int column, bool exists) {
     Scalar* const unit = reinterpret_cast<Scalar*>(target);
@@ -7638,18 +7780,18 @@ struct RowCopier {
   }
 };
 
-// The same for channels-last tensors: a warp has every other phase. If all channels of a pixel are
-// the block's, a phase's columns are one copy, otherwise each column.
+// The copies of channels-last tensors. The warps take turns at the members. A member's columns are
+// one bulk copy if all channels of a pixel are the block's, otherwise each column is one.
 struct PixelCopier {
   static constexpr int kOutChannels = C::groups * C::group_out;
-  // A pixel of several groups has other groups' channels between those of the block.
+  // With several groups, a pixel has channels of other groups between the block's.
   static constexpr bool kWholePixels = C::groups == 1 && kOutChannels == kStageChannels;
   static constexpr int kPixelVectors = kStageChannels / kVector;
   using Offset = IndexTo<elements_of(kCoveredRows, C::out_width, kOutChannels) +
                          elements_of(kStrips, kStripColumns, kOutChannels)>;
 
   const Scalar* channels;
-  int count;  // of channels that exist
+  int count;  // channels that exist
   int warp;
   int lane;
 
@@ -7663,13 +7805,13 @@ struct PixelCopier {
   __device__ __forceinline__ void copy(unsigned char* stage, Barrier* barrier, int batch,
                                        const StagePlace& place) const {
 #pragma unroll 1
-    for (int phase = warp; phase < kPhases; phase += kGradWarps) {
-      const PhasePlace of(place.image, place.row, phase, batch);
+    for (int member = warp; member < kInterleave; member += kGradWarps) {
+      const MemberPlace of(place.image, place.row, member, batch);
       const int columns = of.exists ? min(place.columns, C::out_width - place.column) : 0;
       const Scalar* const pixel =
           channels + static_cast<long long>(of.image) * kOutImage +
           (static_cast<Offset>(of.row) * C::out_width + place.column) * kOutChannels;
-      unsigned char* const target = stage + phase * kPhaseBytes;
+      unsigned char* const target = stage + member * kMemberBytes;
       if (C::grad_bulk && columns > 0 && is_elected()) copy_inside(target, pixel, columns, barrier);
       copy_rest(target, pixel, C::grad_bulk ? max(columns, 0) : 0, columns, place.columns);
     }
@@ -7689,7 +7831,7 @@ struct PixelCopier {
     }
   }
 
-  // Columns from `first` to `end`; zeros from `columns` on.
+  // Copies columns from `first` to `end`, with zeros from `columns` on.
   __device__ __forceinline__ void copy_rest(unsigned char* target, const Scalar* pixel, int first,
                                             int columns, int end) const {
     for (int i = first * kPixelVectors + lane; i < end * kPixelVectors; i += 32) {
@@ -7716,7 +7858,7 @@ struct CopierFor<true> {
 };
 using GradCopier = CopierFor<C::grad_channels_last>::type;
 
-// Arrives when all that this thread has written or copied to shared memory is there.
+// Arrives when everything that this thread has stored or copied to shared memory is visible.
 __device__ __forceinline__ void arrive_after_copies(Barrier* barrier) {
   constexpr bool kCopies = kMostCopied * kScalarBytes >= 4;
   constexpr bool kWrites = kCopied * kScalarBytes < 4;
@@ -7730,11 +7872,11 @@ __device__ __forceinline__ void arrive_after_copies(Barrier* barrier) {
   }
 }
 
-// Calls `fill` for every stage that the block needs, as soon as there is room for it, with its
-// position in the ring.
+// Calls `fill` for every stage that the block needs, when it is empty, with its position in the
+// ring.
 template <class Fill>
-__device__ __forceinline__ void for_stages(const Work& work, Fill fill) {
-  Share share = work.share();
+__device__ __forceinline__ void for_stages(const Partition& partition, Fill fill) {
+  Share share = partition.share();
   Ring<C::grad_stages> at(1);
   while (share.more()) {
     const Run run = share.next();
@@ -7755,35 +7897,38 @@ __device__ __forceinline__ unsigned char* grad_stage(const Ring<C::grad_stages>&
   return shared_memory() + kGradRing + at.stage() * kStageBytes;
 }
 
-// Two warps: copy grad_output.
-__device__ __forceinline__ void load_grad(const Scalar* grad_output, const Work& work) {
-  const GradCopier copier(grad_output, work.tile(), static_cast<int>(threadIdx.x));
-  for_stages(work, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
+// Copies grad_output with two warps.
+__device__ __forceinline__ void load_grad(const Scalar* grad_output, const Partition& partition) {
+  const GradCopier copier(grad_output, partition.tile(), static_cast<int>(threadIdx.x));
+  for_stages(partition, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
     Barrier* const full = &barriers().grad_full[at.stage()];
-    // Lanes may have written to the stage, where bulk copies will.
+    // Bulk copies will overwrite what lanes may have stored to the stage.
     fence_async_shared();
     __syncwarp();
-    copier.copy(grad_stage(at), full, work.batch, place);
+    copier.copy(grad_stage(at), full, partition.batch, place);
     __syncwarp();
     arrive_after_copies(full);
   });
 }
 
-// One lane: the same in boxes of all channels and phases. Zeros are beyond the tensor's ends.
-__device__ __forceinline__ void load_boxes(const TensorMap& grad_output, const Work& work) {
+// Copies grad_output with one lane, in TMA boxes of all channels and members. TMA gives zeros
+// beyond the tensor's ends.
+__device__ __forceinline__ void load_boxes(const TensorMap& grad_output,
+                                           const Partition& partition) {
   tensor_map_prefetch(grad_output);
-  const Tile tile = work.tile();
+  const Tile tile = partition.tile();
   const int channel = (tile.group * C::group_out + tile.output) / kClasses;
   const int plane = tile.of_class() * kOutChannel;
-  for_stages(work, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
+  for_stages(partition, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
     Barrier* const full = (kClears ? barriers().box_full : barriers().grad_full) + at.stage();
-    const int images = place.image / kLanePhases;
+    const int images = place.image / kLaneMembers;
     barrier_arrive_expect(full, kStageBytes);
     if constexpr (kClears) {
-      fence_async_shared();  // the stage was written to
+      fence_async_shared();  // clear_boxes has written to the stage
       const int first = place.column - early(place.row, tile.of_class());
-      // The map is of several planes, one behind the other. A row beyond the image would be the
-      // next plane's: its box lies behind all of them, where there are zeros.
+      // A row of the tensor map is several planes, one behind the other. A row beyond the image
+      // would be one of the next plane: its box goes behind all planes instead, where TMA gives
+      // zeros.
       const bool exists = kSteps * kRowStep <= C::out_height || place.row < C::out_height;
       const int pixel = exists ? plane + place.row * C::out_width + first : kClasses * kOutChannel;
       tensor_load(grad_stage(at), grad_output, {pixel, images, channel, 0}, full);
@@ -7793,9 +7938,9 @@ __device__ __forceinline__ void load_boxes(const TensorMap& grad_output, const W
   });
 }
 
-// Writes zeros to columns of a lane's rows.
+// Writes zeros to columns [begin, end) of a lane's rows.
 __device__ __forceinline__ void clear_columns(unsigned char* stage, int begin, int end) {
-  if (begin >= end) return;  // as in most stages, which consumers wait for
+  if (begin >= end) return;  // most stages have nothing to clear, and consumers wait for them
 #pragma unroll 1
   for (int row = static_cast<int>(threadIdx.x) % 32; row < kStageRows; row += 32) {
 #pragma unroll 1
@@ -7806,19 +7951,19 @@ __device__ __forceinline__ void clear_columns(unsigned char* stage, int begin, i
   }
 }
 
-// What a box has beyond its row's ends.
+// Clears what a box has beyond its row's ends.
 __device__ __forceinline__ void clear_box(unsigned char* stage, const StagePlace& place,
                                           int of_class) {
   const int first = place.column - early(place.row, of_class);
   clear_columns(stage, 0, -first);
-  // It may begin beyond the row's end.
+  // The box may begin beyond the row's end.
   clear_columns(stage, max(C::out_width - first, 0), place.columns);
 }
 
-// A warp: clears every box, and hands it over.
-__device__ __forceinline__ void clear_boxes(const Work& work) {
-  const int of_class = work.tile().of_class();
-  for_stages(work, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
+// Clears every box with one warp, and hands it to the consumers.
+__device__ __forceinline__ void clear_boxes(const Partition& partition) {
+  const int of_class = partition.tile().of_class();
+  for_stages(partition, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
     barrier_wait(&barriers().box_full[at.stage()], 1u - at.parity());
     clear_box(grad_stage(at), place, of_class);
     fence_async_shared();
@@ -7827,15 +7972,16 @@ __device__ __forceinline__ void clear_boxes(const Work& work) {
   });
 }
 
-__device__ __forceinline__ void load_grad(const TensorMap& grad_output, const Work& work) {
+__device__ __forceinline__ void load_grad(const TensorMap& grad_output,
+                                          const Partition& partition) {
   if (kClears && threadIdx.x >= 32) {
-    clear_boxes(work);
+    clear_boxes(partition);
   } else if (is_elected()) {
-    load_boxes(grad_output, work);
+    load_boxes(grad_output, partition);
   }
 }
 
-// What grad_output is to the kernel.
+// The kernel's parameter for grad_output.
 using Grad = Either<C::grad_boxes, TensorMap, const Scalar*>::type;
 __device__ __forceinline__ int misalignment(const TensorMap&) { return 0; }
 
@@ -7844,45 +7990,46 @@ __device__ __forceinline__ int misalignment(const TensorMap&) { return 0; }
 """
 
 SOURCES["hopper/wgrad_halo/scale.cuh"] = r"""
-// float32 multiplied as float16: half the time of TF32, the same mantissa, but a smaller range.
+// Scaled fp16 for weight gradients: float32 multiplied as float16, in half the time of TF32, with
+// the same mantissa but a smaller range.
 //
-// Each channel of either tensor, of all images, is multiplied by a power of two that a sample of
-// its numbers decides. Below 2^-14, float16 has not all bits of a number. Who has such a number in
-// registers counts it; who adds up the sums compares what these numbers may have lost with what
-// there is of each weight, and marks the filters (of an output and an input channel) for which it
-// may be too much. A second pair of launches (`repairs`) computes those in TF32.
+// Each channel of either tensor is multiplied, in all images, by a power of two that a sample of
+// its numbers decides. Below 2^-14 float16 is subnormal and loses bits of a number. Threads that
+// have such numbers in registers count them. The reduction compares what these numbers may have
+// lost with the magnitude of each weight, and marks the filters (of an output and an input channel)
+// for which it may be too much. A second pair of launches (`repairs`) computes those in TF32.
 //
-// Numbers above 65504 become infinite, and so, or NaN, does every sum that they are a part of: such
-// filters are marked, too.
-#include "hopper/wgrad_halo/tile.cuh"
+// Numbers above 65504 become infinite, and results that they contribute to become infinite or NaN:
+// such filters are marked too.
 #include "device/tensor/powers.cuh"
+#include "hopper/wgrad_halo/tile.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-constexpr int kInputs = C::groups * C::group_in;  // channels
+constexpr int kInputs = C::groups * C::group_in;  // channels of all groups
 constexpr int kGradients = C::groups * C::group_out;
 
-// Tables at the workspace's start: of the channels of both tensors, the input's first, and of
-// filters.
+// Tables at the start of the workspace: one entry for each channel of both tensors, the input's
+// first, then one for each filter.
 struct Tables {
   float4* scratch;
 
-  // What a channel's numbers are multiplied by; kNoPower if no power will do.
+  // What a channel's numbers are multiplied by; kNoPowerBits if no power is suitable.
   __device__ __forceinline__ float* powers() const { return reinterpret_cast<float*>(scratch); }
-  // How many groups of its numbers have some that float16 has not all bits of.
+  // How many groups of a channel's numbers contain one that is subnormal in float16.
   __device__ __forceinline__ unsigned* lossy() const {
     return reinterpret_cast<unsigned*>(powers() + kInputs + kGradients);
   }
-  // Not 0 for filters that float16 does not do.
+  // Not 0 for filters that must be computed again in TF32.
   __device__ __forceinline__ int* marks() const {
     return reinterpret_cast<int*>(lossy() + kInputs + kGradients);
   }
-  // Of channels of all groups' outputs, and of a group's inputs.
+  // The index of a filter; `output` counts the channels of all groups, `input` those of one.
   __device__ static __forceinline__ int filter(int output, int input) {
     return output * C::group_in + input;
   }
-  // The slots that come behind them.
+  // The slots of accumulators, behind the tables.
   __device__ __forceinline__ float4* workspace() const { return scratch + C::slots_at; }
 };
 
@@ -7891,48 +8038,49 @@ __device__ __forceinline__ float scaled(float number, float power) {
 }
 template <class Half>
 __device__ __forceinline__ Half scaled(Half element, float) {
-  return element;  // only floats have powers
+  return element;  // only float32 is scaled
 }
 
-// --- Numbers that float16 has not all bits of ----------------------------------------------------
+// --- Numbers that are subnormal in float16 -------------------------------------------------------
 
-// A number's magnitude, for comparisons: zeros, which lose nothing, are larger than all others.
+// A key that orders numbers by magnitude, with zeros above all others, since they lose nothing.
 __host__ __device__ constexpr unsigned magnitude_key_of(unsigned bits) { return bits * 2u - 1u; }
 __device__ __forceinline__ unsigned magnitude_key(float number) {
   return magnitude_key_of(__float_as_uint(number));
 }
-// What a channel is multiplied by of which no sample tells how large it is. It becomes infinite,
-// but for the smallest numbers; and all that are not zero count as lost, as least_key has it.
+// The power of a channel whose sample does not tell how large it is. It makes all but the smallest
+// numbers infinite, and least_key counts every number that is not zero as lossy.
 constexpr unsigned kNoPowerBits = (127u + 113u) << 23;
 
-// The key of the least number that has all bits, 2^-14 divided by the power: a single instruction.
-// (Of a comparison of the power with zero and a product of floats, ptxas 13.0 made ~0u for all
-// powers where registers were short.)
+// The key of the least number that keeps all bits, 2^-14 divided by the power: a single
+// instruction. (Given a comparison of the power with zero and a product of floats, ptxas 13.0
+// computed ~0u for all powers where registers were short.)
 __device__ __forceinline__ unsigned least_key(float power) {
   constexpr unsigned kOne = 127u << 23, kLeast = (127u - 14u) << 23;
   static_assert(magnitude_key_of(kLeast + kOne - kNoPowerBits) == ~0u, "no number has all bits");
   return magnitude_key_of(kLeast + kOne) - 2u * __float_as_uint(power);
 }
 
-// Of how many numbers the least is compared with it: of the input, all that a lane loads at once.
+// How many numbers are checked together; of the input, all that a lane loads at once.
 constexpr int kGradGroup = 8;
-constexpr int kInputGroup = kQuad * kPhases;
+constexpr int kInputGroup = kQuad * kInterleave;
 
 // --- Samples -------------------------------------------------------------------------------------
 
-constexpr int kSamplePieces = 2048;  // of 32 numbers each, of a channel
+constexpr int kSamplePieces = 2048;  // pieces of 32 numbers that are sampled of a channel
 
-// A block: the power of a channel whose planes have so many pixels, `image` elements apart.
+// Block-wide: the power of a channel whose planes have kPixels pixels and lie `image` elements
+// apart.
 template <int kPixels>
 __device__ __forceinline__ float power_of(const Scalar* channel, long long image, int batch) {
   constexpr int kAll = ceil_div(kPixels, 32);
   constexpr unsigned kLast = kPixels > 32 ? kPixels - 32 : 0;    // where the last piece begins
-  const int pieces = min(ceil_div(kSamplePieces, batch), kAll);  // of an image
+  const int pieces = min(ceil_div(kSamplePieces, batch), kAll);  // pieces of an image
   const unsigned distance = pieces > 1 ? ceil_div(static_cast<int>(kLast), pieces - 1) : 0;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int warps = static_cast<int>(blockDim.x) / 32;
-  // Pieces follow each other image by image. To divide for each would take longer than to load it.
+  // Pieces are taken image by image. A division for each piece would take longer than its load.
   const int more_images = warps % batch;
   const int more_pieces = warps / batch;
   int of_image = warp % batch;
@@ -7978,30 +8126,30 @@ __device__ __forceinline__ void find_powers(const Scalar* grad_output, const Sca
   }
 }
 
-// --- Judging -------------------------------------------------------------------------------------
+// --- Deciding which filters fit ------------------------------------------------------------------
 
-// What a number below 2^-14 loses at most, times the largest number that it is multiplied by.
+// The most that a number below 2^-14 loses, times the largest number that it is multiplied by.
 constexpr float kLoss = 65536.0f / (C::parts == 2 ? 1ll << 35 : 1ll << 24);
-// What a weight may lose, as a part of what blocks have of it.
+// What a weight may lose, relative to the magnitudes of its blocks' parts.
 constexpr float kTolerance = 1.0f / (C::parts == 2 ? 1 << 25 : 1 << 20);
 
-// What its power and its count say of a channel.
+// A channel's power and count.
 struct ScaledChannel {
   float power;
-  float lossy;  // numbers, at most
+  float lossy;  // upper bound of its subnormal numbers
 
   __device__ ScaledChannel(const Tables& tables, int channel, int group)
       : power(tables.powers()[channel]),
         lossy(static_cast<float>(tables.lossy()[channel]) * group) {}
-  // Whether all of its numbers are zero.
+  // Whether all of the channel's numbers are zero.
   __device__ __forceinline__ bool zero() const {
     return __float_as_uint(power) == kNoPowerBits && lossy == 0.0f;
   }
-  // What scales sums back.
+  // What scales accumulators back.
   __device__ __forceinline__ float back() const { return inverse(power); }
 };
 
-// Whether a weight's sum is as good as TF32's; `size` is the sum of the magnitudes of its parts.
+// Whether a weight is as accurate as TF32's; `size` is the sum of the magnitudes of its parts.
 __device__ __forceinline__ bool fits(const ScaledChannel& input, const ScaledChannel& gradient,
                                      float sum, float size) {
   const bool loses = !input.zero() && !gradient.zero();
@@ -8009,7 +8157,7 @@ __device__ __forceinline__ bool fits(const ScaledChannel& input, const ScaledCha
   return is_finite(sum) && lost <= size * kTolerance;
 }
 
-// Whether a filter of a tile is marked. All lanes of a warp ask, and get the same answer.
+// Whether a filter of a tile is marked. All lanes of a warp call it and get the same answer.
 __device__ __forceinline__ bool is_marked(const Tables& tables, const Tile& tile) {
   constexpr int kBlockInputs = kBlockPlanes * kPlaneChannels;
   const int first_input = tile.plane() * kPlaneChannels;
@@ -8019,7 +8167,7 @@ __device__ __forceinline__ bool is_marked(const Tables& tables, const Tile& tile
     const int output = tile.channel(i / kBlockInputs);
     const int input = first_input + i % kBlockInputs;
     const bool exists = output < C::group_out && input < C::group_in;
-    // No load waits for what another one finds.
+    // An early exit would make each load wait for the one before.
     found |= exists ? tables.marks()[Tables::filter(tile.group * C::group_out + output, input)] : 0;
   }
   return __any_sync(~0u, found != 0);
@@ -8030,24 +8178,25 @@ __device__ __forceinline__ bool is_marked(const Tables& tables, const Tile& tile
 """
 
 SOURCES["hopper/workspace.cuh"] = r"""
-// What wgmma's sums need on their way to the workspace.
+// Moves wgmma's accumulators to the workspace.
 #include "device/sm90.cuh"
 #include "device/tensor/workspace.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-template <int kRows, int kSums>
-__device__ __forceinline__ void hold_sums(float (&sums)[kRows][kSums]) {
+template <int kRows, int kAccs>
+__device__ __forceinline__ void hold_accumulators(float (&acc)[kRows][kAccs]) {
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) hold_registers(sums[i]);
+  for (int i = 0; i < kRows; ++i) hold_registers(acc[i]);
 }
 
-// Adds a thread's sums to its slots, or sets those; a warpgroup's lie side by side.
-template <int kRows, int kSums>
-__device__ __forceinline__ void flush(float (&sums)[kRows][kSums], float4* slots, bool set) {
-  hold_sums(sums);
-  tensor::flush<128>(sums, slots, set);
+// Adds a thread's accumulators to its slots, or overwrites these (`set`). The slots of a
+// warpgroup's threads are interleaved.
+template <int kRows, int kAccs>
+__device__ __forceinline__ void flush(float (&acc)[kRows][kAccs], float4* slots, bool set) {
+  hold_accumulators(acc);
+  tensor::flush<128>(acc, slots, set);
 }
 
 }  // namespace hopper
@@ -8055,29 +8204,30 @@ __device__ __forceinline__ void flush(float (&sums)[kRows][kSums], float4* slots
 """
 
 SOURCES["device/tensor/workspace.cuh"] = r"""
-// Sums of weight gradients on their way out: each thread has slots of its own in a workspace, four
-// sums each and its neighbours' side by side, which a second kernel adds up in a fixed order.
+// Partial accumulators of weight gradients. Each thread has its own slots in the workspace, of four
+// accumulators each, side by side with its neighbours' slots; a second kernel reduces them in a
+// fixed order.
 #include "device/tensor/operand.cuh"
 
 namespace fastconv {
 namespace tensor {
 
-template <int kRows, int kSums>
-__device__ __forceinline__ void clear(float (&sums)[kRows][kSums]) {
+template <int kRows, int kAccs>
+__device__ __forceinline__ void clear(float (&acc)[kRows][kAccs]) {
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-    for (int j = 0; j < kSums; ++j) sums[i][j] = 0.0f;
+    for (int j = 0; j < kAccs; ++j) acc[i][j] = 0.0f;
   }
 }
 
-// Adds a thread's sums to its slots of the workspace, or sets those; kThreads have theirs there,
-// side by side.
-template <int kThreads, bool kSet, int kRows, int kSums>
-__device__ __forceinline__ void flush(const float (&sums)[kRows][kSums], float4* slots) {
+// Adds a thread's accumulators to its slots of the workspace, or overwrites the slots (kSet). The
+// slots of kThreads threads are interleaved.
+template <int kThreads, bool kSet, int kRows, int kAccs>
+__device__ __forceinline__ void flush(const float (&acc)[kRows][kAccs], float4* slots) {
 #pragma unroll
-  for (int i = 0; i < kRows * kSums / 4; ++i) {
-    const float* const four = &sums[i * 4 / kSums][i * 4 % kSums];
+  for (int i = 0; i < kRows * kAccs / 4; ++i) {
+    const float* const four = &acc[i * 4 / kAccs][i * 4 % kAccs];
     const float4 values = make_float4(four[0], four[1], four[2], four[3]);
     if constexpr (kSet) {
       slots[i * kThreads] = values;
@@ -8086,16 +8236,16 @@ __device__ __forceinline__ void flush(const float (&sums)[kRows][kSums], float4*
     }
   }
 }
-template <int kThreads, int kRows, int kSums>
-__device__ __forceinline__ void flush(const float (&sums)[kRows][kSums], float4* slots, bool set) {
+template <int kThreads, int kRows, int kAccs>
+__device__ __forceinline__ void flush(const float (&acc)[kRows][kAccs], float4* slots, bool set) {
   if (set) {
-    flush<kThreads, true>(sums, slots);
+    flush<kThreads, true>(acc, slots);
   } else {
-    flush<kThreads, false>(sums, slots);
+    flush<kThreads, false>(acc, slots);
   }
 }
 
-// Of four neighbouring lanes, which have pixels of the same channels.
+// Sums over four neighbouring lanes, which hold pixels of the same channels.
 __device__ __forceinline__ float sum_of_four_lanes(float value) {
   value += __shfl_xor_sync(~0u, value, 1);
   value += __shfl_xor_sync(~0u, value, 2);
@@ -8109,7 +8259,7 @@ __device__ __forceinline__ void add(float4& total, const float4& value) {
   total.w += value.w;
 }
 
-// Adds up a slot of all workers, in order; `distance` slots lie between one's and the next's.
+// Reduces one slot over all workers, in order; `distance` slots lie between two workers' slots.
 __device__ __forceinline__ float4 total_of(const float4* first, long long distance, int workers) {
   float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 8
@@ -8119,7 +8269,7 @@ __device__ __forceinline__ float4 total_of(const float4* first, long long distan
   return total;
 }
 
-// Where a weight lies; `output` counts the channels of all groups.
+// The offset of a weight in its tensor; `output` counts the channels of all groups.
 __device__ __forceinline__ long long weight_offset(int output, int input, int row, int column) {
   return static_cast<long long>(output) * C::weight_stride_out +
          static_cast<long long>(input) * C::weight_stride_in +
@@ -8132,18 +8282,18 @@ __device__ __forceinline__ long long weight_offset(int output, int input, int ro
 """
 
 SOURCES["hopper/wgrad_halo/tile.cuh"] = r"""
-// The tile: what a block of weight_grad.cuh computes, how it walks through images, and what lies
-// where in shared memory.
+// The tile of a block of the wgrad_halo kernel: the weights that it computes, how it walks through
+// images, and its layout of shared memory.
+#include "device/tensor/operand.cuh"
 #include "device/tile.cuh"
 #include "device/wgmma.cuh"
-#include "device/tensor/operand.cuh"
 
 namespace fastconv {
 namespace hopper {
 
 using namespace tensor;
 
-// An element that nobody writes meanwhile, or zero.
+// Loads an element that no thread writes while the kernel runs, or gives zero.
 __device__ __forceinline__ float load_element(const float* source, bool valid) {
   return load_or_zero(source, valid);
 }
@@ -8152,54 +8302,56 @@ __device__ __forceinline__ Half load_element(const Half* source, bool valid) {
   return {static_cast<unsigned short>(load_or_zero(&source->bits, valid))};
 }
 
-// --- The products: what a block computes ---------------------------------------------------------
+// --- Weights: what a block computes --------------------------------------------------------------
 
-// What is multiplied: elements as they are, or float32 numbers as float16 (see scale.cuh).
+// The MMA's operand type: the tensor's own, or scaled fp16 for float32 (see scale.cuh).
 using Factor = Either<C::halves, Float16, Operand>::type;
 __device__ __forceinline__ float round_factor(float value) {
   return C::ties_to_even ? round_to_even_tf32(value) : round_operand_to_tf32(value);
 }
-constexpr int kPhases = C::halves ? 8 : kVector;
-static_assert(C::phase_images * C::phase_strips == kPhases, "16 bytes of them");
+constexpr int kInterleave = C::halves ? 8 : kVector;
+static_assert(C::interleaved_images * C::interleaved_strips == kInterleave,
+              "members fill 16 bytes");
 static_assert(!C::halves || (kScalarBytes == 4 && !C::in_channels_last && !C::grad_channels_last),
               "contiguous float32");
 
-constexpr int kOutputs = 64;  // channels of a product
+constexpr int kOutputs = 64;  // the M of a wgmma: output channels
 constexpr int kConsumers = 2;
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kOctet = 8;  // input channels
-constexpr int kPlaneChannels = kOctet * C::product_octets;
-constexpr int kColumns = C::product_taps * kPlaneChannels;  // of a product
-constexpr int kSums = kColumns / 2;                         // of a thread and a product
-static_assert(C::product_octets == 1 || C::product_taps == 1 || C::dilation_width == 1,
-              "taps and octets are one row of cores, equally far apart");
+constexpr int kPlaneChannels = kOctet * C::mma_octets;
+constexpr int kColumns = C::mma_taps * kPlaneChannels;  // the N of a wgmma
+constexpr int kAccs = kColumns / 2;                     // accumulators of a thread for one wgmma
+static_assert(C::mma_octets == 1 || C::mma_taps == 1 || C::dilation_width == 1,
+              "taps and octets are core matrices at equal distances");
 
 constexpr int kPlanes = ceil_div(C::group_in, kPlaneChannels);
 constexpr int kSegments = kPlanes * C::kernel_rows;
-constexpr int kSlices = kConsumers / C::channel_groups;  // of segments, in a block
+constexpr int kSlices = kConsumers / C::channel_groups;  // consumers with different segments
 constexpr int kBlockSegments = C::segments * kSlices;
-// Planes that a block's segments lie in, at most.
+// The most planes that a block's segments lie in.
 constexpr int kBlockPlanes = kBlockSegments % C::kernel_rows == 0 ? kBlockSegments / C::kernel_rows
                              : C::kernel_rows % kBlockSegments == 0
                                  ? 1
                                  : (kBlockSegments - 2) / C::kernel_rows + 2;
 
 constexpr int kRowBlocks = ceil_div(C::kernel_height, C::kernel_rows);
-constexpr int kPieces = ceil_div(C::kernel_width, C::product_taps);
+constexpr int kPieces = ceil_div(C::kernel_width, C::mma_taps);
 constexpr int kSegmentBlocks = ceil_div(kSegments, kBlockSegments);
-// Planes of grad_output that begin equally far from a multiple of 16 bytes: every so many-th, the
-// channels of a tile.
+// Every kClasses-th plane of grad_output begins equally far from a multiple of 16 bytes; the
+// channels of a tile are such planes.
 constexpr int kClasses = C::plane_classes;
 static_assert(C::group_out % kClasses == 0, "the same in all groups");
 constexpr int kOutputBlocks =
     kClasses * ceil_div(C::group_out / kClasses, C::channel_groups* kOutputs);
-constexpr int kSameOutputs = kSegmentBlocks * kPieces * kRowBlocks;  // tiles, side by side
+// Tiles of the same output channels; they have consecutive indices.
+constexpr int kSameOutputs = kSegmentBlocks * kPieces * kRowBlocks;
 
 // The weights that a block computes.
 struct Tile {
-  int segment;     // first
-  int piece;       // of the kernel's columns, product_taps each
-  int kernel_row;  // first
+  int segment;     // first segment
+  int piece;       // piece of the kernel's columns, mma_taps each
+  int kernel_row;  // first row
   int output;      // first channel, in the group
   int group;
 
@@ -8216,11 +8368,11 @@ struct Tile {
   }
 
   __device__ int of_class() const { return output % kClasses; }
-  // The n-th of its output channels, in the group; it may not exist.
+  // The n-th of the tile's output channels, in the group; it may not exist.
   __device__ int channel(int n) const { return output + n * kClasses; }
 
   __device__ int plane() const { return segment / C::kernel_rows; }
-  // How many tiles of the same output channels come before this one.
+  // The index of this tile among those of the same output channels.
   __device__ int number() const {
     const int rows = kernel_row / C::kernel_rows;
     return segment / kBlockSegments + kSegmentBlocks * (piece + kPieces * rows);
@@ -8228,46 +8380,46 @@ struct Tile {
   __device__ bool has_bias() const { return number() == 0; }
 };
 
-// --- The pixels: how blocks walk through images --------------------------------------------------
+// --- Pixels: how blocks walk through images ------------------------------------------------------
 
-// Output rows of a walk are kRowStep apart; they start at one of as many residues. From one to the
-// next, input rows move on by kRowAdvance dilations.
+// Output rows of a walk are kRowStep apart and start at one of kRowStep residues. From one to the
+// next, input rows advance by kRowAdvance dilations.
 constexpr int kRowGcd = gcd(C::stride_height, C::dilation_height);
 constexpr int kRowStep = C::dilation_height / kRowGcd;
 constexpr int kRowAdvance = C::stride_height / kRowGcd;
-// Rows of the ring that a step needs and the one before it did not.
+// Input rows that a step reads and the step before did not.
 constexpr int kNewRows = kRowAdvance < C::kernel_rows ? kRowAdvance : C::kernel_rows;
 constexpr int kOldRows = C::kernel_rows - kNewRows;
 
-constexpr int kSteps = C::steps;  // of a strip of rows
-constexpr int kCoveredRows = kSteps * kRowStep * C::phase_strips;
+constexpr int kSteps = C::steps;  // steps of a strip of rows
+constexpr int kCoveredRows = kSteps * kRowStep * C::interleaved_strips;
 static_assert(kCoveredRows >= C::out_height, "strips cover the image");
 
-constexpr int kBodyColumns = 8;  // that a consumer takes at a time
+constexpr int kBodyColumns = 8;  // columns that a consumer takes at a time
 static_assert(C::stage_columns % kBodyColumns == 0, "");
 
-// Rows of grad_output that are not multiples of 16 bytes: a step's columns begin up to `lead`
-// early, where memory has a multiple of 16 bytes.
+// If rows of grad_output are not multiples of 16 bytes, a step's columns begin up to `lead` columns
+// early, at a multiple of 16 bytes in memory.
 static_assert(C::lead < kVector, "");
 constexpr int kRowColumns = round_up(C::out_width + C::lead, kBodyColumns);
 constexpr int kStripColumns = C::strip_stages * C::stage_columns;
 constexpr int kStrips = ceil_div(kRowColumns, kStripColumns);
 constexpr int kWalksPerImage = kRowStep * kStrips;
 
-// The last strip of a row is narrower, and so is its last stage.
+// The columns of a strip. The last strip of a row, and its last stage, may be narrower.
 __device__ __forceinline__ int columns_of(int strip) {
   return kRowColumns % kStripColumns == 0 ? kStripColumns
                                           : min(kStripColumns, kRowColumns - strip * kStripColumns);
 }
 
-// What the steps of a strip of rows take, in any unit: those of one strip of columns, of all but
-// the last, and of all.
+// The estimated cost of the steps of a strip of rows: for one strip of columns, for all but the
+// last strip, and for all. The planner gives the costs of a step; their unit does not matter.
 constexpr long long kStripWeight = static_cast<long long>(kSteps) * C::strip_weight;
 constexpr long long kLastStrip = (kStrips - 1) * kStripWeight;
 constexpr long long kRowsWeight =
     kLastStrip + static_cast<long long>(kSteps) * C::last_strip_weight;
 
-// A step of a walk, found by the weight of what comes before it.
+// A step of a walk, found by the cost of all steps before it.
 struct Place {
   int walk;
   int step;
@@ -8282,19 +8434,19 @@ struct Place {
   }
 };
 
-// Part of a walk, all steps of which a block takes.
+// Consecutive steps of a walk that one block takes.
 struct Run {
-  int image;  // of phase 0
+  int image;  // image of member 0
   int residue;
   int strip;
-  int step;  // first
+  int step;  // first step
   int steps;
 
-  // The output row of a step, for the first strip of rows.
+  // The output row of the run's i-th step, in the first strip of rows.
   __device__ int output_row(int i) const { return residue + kRowStep * (step + i); }
 };
 
-// A worker's share of all pixels, run by run.
+// A worker's share of all pixels, run by run: shares have about equal costs.
 struct Share {
   Place at;
   Place end;
@@ -8303,7 +8455,7 @@ struct Share {
       : at(weight(batch) * worker / workers), end(weight(batch) * (worker + 1) / workers) {}
 
   __device__ static long long weight(int batch) {
-    return ceil_div(batch, C::phase_images) * (kRowStep * kRowsWeight);
+    return ceil_div(batch, C::interleaved_images) * (kRowStep * kRowsWeight);
   }
   __device__ bool more() const {
     return at.walk < end.walk || (at.walk == end.walk && at.step < end.step);
@@ -8312,7 +8464,7 @@ struct Share {
     Run run;
     run.strip = at.walk % kStrips;
     run.residue = at.walk / kStrips % kRowStep;
-    run.image = at.walk / kWalksPerImage * C::phase_images;
+    run.image = at.walk / kWalksPerImage * C::interleaved_images;
     run.step = at.step;
     run.steps = (at.walk < end.walk ? kSteps : end.step) - at.step;
     ++at.walk;
@@ -8321,9 +8473,10 @@ struct Share {
   }
 };
 
-// What all blocks of a launch share. Each role finds its block's part by itself: values that all of
-// them keep would take registers from those that have none to spare.
-struct Work {
+// How the blocks of a launch divide the tiles and pixels. Each warp role computes its block's part
+// itself: values that all roles kept would take registers from the consumers, which have none to
+// spare.
+struct Partition {
   int first_tile;
   int tiles;
   int workers;
@@ -8337,69 +8490,72 @@ struct Work {
 
 // --- Shared memory -------------------------------------------------------------------------------
 
-// An input row's tile: its first column lies at a multiple of 4 elements, `kShift` columns early.
-constexpr int kQuad = 4;  // columns that are loaded together, or channels if they are neighbours
+// An input row in shared memory begins at a multiple of 4 elements of the tensor, `kShift` columns
+// before the first column that is read.
+constexpr int kQuad = 4;  // columns that are loaded together, or channels of a channels-last tensor
 constexpr int kFirstColumn = -C::lead * C::stride_width - C::padding_left;
 constexpr int kShift = C::vector_input && !C::in_channels_last
                            ? kFirstColumn - floor_div(kFirstColumn, kQuad) * kQuad
                            : 0;
-// Its columns, for so many columns of an output row.
+// The columns of an input row that this many columns of an output row read.
 __host__ __device__ constexpr int tile_columns(int columns) {
   return round_up(kShift + (columns - 1 + C::lead) * C::stride_width +
-                      (C::product_taps - 1) * C::dilation_width + 1,
+                      (C::mma_taps - 1) * C::dilation_width + 1,
                   kQuad);
 }
 constexpr int kTileColumns = tile_columns(kStripColumns);
 
-// In units of 16 bytes, as wgmma's descriptors are.
-constexpr int kColumnVectors = kOctet * C::product_octets;
+// Distances in units of 16 bytes, which wgmma's descriptors use.
+constexpr int kColumnVectors = kOctet * C::mma_octets;
 constexpr int kPlaneVectors = kTileColumns * kColumnVectors;
 constexpr int kPartVectors = kBlockPlanes * kPlaneVectors;
 constexpr int kRowVectors = C::parts * kPartVectors;
 
-// A stage of grad_output: a row of columns for every channel and phase. Where all channels and
-// phases of an output row begin equally far from a multiple of 16 bytes, rows in shared memory
+// A stage of grad_output has a row of columns for every channel and member. Where all channels and
+// members of an output row begin equally far from a multiple of 16 bytes, rows in shared memory
 // begin at one. Otherwise (`kShifted`) they begin as far beyond it as they do in global memory. In
-// either case units of 16 bytes are copied as they are. Consumers read a column of 8 rows that
-// follow each other at a time: an odd number of units apart, they lie in different banks.
+// either case units of 16 bytes are copied as they are. Consumers read a column of 8 consecutive
+// rows at a time: rows are an odd number of units apart, so that these lie in different banks.
 constexpr bool kShifted = !C::grad_channels_last && C::grad_vector < kVector;
 constexpr int kStageChannels = C::channel_groups * kOutputs;
-//
-// Or one tensor copy brings all of them (`grad_boxes`), rows of 64 or 128 bytes without a gap:
-// there, units of 16 bytes change places, in each of 8 rows that follow each other in another way.
+// If a TMA box brings the whole stage (`grad_boxes`), its rows of 64 or 128 bytes are dense, and
+// TMA's swizzle spreads the units of 8 consecutive rows over the banks.
 constexpr int kStageUnits = C::stage_columns / kVector + (kShifted ? 1 : 0);
 constexpr int kRowBytes = C::grad_boxes ? kStageUnits * 16 : (kStageUnits | 1) * 16;
 static_assert(!C::grad_boxes || ((kRowBytes == 64 || kRowBytes == 128) && !kShifted &&
-                                 !C::grad_channels_last && C::phase_images == kPhases),
-              "what a tensor copy can describe");
-// Where a box is of pixels whose rows follow each other, it has other rows' beyond a row's ends:
-// these are cleared.
+                                 !C::grad_channels_last && C::interleaved_images == kInterleave),
+              "a TMA box can describe a stage");
+// If rows of grad_output follow each other in the tensor map without a gap (`lead`), a box contains
+// parts of other rows beyond its row's ends, which are cleared.
 constexpr bool kClears = C::grad_boxes && C::lead > 0;
-// By what the places of a row's units differ from what they would be.
+// The swizzle of a row: what the byte offsets of its units are XORed with.
 __device__ __forceinline__ constexpr int swizzle_of(int row) {
   return C::grad_boxes ? row * kRowBytes / 128 % kStageUnits * 16 : 0;
 }
-constexpr int kStageRows = kStageChannels * kPhases;
-// A lane of a consumer has so many neighbouring phases; they lie far apart, the lanes' side by
-// side.
-constexpr int kLanePhases = kPhases / 4;
-__device__ __forceinline__ constexpr int stage_row(int channel, int phase) {
-  return (phase % kLanePhases * kStageChannels + channel) * 4 + phase / kLanePhases;
+constexpr int kStageRows = kStageChannels * kInterleave;
+// A consumer's lane has kLaneMembers consecutive members. These lie far apart in a stage, and the
+// rows of neighbouring lanes lie side by side.
+constexpr int kLaneMembers = kInterleave / 4;
+__device__ __forceinline__ constexpr int stage_row(int channel, int member) {
+  return (member % kLaneMembers * kStageChannels + channel) * 4 + member / kLaneMembers;
 }
-// Of channels-last tensors, phases are padded: a warp reads one pixel of all of them.
+// A warp reads one pixel of all members of a channels-last tensor: padding between the members
+// avoids bank conflicts.
 constexpr int kPixelBytes = kStageChannels * kScalarBytes;
-constexpr int kPhaseBytes = C::stage_columns * kPixelBytes + 8 * kScalarBytes;
-constexpr int kStageBytes = C::grad_channels_last ? kPhases * kPhaseBytes : kStageRows * kRowBytes;
+constexpr int kMemberBytes = C::stage_columns * kPixelBytes + 8 * kScalarBytes;
+constexpr int kStageBytes =
+    C::grad_channels_last ? kInterleave * kMemberBytes : kStageRows * kRowBytes;
 
-// The cores of a product overlap, two columns of taps. compute-sanitizer takes them to lie one
-// behind the other, and what it believes that products read of the last input row must be shared
-// memory, too.
+// The core matrices of a wgmma overlap where taps share columns. compute-sanitizer assumes that
+// they lie one behind the other, and what it assumes to be read beyond the last input row must be
+// shared memory too.
 constexpr int kInputRing = 0;
 constexpr int kGradRing = round_up(C::input_stages * kRowVectors * 16, C::grad_boxes ? 1024 : 16);
 constexpr int kBarriers = kGradRing + C::grad_stages * kStageBytes;
 static_assert(C::input_stages >= C::kernel_rows + kNewRows, "a step's rows, and some to come");
 
-// Of a consumer's thread and its two channels: groups of numbers that float16 has not all bits of.
+// For each consumer thread and each of its two channels, a count of groups with numbers that are
+// subnormal in float16.
 using Counters = unsigned[kConsumers * 128][2];
 
 struct Barriers {
@@ -8407,7 +8563,7 @@ struct Barriers {
   Barrier input_empty[C::input_stages];
   Barrier grad_full[C::grad_stages];
   Barrier grad_empty[C::grad_stages];
-  Barrier box_full[C::grad_stages];  // before it is cleared
+  Barrier box_full[C::grad_stages];  // the box has arrived, but is not cleared
 };
 constexpr int kCounters = kBarriers + sizeof(Barriers);
 static_assert(kCounters + (C::halves ? sizeof(Counters) : 0) <= C::shared_bytes, "");
@@ -8415,13 +8571,13 @@ static_assert(kCounters + (C::halves ? sizeof(Counters) : 0) <= C::shared_bytes,
 __device__ __forceinline__ Barriers& barriers() {
   return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);
 }
-// The calling consumer's.
+// The counts of the calling thread.
 __device__ __forceinline__ unsigned (&counters())[2] {
   return (*reinterpret_cast<Counters*>(shared_memory() + kCounters))[threadIdx.x - 128];
 }
 
-// A position in two laps of a ring of stages, whose parities differ. Producers start a lap ahead:
-// the stages are empty.
+// A position in two laps of a ring of stages, whose mbarrier parities differ. Producers start one
+// lap ahead: all stages are empty.
 template <int kRingStages>
 struct Ring {
   int position;
@@ -8431,7 +8587,7 @@ struct Ring {
     return position < kRingStages ? position : position - kRingStages;
   }
   __device__ unsigned parity() const { return position >= kRingStages; }
-  // The position so many stages further on.
+  // The position this many stages further on.
   __device__ Ring operator+(int stages) const {
     Ring later(*this);
     later.position += stages;
@@ -8446,40 +8602,40 @@ struct Ring {
 """
 
 SOURCES["ampere/wgrad_halo/reduce.cuh"] = r"""
-// The second kernel: adds up what the blocks have left in the workspace.
+// The split-K reduction, a second kernel: adds up the blocks' slots of the workspace.
 #include "ampere/wgrad_halo/multiply.cuh"
 
 namespace fastconv {
 namespace ampere {
 
-// One of four neighbouring sums of a thread: which weight it is.
+// The weight that one of a slot's four accumulators belongs to.
 struct Weight {
-  int output;  // channels, in the group
+  int output;  // channels within the group
   int input;
   int row;
   int column;
   bool exists;
 
-  __device__ Weight(const Tile& tile, int slot, int thread, int element) {
+  __device__ Weight(const WeightTile& tile, int slot, int thread, int element) {
     const Warp warp(thread / 32);
     const int lane = thread % 32;
     const int index =
         (warp.units * C::units + slot / C::row_tiles) * kOctet + lane % 4 * 2 + element % 2;
-    const Column of_box(index);
+    const Column place(index);
     output = tile.output + warp.out * kWarpOutputs + slot % C::row_tiles * 16 + lane / 4 +
              element / 2 * 8;
-    input = tile.channel + of_box.channel;
-    row = tile.kernel_row + of_box.row;
-    column = tile.kernel_column + of_box.column;
-    exists = index < kBoxSize && output < C::group_out && input < C::group_in &&
+    input = tile.channel + place.channel;
+    row = tile.kernel_row + place.row;
+    column = tile.kernel_column + place.column;
+    exists = index < kTileWeights && output < C::group_out && input < C::group_in &&
              row < C::kernel_height && column < C::kernel_width;
   }
 };
 
-// Adds up the slots of every weight, in order, and writes it where its strides say.
+// Adds up the slots of every weight, in order, and writes the sum where the weight's strides say.
 __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, int first_tile,
                                        int tiles, int workers) {
-  constexpr int kTileThreads = kThreads / C::warps_pixels;  // of other weights
+  constexpr int kTileThreads = kThreads / C::warps_pixels;  // threads with different weights
   constexpr int kBlockSlots = kSlots * kThreads;
   const int step = static_cast<int>(gridDim.x * blockDim.x);
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kSlots * kTileThreads;
@@ -8495,7 +8651,7 @@ __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, in
       total = make_float4(total.x + more.x, total.y + more.y, total.z + more.z, total.w + more.w);
     }
     const float values[4] = {total.x, total.y, total.z, total.w};
-    const Tile tile(first_tile + block);
+    const WeightTile tile(first_tile + block);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const Weight weight(tile, slot, thread, j);
@@ -8506,23 +8662,23 @@ __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, in
   }
 }
 
-// Adds up the sums for the bias of every channel: of threads, then of workers, in order.
+// Adds up the bias of every channel: over threads, then over workers, in order.
 __device__ __forceinline__ void reduce_bias(const float4* workspace, Scalar* bias_grad,
                                             int first_tile, int tiles, int workers) {
   const int step = static_cast<int>(gridDim.x * blockDim.x);
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kBlockOutputs; i += step) {
     const int block = i / kBlockOutputs;
     const int channel = i % kBlockOutputs;
-    const Tile tile(first_tile + block);
+    const WeightTile tile(first_tile + block);
     if (!tile.has_bias() || tile.output + channel >= C::group_out) continue;
     float total = 0.0f;
     for (int worker = 0; worker < workers; ++worker) {
-      const float* const sums = reinterpret_cast<const float*>(workspace) +
-                                bias_slots(tiles * workers, worker * tiles + block) + channel;
-      float of_worker = 0.0f;
+      const float* const partial = reinterpret_cast<const float*>(workspace) +
+                                   bias_slots(tiles * workers, worker * tiles + block) + channel;
+      float worker_sum = 0.0f;
 #pragma unroll
-      for (int j = 0; j < kThreads; j += kBlockOutputs) of_worker += sums[j];
-      total += of_worker;
+      for (int j = 0; j < kThreads; j += kBlockOutputs) worker_sum += partial[j];
+      total += worker_sum;
     }
     bias_grad[tile.group * C::group_out + tile.output + channel] = narrow<Scalar>(total);
   }
@@ -8533,32 +8689,32 @@ __device__ __forceinline__ void reduce_bias(const float4* workspace, Scalar* bia
 """
 
 SOURCES["ampere/wgrad_halo/multiply.cuh"] = r"""
-// The products of a warp, and its sums.
+// A warp's main loop over a step in shared memory, and its accumulators.
 #include "ampere/wgrad_halo/load.cuh"
 #include "device/tensor/workspace.cuh"
 
 namespace fastconv {
 namespace ampere {
 
-// Four sums of each product, unit by unit: also the slots of a thread in the workspace.
+// A thread's four accumulators of each MMA, unit by unit. In the workspace, these are its slots.
 constexpr int kSlots = C::units * C::row_tiles;
-using Sums = float[kSlots][4];
+using RegisterTile = float[kSlots][4];
 
-// What a thread has of one product's rows of all tiles, and of a unit's columns.
-using Left = unsigned[C::parts][C::row_tiles][4];
-using Right = unsigned[C::parts][2];
+// A thread's fragments of the output's gradient, for all row tiles, and of a unit's input.
+using GradFragment = unsigned[C::parts][C::row_tiles][4];
+using InputFragment = unsigned[C::parts][2];
 
-// --- The output's gradient: rows of products -----------------------------------------------------
+// --- The output's gradient: rows of MMAs (operand A) ---------------------------------------------
 
-constexpr bool kByMatrices = kHalves || !C::grad_channels_last;  // or element by element
+constexpr bool kByMatrices = k16Bit || !C::grad_channels_last;  // by ldmatrix, not by elements
 constexpr int kGradTile = 16 * (C::grad_channels_last ? kScalarBytes : C::grad_pitch);
 constexpr int kGradPixel = C::grad_channels_last ? C::grad_pitch : kScalarBytes;
-// From the first half of a product's pixels to the second one.
-constexpr int kGradHalf = (kRowPairs ? C::strip_columns : kProductColumns / 2) * kGradPixel;
+// Bytes from the first half of an MMA's pixels to the second half.
+constexpr int kGradHalf = (kRowPairs ? C::strip_columns : kMmaColumns / 2) * kGradPixel;
 
-// Where in a stage a lane's part of the first product begins, `output` being the warp's first
-// channel. Where it is loaded by matrices: one of their rows, 8 pixels of a channel (4 of float32)
-// or 8 channels of a pixel.
+// Returns the offset in a stage of a lane's part of the first MMA; `output` is the warp's first
+// channel. With ldmatrix it is one matrix row: 8 pixels of a channel (4 of float32), or 8 channels
+// of a pixel.
 __device__ __forceinline__ int first_left(int output, int lane) {
   if constexpr (!kByMatrices) {
     return lane % 4 * C::grad_pitch + (output + lane / 4) * kScalarBytes;
@@ -8583,7 +8739,7 @@ __device__ __forceinline__ void load_rows(unsigned (&rows)[4], const unsigned ch
     load_matrices(rows, first);
   }
 }
-__device__ __forceinline__ void load_left(Left& left, const unsigned char* first) {
+__device__ __forceinline__ void load_left(GradFragment& left, const unsigned char* first) {
 #pragma unroll
   for (int i = 0; i < C::parts * C::row_tiles; ++i) {
     const int part = i / C::row_tiles;
@@ -8592,25 +8748,26 @@ __device__ __forceinline__ void load_left(Left& left, const unsigned char* first
   }
 }
 
-// --- The input: columns of products --------------------------------------------------------------
+// --- The input: columns of MMAs (operand B) ------------------------------------------------------
 
-// Units whose columns a lane loads at once, and how often it does.
-constexpr int kUnitsAtOnce = kHalves ? 2 : 1;
+// Units whose columns a lane loads at once, and loads for all units.
+constexpr int kUnitsAtOnce = k16Bit ? 2 : 1;
 constexpr int kUnitLoads = ceil_div(C::units, kUnitsAtOnce);
-constexpr int kInPixel = kStride * kColumnBytes;  // from one of a row to the next
+constexpr int kInPixel =
+    kStride * kColumnBytes;  // bytes between neighbouring output pixels' inputs
 
-// Where in a line a lane's part of the first product begins.
+// Returns the offset in a line of a lane's part of the first MMA.
 __device__ __forceinline__ int first_right(int lane) {
-  if constexpr (kHalves) {
+  if constexpr (k16Bit) {
     return lane % 8 * kInPixel + (kRowPairs ? 0 : lane / 8 % 2 * (8 * kInPixel));
   } else {
     return lane % 4 * kInPixel;
   }
 }
 
-__device__ __forceinline__ void load_right(Right (&right)[kUnitsAtOnce],
+__device__ __forceinline__ void load_right(InputFragment (&right)[kUnitsAtOnce],
                                            const unsigned char* first) {
-  if constexpr (kHalves) {
+  if constexpr (k16Bit) {
     unsigned both[4];
     load_transposed(both, first);
 #pragma unroll
@@ -8628,102 +8785,105 @@ __device__ __forceinline__ void load_right(Right (&right)[kUnitsAtOnce],
   }
 }
 
-// --- Products ------------------------------------------------------------------------------------
+// --- MMAs ----------------------------------------------------------------------------------------
 
-// A unit's products with all rows. Large ones come last: what small ones add is not lost.
-__device__ __forceinline__ void multiply(float (*sums)[4], const Left& left, const Right& right) {
+// Multiplies a unit by all rows. The small products of low parts are added first, so that they are
+// not lost.
+__device__ __forceinline__ void multiply(float (*acc)[4], const GradFragment& left,
+                                         const InputFragment& right) {
   constexpr int kLow = C::parts - 1;
   if constexpr (C::parts == 2) {
 #pragma unroll
     for (int tile = 0; tile < C::row_tiles; ++tile) {
-      mma(Operand{}, sums[tile], left[kLow][tile], right[0]);
+      mma(Operand{}, acc[tile], left[kLow][tile], right[0]);
     }
 #pragma unroll
     for (int tile = 0; tile < C::row_tiles; ++tile) {
-      mma(Operand{}, sums[tile], left[0][tile], right[kLow]);
+      mma(Operand{}, acc[tile], left[0][tile], right[kLow]);
     }
   }
 #pragma unroll
   for (int tile = 0; tile < C::row_tiles; ++tile) {
-    mma(Operand{}, sums[tile], left[0][tile], right[0]);
+    mma(Operand{}, acc[tile], left[0][tile], right[0]);
   }
 }
 
-// Of a slice's products, as many as code is written out for, so that the next one's numbers are
-// loaded while one is computed: more of them would be loaded at once than there are registers for.
-constexpr int kMostUnrolled = kHalves         ? (kSlots > 24 ? 2 : 4)
+// MMAs along the pixels that the code unrolls, so that the next one's operands are loaded while one
+// is computed. If there were more, the compiler would load more ahead than registers can hold.
+constexpr int kMostUnrolled = k16Bit          ? (kSlots > 24 ? 2 : 4)
                               : C::parts == 2 ? (kByMatrices ? 4 : 2)
                                               : 8;
-constexpr int kUnrolled = C::slice_products < kMostUnrolled ? C::slice_products : kMostUnrolled;
+constexpr int kUnrolled = C::slice_mmas < kMostUnrolled ? C::slice_mmas : kMostUnrolled;
 
-// What a warp multiplies: where its lanes find it in a step.
+// A warp's addresses of its operands in a step.
 struct Multiplier {
   Warp warp;
-  int left;   // in a stage
-  int right;  // in a line
-  int line;   // from the first output row's line
+  int left;   // offset in a stage of the output's gradient
+  int right;  // offset in a line
+  int line;   // line, counted from the first output row's
 
-  __device__ Multiplier(const Tile& tile, int index, int lane) : warp(index) {
+  __device__ Multiplier(const WeightTile& tile, int index, int lane) : warp(index) {
     left = first_left(warp.out * kWarpOutputs, lane);
     right = kInput + first_right(lane) + InLoader::shift(tile) * kColumnBytes;
     line = kRowPairs ? lane / 8 % 2 * kLineAdvance : 0;
   }
 
-  // The products of one of the warp's slices.
-  __device__ __forceinline__ void multiply_slice(Sums& sums, const StepPlace& step,
+  // Multiplies one of the warp's slices.
+  __device__ __forceinline__ void multiply_slice(RegisterTile& acc, const StepPlace& step,
                                                  int slice) const {
     slice = slice * C::warps_pixels + warp.pixels;
-    const int row = slice / kRowSlices * kProductRows;
+    const int row = slice / kRowSlices * kMmaRows;
     const int column = slice % kRowSlices * kSliceColumns;
     const unsigned char* grad = step.grad() + left + (row * C::strip_columns + column) * kGradPixel;
     int units[kUnitLoads];
     find_units(units, step.position + row * kLineAdvance + line, right + column * kInPixel);
 #pragma unroll 1
-    for (int k = 0; k < C::slice_products / kUnrolled; ++k) {
-      multiply_products<kUnrolled>(sums, grad, units);
-      grad += kUnrolled * (kProductColumns * kGradPixel);
+    for (int k = 0; k < C::slice_mmas / kUnrolled; ++k) {
+      multiply_mmas<kUnrolled>(acc, grad, units);
+      grad += kUnrolled * (kMmaColumns * kGradPixel);
 #pragma unroll
-      for (int& unit : units) unit += kUnrolled * (kProductColumns * kInPixel);
+      for (int& unit : units) unit += kUnrolled * (kMmaColumns * kInPixel);
     }
-    multiply_products<C::slice_products % kUnrolled>(sums, grad, units);
+    multiply_mmas<C::slice_mmas % kUnrolled>(acc, grad, units);
   }
 
-  // So many products along the pixels.
+  // Multiplies kCount MMAs along the pixels.
   template <int kCount>
-  __device__ static __forceinline__ void multiply_products(Sums& sums, const unsigned char* grad,
-                                                           const int (&units)[kUnitLoads]) {
+  __device__ static __forceinline__ void multiply_mmas(RegisterTile& acc, const unsigned char* grad,
+                                                       const int (&units)[kUnitLoads]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      multiply_pixels(sums, grad + i * (kProductColumns * kGradPixel), units,
-                      i * (kProductColumns * kInPixel));
+      multiply_pixels(acc, grad + i * (kMmaColumns * kGradPixel), units,
+                      i * (kMmaColumns * kInPixel));
     }
   }
 
-  // One product along the pixels, which are `column` bytes beyond where units begin.
-  __device__ static __forceinline__ void multiply_pixels(Sums& sums, const unsigned char* grad,
+  // Multiplies one MMA's pixels, `column` bytes from where units begin, for all units.
+  __device__ static __forceinline__ void multiply_pixels(RegisterTile& acc,
+                                                         const unsigned char* grad,
                                                          const int (&units)[kUnitLoads],
                                                          int column) {
-    Left rows;
+    GradFragment rows;
     load_left(rows, grad);
 #pragma unroll
     for (int i = 0; i < kUnitLoads; ++i) {
-      Right columns[kUnitsAtOnce];
+      InputFragment columns[kUnitsAtOnce];
       load_right(columns, shared_memory() + units[i] + column);
 #pragma unroll
       for (int j = 0; j < kUnitsAtOnce; ++j) {
         const int unit = i * kUnitsAtOnce + j;
-        if (unit < C::units) multiply(sums + unit * C::row_tiles, rows, columns[j]);
+        if (unit < C::units) multiply(acc + unit * C::row_tiles, rows, columns[j]);
       }
     }
   }
 
-  // Where the units' columns begin, if the first output row's line is `first` in the ring.
+  // Finds where the units' columns begin if the first output row's line is `first` in the ring.
   __device__ __forceinline__ void find_units(int (&units)[kUnitLoads], int first,
                                              int in_line) const {
 #pragma unroll
     for (int i = 0; i < kUnitLoads; ++i) {
       int entry = warp.units * C::units + i * kUnitsAtOnce;
-      if constexpr (!kHalves) {
+      if constexpr (!k16Bit) {
         entry = entry * kOctet + static_cast<int>(threadIdx.x) % 32 / 4;
       } else if (i * kUnitsAtOnce + 1 < C::units) {
         entry += static_cast<int>(threadIdx.x) / 16 % 2;
@@ -8736,10 +8896,10 @@ struct Multiplier {
 
 // --- The bias ------------------------------------------------------------------------------------
 
-// Adds up what a step has of the output's gradient, as it is: a thread has some pixels of one
+// Adds up a step's gradient of the output before it is rounded: a thread takes some pixels of one
 // channel.
 __device__ __forceinline__ float bias_of_step(const StepPlace& step) {
-  constexpr int kSharers = kThreads / kBlockOutputs;  // of a channel
+  constexpr int kSharers = kThreads / kBlockOutputs;  // threads that share a channel
   const int channel = static_cast<int>(threadIdx.x) % kBlockOutputs;
   const int first = static_cast<int>(threadIdx.x) / kBlockOutputs;
   float sum = 0.0f;
@@ -8762,7 +8922,7 @@ __device__ __forceinline__ float bias_of_step(const StepPlace& step) {
   return sum;
 }
 
-// Where the sums for the bias are in the workspace, behind all slots: [block][thread].
+// Returns where a block's bias sums begin in the workspace, behind all slots: [block][thread].
 __device__ __forceinline__ long long bias_slots(int blocks, int block) {
   return static_cast<long long>(blocks) * (kSlots * kThreads * 4) + block * kThreads;
 }
@@ -8772,17 +8932,17 @@ __device__ __forceinline__ long long bias_slots(int blocks, int block) {
 """
 
 SOURCES["ampere/wgrad_halo/load.cuh"] = r"""
-// Loads what a step needs of both tensors to shared memory. Most of it is copied asynchronously;
-// 16-bit elements that lie alone, or have to be transposed, go through registers: a slice's share
-// is loaded before the slice is multiplied, and written after that. What has been copied of float32
-// is converted in place, by the thread that copied it.
+// Loads a step of both tensors to shared memory. Most of it is copied by cp.async. 16-bit elements
+// that are copied one by one or transposed go through registers: each slice's share is loaded
+// before the slice is multiplied, and written after it. float32 is converted in place, by the
+// thread that copied it.
 #include "ampere/wgrad_halo/tile.cuh"
 
 namespace fastconv {
 namespace ampere {
 
-// How threads share units, of which a row has kWidth: kLanes of them have neighbours of a row. A
-// thread has kTasks units; those of all threads are rows and columns of a grid.
+// How threads divide kRows rows of kWidth tasks each among themselves: kLanes threads take
+// neighbours of a row. A task is one copy; a thread has kTasks of them.
 template <int kWidth, int kRows, int kLanes>
 struct Sheet {
   static constexpr int kAcross = ceil_div(kWidth, kLanes);
@@ -8805,9 +8965,9 @@ __device__ __forceinline__ bool is_below(int value, int bound) {
   return static_cast<unsigned>(value) < static_cast<unsigned>(bound);
 }
 
-// --- float32 as the tensor core wants it ---------------------------------------------------------
+// --- float32 to TF32 -----------------------------------------------------------------------------
 
-// Whether rounding to even is one instruction.
+// Whether the GPU rounds to nearest even with one instruction.
 #if __CUDA_ARCH__ >= 900
 constexpr bool kRoundsToEven = true;
 #else
@@ -8822,15 +8982,15 @@ __device__ __forceinline__ void split_operand(float value, unsigned& high, unsig
   }
 }
 
-// Numbers are rounded, or split, where they lie in shared memory: once, not for every product that
-// they are in. The input's are not split: that would take twice the room, and most of a product's
-// numbers are the output's gradient.
-constexpr bool kConvertsGrad = !kHalves;
-constexpr bool kConvertsInput = !kHalves && C::parts == 1;
-constexpr int kConvertedAtOnce = 4;  // vectors, beside the sums in registers
+// Numbers are rounded, or split, in shared memory: once, not for every MMA that reads them. The
+// input is not split there: that would take twice the room, and most of an MMA's operands are the
+// output's gradient.
+constexpr bool kConvertsGrad = !k16Bit;
+constexpr bool kConvertsInput = !k16Bit && C::parts == 1;
+constexpr int kConvertedAtOnce = 4;  // vectors that registers hold beside the accumulators
 
-// Neighbours that were in shared memory, to there; if they are split, `low` bytes from where their
-// low parts go.
+// Converts neighbouring numbers and writes them back to shared memory. If they are split, low parts
+// go `low` bytes further.
 template <int kParts, int kCount>
 __device__ __forceinline__ void convert(Vector<float, kCount> numbers, unsigned char* first,
                                         int low) {
@@ -8851,8 +9011,8 @@ __device__ __forceinline__ void convert(Vector<float, kCount> numbers, unsigned 
   if constexpr (kParts == 2) *reinterpret_cast<Vector<float, kCount>*>(first + low) = rest;
 }
 
-// What the tasks of a sheet have copied, some of them at once: they do not wait for one another.
-// `place` tells where a task's is.
+// Converts what a thread's tasks have copied, several at once, so that loads do not wait for one
+// another. `place` returns where a task's numbers are.
 template <class Sheet, int kParts, int kCount, class Place>
 __device__ __forceinline__ void convert_tasks(const Place& place, int low) {
 #pragma unroll 1
@@ -8885,22 +9045,24 @@ using OutOffset = IndexTo<elements_of(kWalkRows + 1, kRowStep, kOutRow) +
                           elements_of(kStrips, C::strip_columns, kOutColumn) +
                           elements_of(kBlockOutputs, kOutChannel)>;
 
-// Neighbours in memory, of a row or of a pixel: what is copied at once, or what a thread writes.
-constexpr bool kGradInRegisters = kHalves && C::grad_vector == 1;
+// Elements of a task, neighbours of a row or of a pixel: copied at once, or loaded one by one and
+// written at once.
+constexpr bool kGradInRegisters = k16Bit && C::grad_vector == 1;
 constexpr int kGradUnit = kGradInRegisters ? kVector : C::grad_vector;
-// Of an output row: units along memory, and what lies across.
+// Tasks of an output row: along memory, and across.
 using GradSheet = Sheet<(C::grad_channels_last ? kBlockOutputs : C::strip_columns) / kGradUnit,
                         C::grad_channels_last ? C::strip_columns : kBlockOutputs, C::grad_lanes>;
 constexpr int kGradTasks = C::step_rows * GradSheet::kTasks;
 
+// Loads the output's gradient.
 struct GradLoader {
-  const Scalar* channels;  // the tile's first, of image 0
-  int channels_left;       // of those that exist
+  const Scalar* channels;  // the tile's first channel in image 0
+  int channels_left;       // channels of the group from there on
   const Scalar* image;
   int row;
   int column;
 
-  __device__ GradLoader(const Scalar* grad_output, const Tile& tile)
+  __device__ GradLoader(const Scalar* grad_output, const WeightTile& tile)
       : channels(grad_output +
                  static_cast<long long>(tile.group * C::group_out + tile.output) * kOutChannel),
         channels_left(C::group_out - tile.output) {}
@@ -8911,7 +9073,8 @@ struct GradLoader {
     column = at.output_column();
   }
 
-  // A task's first element: where it lies, where it goes, and how many exist from it on.
+  // A task's first element: its address, its offset in a stage, and how many elements exist from it
+  // on.
   struct Place {
     const Scalar* source;
     int target;
@@ -8951,7 +9114,7 @@ struct GradLoader {
     }
   }
 
-  // What this thread has copied.
+  // Converts what this thread has copied.
   __device__ __forceinline__ void convert_copied(unsigned char* stage) const {
 #pragma unroll 1
     for (int step_row = 0; step_row < C::step_rows; ++step_row) {
@@ -8960,7 +9123,7 @@ struct GradLoader {
     }
   }
 
-  // Some tasks' elements, on their way through registers.
+  // Some tasks' elements in registers.
   template <int kTasks>
   struct Batch {
     unsigned short elements[kTasks][kVector];
@@ -9006,30 +9169,30 @@ constexpr int kInColumn = C::in_channels_last ? C::groups * C::group_in : 1;
 constexpr int kInRow = C::in_width * kInColumn;
 constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
 static_assert(elements_of(C::groups, C::group_in, C::in_height, C::in_width) < kMostElements, "");
-// Rows and columns that taps read, before or behind the input's first; and where the farthest
-// element would be.
-constexpr long long kFarRow =
-    max_of<long long>(C::padding_top, elements_of(kWalkRows + 1, kRowStep, C::stride_height) +
-                                          elements_of(kRowBlocks, C::box_rows, C::dilation_height));
+// The largest distances of rows and columns that taps read from the input's first; InOffset holds
+// the offset of the farthest element.
+constexpr long long kFarRow = max_of<long long>(
+    C::padding_top, elements_of(kWalkRows + 1, kRowStep, C::stride_height) +
+                        elements_of(kRowBlocks, C::tile_rows, C::dilation_height));
 constexpr long long kFarColumn = max_of<long long>(
     C::padding_left + C::shift, elements_of(kStrips, C::strip_columns, C::stride_width) +
-                                    elements_of(kColumnBlocks, C::box_columns, C::dilation_width) +
+                                    elements_of(kColumnBlocks, C::tile_columns, C::dilation_width) +
                                     elements_of(kLineColumns + 1, kColumnUnit));
 using InOffset = IndexTo<elements_of(kFarRow, kInRow) + elements_of(kFarColumn, kInColumn) +
-                         elements_of(C::box_channels + kOctet, kInChannel)>;
+                         elements_of(C::tile_channels + kOctet, kInChannel)>;
 
-// Of contiguous 16-bit types, a task is in_vector columns of 8 channels, which are transposed. Of
-// others it is neighbours in memory: columns, or channels if they are neighbours.
-constexpr bool kInInRegisters = kHalves && (!C::in_channels_last || C::in_vector == 1);
+// With contiguous 16-bit types, a task is in_vector columns of 8 channels, which are transposed.
+// Otherwise it is neighbours in memory: columns, or channels if the input is channels-last.
+constexpr bool kInInRegisters = k16Bit && (!C::in_channels_last || C::in_vector == 1);
 constexpr int kTaskChannels = kInInRegisters ? kOctet : C::in_channels_last ? C::in_vector : 1;
 constexpr int kTaskColumns = C::in_channels_last ? 1 : C::in_vector;
-// Of a line.
+// Tasks of a line: along memory, and across.
 using InSheet =
-    Sheet<C::in_channels_last ? C::box_channels / kTaskChannels : kLineColumns / kTaskColumns,
-          C::in_channels_last ? kLineColumns : C::box_channels / kTaskChannels, C::in_lanes>;
+    Sheet<C::in_channels_last ? C::tile_channels / kTaskChannels : kLineColumns / kTaskColumns,
+          C::in_channels_last ? kLineColumns : C::tile_channels / kTaskChannels, C::in_lanes>;
 constexpr int kInTasks = kNewLines * InSheet::kTasks;
 
-// kCount neighbouring elements of 16 bits.
+// kCount neighbouring 16-bit elements in registers.
 template <int kCount>
 struct Neighbours {
   static_assert(kCount == 2 || kCount == 4, "");
@@ -9058,16 +9221,17 @@ struct Neighbours<1> {
   __device__ __forceinline__ unsigned element(int) const { return word; }
 };
 
+// Loads the input.
 struct InLoader {
-  const Scalar* channels;  // the tile's first, of image 0
-  int channels_left;
-  int first_row;     // that the first output row's first line is, of the tile
-  int first_column;  // the same of columns; where lines begin
+  const Scalar* channels;  // the tile's first channel in image 0
+  int channels_left;       // channels of the group from there on
+  int first_row;           // input row of output row 0's first line
+  int first_column;        // input column where the lines of output column 0 begin
   const Scalar* image;
   int row;
   int column;
 
-  __device__ InLoader(const Scalar* input, const Tile& tile)
+  __device__ InLoader(const Scalar* input, const WeightTile& tile)
       : channels(input +
                  static_cast<long long>(tile.group * C::group_in + tile.channel) * kInChannel),
         channels_left(C::group_in - tile.channel),
@@ -9076,8 +9240,8 @@ struct InLoader {
     first_column -= shift(tile);
   }
 
-  // By how many columns lines begin early. That is the same for all strips.
-  __device__ static int shift(const Tile& tile) {
+  // Returns the columns by which lines begin early, which is the same for all strips.
+  __device__ static int shift(const WeightTile& tile) {
     if constexpr (C::shift == 0) return 0;
     const int column = tile.kernel_column * C::dilation_width - C::padding_left;
     return column - floor_div(column, C::in_vector) * C::in_vector;
@@ -9089,17 +9253,17 @@ struct InLoader {
     column = first_column + at.output_column() * C::stride_width;
   }
 
-  // The input row of one of the step's lines.
+  // Returns the input row of one of the step's lines.
   __device__ __forceinline__ int row_of(int line) const {
-    constexpr bool kSkips = kRowAdvance > C::box_rows;
+    constexpr bool kSkips = kRowAdvance > C::tile_rows;
     return row + C::dilation_height *
-                     (kSkips ? line / C::box_rows * kRowAdvance + line % C::box_rows : line);
+                     (kSkips ? line / C::tile_rows * kRowAdvance + line % C::tile_rows : line);
   }
 
   struct Place {
     const Scalar* source;
     int target;
-    int channels;  // that exist, from the first on
+    int channels;  // channels that exist, from the task's first on
   };
   __device__ __forceinline__ Place find(int y, int task) const {
     const int along = InSheet::column(task);
@@ -9117,7 +9281,7 @@ struct InLoader {
     return place;
   }
 
-  // Copies lines of a step, whose first one is `position` of the ring.
+  // Copies lines `first` to `end` of a step whose first line is `position` in the ring.
   __device__ __forceinline__ void copy(int position, int first, int end) const {
 #pragma unroll 1
     for (int line = first; line < end; ++line) {
@@ -9134,7 +9298,7 @@ struct InLoader {
     }
   }
 
-  // What this thread has copied of them.
+  // Converts what this thread has copied of these lines.
   __device__ __forceinline__ void convert_copied(int position, int first, int end) const {
 #pragma unroll 1
     for (int line = first; line < end; ++line) {
@@ -9149,7 +9313,7 @@ struct InLoader {
   struct Batch {
     Neighbours<kTaskColumns> elements[kTasks][kOctet];
   };
-  // Tasks from `first` on, of lines from `first_line` to kWindow.
+  // Loads tasks from `first` on, of lines from `first_line` to kWindow.
   template <int kTasks>
   __device__ __forceinline__ void load(Batch<kTasks>& batch, int first_line, int first) const {
 #pragma unroll
@@ -9192,16 +9356,16 @@ struct InLoader {
 
 // --- Both ----------------------------------------------------------------------------------------
 
-// Tasks of a thread that go through registers while a slice is multiplied, and how many at once.
+// A thread's tasks that go through registers while a slice is multiplied, and how many at once.
 constexpr int kSliceGradTasks = kGradInRegisters ? ceil_div(kGradTasks, kWarpSlices) : 0;
 constexpr int kSliceInTasks = kInInRegisters ? ceil_div(kInTasks, kWarpSlices) : 0;
 constexpr int kGradBatch = kSliceGradTasks < C::grad_batch ? kSliceGradTasks : C::grad_batch;
 constexpr int kInBatch = kSliceInTasks < C::in_batch ? kSliceInTasks : C::in_batch;
 static_assert(C::grad_batch > 0 && C::in_batch > 0, "");
 
-// Where a step's numbers are in shared memory.
+// A step's place in shared memory.
 struct StepPlace {
-  int position = 0;  // of its first line in the ring
+  int position = 0;  // first line in the ring
   int stage = 0;
 
   __device__ unsigned char* grad() const { return shared_memory() + kGrad + stage * kStageBytes; }
@@ -9213,13 +9377,14 @@ struct StepPlace {
   }
 };
 
+// Loads both tensors.
 struct Loader {
   GradLoader grad;
   InLoader in;
   GradLoader::Batch<kGradBatch + (kGradBatch == 0)> grad_batch;
   InLoader::Batch<kInBatch + (kInBatch == 0)> in_batch;
 
-  __device__ Loader(const Scalar* grad_output, const Scalar* input, const Tile& tile)
+  __device__ Loader(const Scalar* grad_output, const Scalar* input, const WeightTile& tile)
       : grad(grad_output, tile), in(input, tile) {}
 
   __device__ void move_to(const Cursor& at) {
@@ -9227,7 +9392,7 @@ struct Loader {
     in.move_to(at);
   }
 
-  // Starts asynchronous copies of a step, of its lines from `first_line` on.
+  // Starts the asynchronous copies of a step, its lines from `first_line` on.
   __device__ __forceinline__ void copy(const StepPlace& to, int first_line) const {
     if constexpr (!kGradInRegisters) grad.copy(to.grad());
     if constexpr (!kInInRegisters) in.copy(to.position, first_line, kWindow);
@@ -9241,8 +9406,8 @@ struct Loader {
     if constexpr (kConvertsInput) in.convert_copied(to.position, first_line, kWindow);
   }
 
-  // Loads a slice's share of what goes through registers; all but the last of it is written at
-  // once.
+  // Loads a slice's share of what goes through registers. All batches but the last are also
+  // written; store_slice writes that one.
   __device__ __forceinline__ void load_slice(const StepPlace& to, int slice) {
     if constexpr (kGradBatch > 0) {
       int task = slice * kSliceGradTasks;
@@ -9271,12 +9436,12 @@ struct Loader {
       in.store(in_batch, to.position, kOldLines, last_batch(slice, kSliceInTasks, kInBatch));
     }
   }
-  // The first task of a slice's last batch.
+  // Returns the first task of a slice's last batch.
   __device__ static int last_batch(int slice, int tasks, int batch) {
     return batch == 0 ? 0 : slice * tasks + (tasks - 1) / batch * batch;
   }
 
-  // Loads all of a step, while nothing else is done.
+  // Loads all of a step, without overlap with MMAs.
   __device__ __forceinline__ void load_all(const StepPlace& to) {
     copy(to, 0);
     if constexpr (kGradBatch > 0) {
@@ -9301,24 +9466,24 @@ struct Loader {
 """
 
 SOURCES["ampere/wgrad_halo/tile.cuh"] = r"""
-// What a block of weight_grad.cuh computes, how it walks through images, and what lies where in
+// What a block of the weight gradient computes, how it walks through images, and the layout of its
 // shared memory.
 #include "device/mma.cuh"
-#include "device/tile.cuh"
 #include "device/tensor/operand.cuh"
+#include "device/tile.cuh"
 
 namespace fastconv {
 namespace ampere {
 
 using namespace tensor;
 
-constexpr bool kHalves = kScalarBytes == 2;  // elements of 16 bits
+constexpr bool k16Bit = kScalarBytes == 2;  // elements of 16 bits
 
-// --- The products: what a block computes ---------------------------------------------------------
+// --- The weight tile: what a block computes ------------------------------------------------------
 
-// A unit is the 8 columns of a product: 8 input channels of one tap, or, of float32, channels of
-// several taps. A warp has the sums of `units` units and 16 * row_tiles output channels. The
-// block's warps have different output channels, then different units, then different pixels.
+// A unit is the 8 columns (N) of an MMA: 8 input channels of one tap, or, with float32, channels of
+// several taps. A warp has the accumulators of `units` units and 16 * row_tiles output channels.
+// The block's warps divide output channels, then units, then pixels among themselves.
 constexpr int kOctet = 8;  // columns, and input channels
 constexpr int kWarps = C::warps_out * C::warps_units * C::warps_pixels;
 constexpr int kThreads = 32 * kWarps;
@@ -9327,48 +9492,49 @@ constexpr int kBlockOutputs = kWarpOutputs * C::warps_out;
 constexpr int kBlockUnits = C::units * C::warps_units;
 static_assert(kThreads % kBlockOutputs == 0, "as many threads for each channel's bias");
 
-// A block's weights are a box of input channels and taps.
-constexpr int kBoxSize = C::box_channels * C::box_rows * C::box_columns;
-static_assert(kBoxSize <= kBlockUnits * kOctet, "a block has the sums of its box");
-static_assert(!kHalves || C::box_channels % kOctet == 0, "what is loaded at once");
+// Input channels and taps of a weight tile.
+constexpr int kTileWeights = C::tile_channels * C::tile_rows * C::tile_columns;
+static_assert(kTileWeights <= kBlockUnits * kOctet, "units cover the weight tile");
+static_assert(!k16Bit || C::tile_channels % kOctet == 0, "octets are loaded at once");
 
-constexpr int kChannelBlocks = ceil_div(C::group_in, C::box_channels);
-constexpr int kRowBlocks = ceil_div(C::kernel_height, C::box_rows);
-constexpr int kColumnBlocks = ceil_div(C::kernel_width, C::box_columns);
+constexpr int kChannelBlocks = ceil_div(C::group_in, C::tile_channels);
+constexpr int kRowBlocks = ceil_div(C::kernel_height, C::tile_rows);
+constexpr int kColumnBlocks = ceil_div(C::kernel_width, C::tile_columns);
 constexpr int kOutputBlocks = ceil_div(C::group_out, kBlockOutputs);
 
-struct Tile {
-  int channel;  // first ones, in the group
+// A block's weight tile, by its first weight; channels are counted within the group.
+struct WeightTile {
+  int channel;
   int output;
   int kernel_row;
   int kernel_column;
   int group;
 
-  __device__ explicit Tile(int index) {
-    channel = index % kChannelBlocks * C::box_channels;
+  __device__ explicit WeightTile(int index) {
+    channel = index % kChannelBlocks * C::tile_channels;
     index /= kChannelBlocks;
-    kernel_column = index % kColumnBlocks * C::box_columns;
+    kernel_column = index % kColumnBlocks * C::tile_columns;
     index /= kColumnBlocks;
-    kernel_row = index % kRowBlocks * C::box_rows;
+    kernel_row = index % kRowBlocks * C::tile_rows;
     index /= kRowBlocks;
     output = index % kOutputBlocks * kBlockOutputs;
     group = index / kOutputBlocks;
   }
 
-  // Whether no tile of the same output channels comes before this one.
+  // Whether this is the first tile of its output channels: the one that adds up the bias.
   __device__ bool has_bias() const { return channel == 0 && kernel_row == 0 && kernel_column == 0; }
 };
 
-// A product's column: its place in the box.
+// The channel and the tap of an MMA's column, counted over all units of the weight tile.
 struct Column {
   int channel;
   int row;
   int column;
 
   __device__ explicit Column(int index)
-      : channel(index % C::box_channels),
-        row(index / C::box_channels / C::box_columns),
-        column(index / C::box_channels % C::box_columns) {}
+      : channel(index % C::tile_channels),
+        row(index / C::tile_channels / C::tile_columns),
+        column(index / C::tile_channels % C::tile_columns) {}
 };
 
 // A warp's place in the block.
@@ -9385,22 +9551,22 @@ struct Warp {
 
 // --- The pixels: how blocks walk through images --------------------------------------------------
 
-// Output rows of a walk are kRowStep apart; they start at one of as many residues. From one to the
-// next, input rows move on by kRowAdvance dilations.
+// Output rows of a walk are kRowStep apart, so that there are kRowStep walks down a strip. From one
+// row to the next, input rows advance by kRowAdvance dilations.
 constexpr int kRowGcd = gcd(C::stride_height, C::dilation_height);
 constexpr int kRowStep = C::dilation_height / kRowGcd;
 constexpr int kRowAdvance = C::stride_height / kRowGcd;
 
-// A step of a walk: step_rows such rows of strip_columns columns, the pixels that are in shared
-// memory at once.
+// A step of a walk is step_rows of its rows of strip_columns columns: the pixels that are
+// multiplied from shared memory at once.
 constexpr int kStepPixels = C::step_rows * C::strip_columns;
 constexpr int kStrips = ceil_div(C::out_width, C::strip_columns);
 constexpr int kWalksPerImage = kRowStep * kStrips;
 constexpr int kWalkRows = C::steps * C::step_rows;
-static_assert(C::strip_columns % 8 == 0, "what a product takes of a row");
+static_assert(C::strip_columns % 8 == 0, "an MMA takes 8 pixels of a row");
 static_assert(kWalkRows * kRowStep >= C::out_height, "walks cover the image");
 
-// Where a step is, and what comes after it.
+// A step's place among the steps of all images.
 struct Cursor {
   int walk;
   int step;
@@ -9413,80 +9579,82 @@ struct Cursor {
     ++walk;
   }
   __device__ int image() const { return walk / kWalksPerImage; }
-  // The first pixel's.
+  // Row and column of the step's first pixel.
   __device__ int output_row() const {
     return walk / kStrips % kRowStep + step * (C::step_rows * kRowStep);
   }
   __device__ int output_column() const { return walk % kStrips * C::strip_columns; }
 };
 
-// What all blocks of a launch share.
-struct Work {
+// The tiles and workers of a launch. Workers divide the steps of all images among themselves.
+struct LaunchRange {
   int first_tile;
   int tiles;
   int workers;
   int batch;
 
-  __device__ Tile tile() const { return Tile(first_tile + static_cast<int>(blockIdx.x) % tiles); }
-  // The first step of a worker's share.
+  __device__ WeightTile tile() const {
+    return WeightTile(first_tile + static_cast<int>(blockIdx.x) % tiles);
+  }
+  // Returns the first step of a worker.
   __device__ long long first_step(int worker) const {
     return static_cast<long long>(batch) * (kWalksPerImage * C::steps) * worker / workers;
   }
 };
 
-// A step's products: 8 float32 or 16 half pixels each, neighbours in a row. Of 16-bit types and
-// strips of an odd number of octets, it is 8 pixels of two rows.
-constexpr bool kRowPairs = kHalves && C::strip_columns % 16 == 8;
-constexpr int kProductColumns = kHalves && !kRowPairs ? 16 : 8;
-constexpr int kProductRows = kRowPairs ? 2 : 1;
-// A slice of it is what a warp multiplies at a time, without looking for addresses.
-constexpr int kSliceColumns = C::slice_products * kProductColumns;
+// An MMA multiplies (K) 8 neighbouring pixels of float32 or 16 of 16-bit types; with 16-bit types
+// and strips of an odd number of octets, 8 pixels of two rows.
+constexpr bool kRowPairs = k16Bit && C::strip_columns % 16 == 8;
+constexpr int kMmaColumns = k16Bit && !kRowPairs ? 16 : 8;
+constexpr int kMmaRows = kRowPairs ? 2 : 1;
+// A slice is the part of a step that a warp multiplies without computing new addresses.
+constexpr int kSliceColumns = C::slice_mmas * kMmaColumns;
 constexpr int kRowSlices = C::strip_columns / kSliceColumns;
-constexpr int kSlices = C::step_rows / kProductRows * kRowSlices;
+constexpr int kSlices = C::step_rows / kMmaRows * kRowSlices;
 constexpr int kWarpSlices = kSlices / C::warps_pixels;
-static_assert(C::strip_columns % kSliceColumns == 0 && C::step_rows % kProductRows == 0, "");
+static_assert(C::strip_columns % kSliceColumns == 0 && C::step_rows % kMmaRows == 0, "");
 static_assert(kSlices % C::warps_pixels == 0, "all warps have as much to do");
 
 // --- Shared memory -------------------------------------------------------------------------------
 
-// The input: a ring of lines, rows of the input that some tap reads, one dilation apart. A step
-// needs kWindow of them, which begin where the ones of its first output row do. With `rolling`,
-// most of them are those of the step before; otherwise there is room for two steps' lines.
-constexpr int kLineAdvance = kRowAdvance < C::box_rows ? kRowAdvance : C::box_rows;
-constexpr int kWindow = (C::step_rows - 1) * kLineAdvance + C::box_rows;
+// The input is a ring of lines: rows of the input that some tap reads, one dilation apart. A step
+// needs kWindow of them, from its first output row's first line on. With `rolling`, most of them
+// are also the step before's; otherwise the ring has room for two steps' lines.
+constexpr int kLineAdvance = kRowAdvance < C::tile_rows ? kRowAdvance : C::tile_rows;
+constexpr int kWindow = (C::step_rows - 1) * kLineAdvance + C::tile_rows;
 constexpr int kNewLines = C::rolling ? C::step_rows * kLineAdvance : kWindow;
 constexpr int kOldLines = kWindow - kNewLines;
 constexpr int kLines = kWindow + kNewLines;
 static_assert(!C::rolling || kOldLines > 0, "");
 
-// Of a row, only every kColumnUnit-th column is read, and stored.
+// Taps read only every kColumnUnit-th column of a row; only these are stored.
 constexpr int kColumnUnit =
-    C::box_columns == 1 ? C::stride_width : gcd(C::stride_width, C::dilation_width);
+    C::tile_columns == 1 ? C::stride_width : gcd(C::stride_width, C::dilation_width);
 constexpr int kStride = C::stride_width / kColumnUnit;
-constexpr int kTapStep = C::box_columns == 1 ? 0 : C::dilation_width / kColumnUnit;
-// Where copies have more than one column, lines begin at one of their multiples: up to `shift`
-// columns early.
+constexpr int kTapStep = C::tile_columns == 1 ? 0 : C::dilation_width / kColumnUnit;
+// Copies of several columns begin at multiples of their width, so lines begin up to `shift` columns
+// early.
 constexpr int kLineColumns =
-    round_up(C::shift + (C::strip_columns - 1) * kStride + (C::box_columns - 1) * kTapStep + 1,
+    round_up(C::shift + (C::strip_columns - 1) * kStride + (C::tile_columns - 1) * kTapStep + 1,
              C::in_channels_last ? 1 : C::in_vector);
 
-// How a line lies there, by bytes:
-//   16-bit types               [octet][column][8 channels]    octets are in_pitch apart
-//   float32                    [channel][column]              channels are
-//   float32, channels-last     [column][channel]              columns are
-constexpr bool kPixelLines = !kHalves && C::in_channels_last;
-constexpr int kColumnBytes = kHalves ? 16 : kPixelLines ? C::in_pitch : 4;
-constexpr int kChannelBytes = kPixelLines ? 4 : C::in_pitch;  // of float32
+// The layout of a line:
+//   16-bit types               [octet][column][8 channels]    octets are in_pitch bytes apart
+//   float32                    [channel][column]              channels are in_pitch bytes apart
+//   float32, channels-last     [column][channel]              columns are in_pitch bytes apart
+constexpr bool kPixelLines = !k16Bit && C::in_channels_last;
+constexpr int kColumnBytes = k16Bit ? 16 : kPixelLines ? C::in_pitch : 4;
+constexpr int kChannelBytes = kPixelLines ? 4 : C::in_pitch;  // distance of float32 channels
 constexpr int kLineBytes =
-    (kPixelLines ? kLineColumns : C::box_channels / (kHalves ? kOctet : 1)) * C::in_pitch;
-// From a line's beginning to a channel.
+    (kPixelLines ? kLineColumns : C::tile_channels / (k16Bit ? kOctet : 1)) * C::in_pitch;
+// Returns the offset of a channel in a line.
 __device__ __forceinline__ int channel_bytes(int channel) {
-  return kHalves ? channel / kOctet * C::in_pitch + channel % kOctet * kScalarBytes
-                 : channel * kChannelBytes;
+  return k16Bit ? channel / kOctet * C::in_pitch + channel % kOctet * kScalarBytes
+                : channel * kChannelBytes;
 }
 
-// The output's gradient, as it lies in memory: [channel][pixel], or [pixel][channel] if it is
-// channels-last; then, with two parts, all the low ones. Two stages.
+// The output's gradient has two stages. A stage has the layout of global memory, [channel][pixel],
+// or [pixel][channel] if it is channels-last; with 3xTF32, all low parts follow all high parts.
 constexpr int kPartBytes = (C::grad_channels_last ? kStepPixels : kBlockOutputs) * C::grad_pitch;
 constexpr int kStageBytes = C::parts * kPartBytes;
 
@@ -9494,11 +9662,11 @@ constexpr int kInput = 0;
 constexpr int kRingBytes = kLines * kLineBytes;
 constexpr int kGrad = kInput + round_up(kRingBytes, 16);
 constexpr int kUnits = kGrad + 2 * kStageBytes;
-constexpr int kEntryColumns = kHalves ? kOctet : 1;
+constexpr int kEntryColumns = k16Bit ? kOctet : 1;
 constexpr int kEntries = kBlockUnits * kOctet / kEntryColumns;
 static_assert(kUnits + 4 * kEntries <= C::shared_bytes, "");
 
-// Where each column begins, or each unit of 16-bit types, counted from the first line of an output
+// The offsets of each column, or of each unit with 16-bit types, from the first line of an output
 // row.
 __device__ __forceinline__ int* unit_table() {
   return reinterpret_cast<int*>(shared_memory() + kUnits);
@@ -9506,13 +9674,13 @@ __device__ __forceinline__ int* unit_table() {
 __device__ __forceinline__ void fill_unit_table() {
   for (int i = static_cast<int>(threadIdx.x); i < kEntries; i += kThreads) {
     const int index = i * kEntryColumns;
-    const Column column(index < kBoxSize ? index : 0);  // others compute something, for nobody
+    const Column column(index < kTileWeights ? index : 0);  // results of excess columns are dropped
     unit_table()[i] = column.row * kLineBytes + channel_bytes(column.channel) +
                       column.column * (kTapStep * kColumnBytes);
   }
 }
 
-// A line of the ring, and a byte of it.
+// Wrap a line, or a byte, around the end of the ring.
 __device__ __forceinline__ int ring_line(int line) { return line < kLines ? line : line - kLines; }
 __device__ __forceinline__ int ring_byte(int byte) {
   return byte < kRingBytes ? byte : byte - kRingBytes;
@@ -9526,8 +9694,8 @@ __device__ __forceinline__ int ring_byte(int byte) {
 # === Host code ====================================================================================
 
 LAUNCHER = r"""
-// Starting a kernel from Python: sizes, and arguments as 64-bit numbers. An argument is an address,
-// an integer, or a tensor map, which takes many.
+// Launches a kernel from Python, which passes its sizes and arguments as 64-bit numbers. An address
+// or an integer is one number, a tensor map several.
 #include <cuda_runtime.h>
 
 #include <cstddef>
@@ -9547,7 +9715,8 @@ inline void check(cudaError_t status, const std::string& kernel) {
                            cudaGetErrorName(status) + ": " + cudaGetErrorString(status));
 }
 
-// A function that the driver has since CUDA 12; not linked, which would need its library.
+// A driver function that exists since CUDA 12. It is looked up at run time, because linking it
+// would need the driver's library.
 template <class Function>
 Function* driver_function(const char* name) {
   void* found = nullptr;
@@ -9562,12 +9731,13 @@ Function* driver_function(const char* name) {
   return reinterpret_cast<Function*>(found);
 }
 
+// Copies numbers to an array, and advances past them.
 template <class T>
 void take(const int64_t*& numbers, T* target, int count) {
   for (int i = 0; i < count; ++i) target[i] = static_cast<T>(*numbers++);
 }
 
-// Makes a tensor map's descriptor, of its tensor's address and of numbers as map_numbers puts them.
+// Encodes a tensor map, given its tensor's address and the numbers that map_numbers returns.
 inline cudaError_t encode(void* map, const Numbers& numbers) {
   using Tiled = int(void*, int, unsigned, void*, const uint64_t*, const uint64_t*, const unsigned*,
                     const unsigned*, int, int, int, int);
@@ -9599,7 +9769,7 @@ inline cudaError_t encode(void* map, const Numbers& numbers) {
     status = encode(map, type, rank, tensor, sizes, strides, lower, upper, box[0], box[1], steps, 0,
                     swizzle, promotion, 0);
   }
-  return static_cast<cudaError_t>(status);  // the driver's numbers are the runtime's
+  return static_cast<cudaError_t>(status);  // driver and runtime have the same error numbers
 }
 
 template <class T>
@@ -9609,13 +9779,14 @@ T as_argument(const std::string& kernel, const Numbers& numbers) {
   } else if constexpr (std::is_integral_v<T>) {
     return static_cast<T>(numbers.at(0));
   } else {
-    static_assert(sizeof(T) == 128, "a descriptor's bytes");
+    static_assert(sizeof(T) == 128, "the size of an encoded tensor map");
     alignas(128) T map;
     check(encode(&map, numbers), kernel);
     return map;
   }
 }
 
+// Converts the arguments to the kernel's parameters, and launches it.
 template <class... Parameters, std::size_t... kIndex>
 void start(const std::string& name, void (*kernel)(Parameters...), const Numbers& sizes,
            const Arguments& arguments, int64_t stream, std::index_sequence<kIndex...>) {
@@ -9623,29 +9794,29 @@ void start(const std::string& name, void (*kernel)(Parameters...), const Numbers
     throw std::invalid_argument(name + " has " + std::to_string(sizeof...(Parameters)) +
                                 " arguments, not " + std::to_string(arguments.size()));
   }
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute dependent = {};
+  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(sizes.at(0)));
   config.blockDim = dim3(static_cast<unsigned>(sizes.at(1)));
   config.dynamicSmemBytes = static_cast<std::size_t>(sizes.at(2));
   config.stream = reinterpret_cast<cudaStream_t>(stream);
-  config.attrs = &early;
+  config.attrs = &dependent;
   config.numAttrs = sizes.at(3) != 0 ? 1 : 0;
-  // More than 48 KiB have to be asked for, on each device; asking takes well under a microsecond.
-  // It also gives the thread a context, which the encoding of maps needs.
+  // More than 48 KiB of shared memory need an attribute, on each device; setting it takes well
+  // under a microsecond. It also gives the thread a context, which encoding tensor maps needs.
   if (config.dynamicSmemBytes > 48 * 1024 || (std::is_class_v<Parameters> || ...)) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(config.dynamicSmemBytes)),
           name);
   }
   cudaLaunchKernelEx(&config, kernel, as_argument<Parameters>(name, arguments[kIndex])...);
-  check(cudaGetLastError(), name);  // which forgets it
+  check(cudaGetLastError(), name);  // this also clears the error
 }
 
-// `sizes` are blocks, threads of a block, bytes of its shared memory, and whether the launch may
-// begin while the one before it is still under way.
+// `sizes` are the number of blocks, threads of a block, bytes of its dynamic shared memory, and
+// whether this is a programmatic dependent launch.
 template <class... Parameters>
 void start(const std::string& name, void (*kernel)(Parameters...), const Numbers& sizes,
            const Arguments& arguments, int64_t stream) {
@@ -9654,7 +9825,7 @@ void start(const std::string& name, void (*kernel)(Parameters...), const Numbers
 """
 
 BINDINGS = r"""
-// What Python sees of a compiled module.
+// The Python module that is compiled with the kernels: one function, which launches them.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -9668,39 +9839,55 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) { module.def("launch", &launch); }
 """
 
 
-# === Plans for the portable kernels: any geometry =================================================
+# === Plans for the portable kernels, for any geometry =============================================
 
-PIXELS = 4  # of a thread, neighbours in a row
-WARPS = 8  # of a correlation's block
+# A thread computes this many neighbouring pixels of a row, for each of its channels.
+PIXELS = 4
+# The warps of a block, in forward convolutions and input gradients.
+WARPS = 8
+# A stage's loop over kernel rows is unrolled if the stage has at most this many taps.
 UNROLLED_TAPS = 48
-MOST_PART_TAPS = 16  # of a kernel row, which is unrolled
-MOST_WINDOW = 128  # pixels of a row that a thread holds, also unrolled
-STAGE_PRODUCTS = 160  # of each sum: what a stage's two barriers should be worth
-MOST_SUMS = 72  # of a thread, in weight gradients
-MOST_VALUES = 108  # sums and input pixels together
-STAGE_COLUMNS = (96, 64, 32, 16, 8)  # the widest that fits, in weight gradients
-FLUSH_PRODUCTS, MOST_PRODUCTS = 60, 512  # summed in one go, at least and at most, in others
-FLUSH_PIXELS = 512  # summed in one go, in weight gradients
-SHARED_BYTES = 47 * 1024  # of a block: every GPU has that, most of them for two blocks
+# A stage covers at most this many columns of the kernel: their loop is unrolled.
+MOST_PART_TAPS = 16
+# A thread holds at most this many input pixels of a row: their loop is unrolled as well.
+MOST_WINDOW = 128
+# A stage should add this many products to each accumulator, to be worth its two barriers.
+STAGE_PRODUCTS = 160
+# In weight gradients, the accumulators of a thread, and these together with its input pixels: two
+# blocks of 256 threads then have enough registers on an SM.
+MOST_ACCUMULATORS = 72
+MOST_VALUES = 108
+# In weight gradients, the columns of a stage: the widest that fits is taken.
+STAGE_COLUMNS = (96, 64, 32, 16, 8)
+# Partial sums are flushed to a second level of summation, which bounds rounding errors: after at
+# least and at most so many products, and in weight gradients after so many pixels.
+FLUSH_PRODUCTS, MOST_PRODUCTS = 60, 512
+FLUSH_PIXELS = 512
+# The most shared memory of a block: every GPU has it, and most have it for two blocks on an SM.
+SHARED_BYTES = 47 * 1024
+# The most workspace of a weight gradient.
 WORKSPACE_BYTES = 64 << 20
-HELPER_THREADS = 256  # of the small kernels that clear, pack and add up
+# The block and the largest grid of the small kernels that clear, pack and reduce.
+HELPER_THREADS = 256
 MOST_HELPER_BLOCKS = 4096
-MOST_BLOCKS = 2**31 - 1  # of a launch
-END = 2**31 - 2**16  # kernels count below it, so that a tile more is still a 32-bit int
+# CUDA's limit on the blocks of a one-dimensional grid.
+MOST_BLOCKS = 2**31 - 1
+# Kernels count in 32-bit ints. Counts stay below this, so that a further tile does not overflow.
+END = 2**31 - 2**16
 
 Constant = int | bool | str
 Constants = tuple[tuple[str, Constant], ...]
 
 
 def config(like: Constants = (), /, **constants: Constant) -> Constants:
-    """The constants of a kernel, or how they differ from another one's."""
+    """The constants that a kernel is compiled with, or those of ``like`` with changes."""
     return tuple({**dict(like), **constants}.items())
 
 
 class TensorMap(NamedTuple):
-    """Describes a tensor to copies of boxes of it; dimensions come innermost first.
+    """A tensor map for TMA loads and stores of boxes; dimensions come innermost first.
 
-    ``strides`` are bytes, of all dimensions but the innermost.
+    ``strides`` are in bytes, for all dimensions but the innermost.
     """
 
     tensor: str
@@ -9714,7 +9901,7 @@ class TensorMap(NamedTuple):
 
 
 class Im2colMap(NamedTuple):
-    """The same of images, to copies of pixels in a row within the corners of a bounding box."""
+    """A tensor map for TMA loads in im2col mode, within the corners of a bounding box."""
 
     tensor: str
     scalar: str
@@ -9735,9 +9922,9 @@ Argument = str | int | TensorMap | Im2colMap
 class Launch(NamedTuple):
     """One kernel launch, complete but for the addresses of its tensors.
 
-    ``arguments`` are the kernel's, in order: a string names a tensor, an int stands for itself, a
-    map for a descriptor of its tensor. An ``early`` one may begin while the launch before it is
-    still under way: the kernel waits for that before it touches any tensor.
+    ``arguments`` are the kernel's, in order: the name of a tensor, an int, or a tensor map. If
+    ``early``, it is a programmatic dependent launch: it may begin while the launch before it still
+    runs, and the kernel waits for that before it touches any tensor.
     """
 
     source: str
@@ -9751,21 +9938,21 @@ class Launch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Launches in order, and the bytes of their workspace (the tensor ``scratch``)."""
+    """The launches in order, and the bytes of their workspace (the tensor ``scratch``)."""
 
     launches: tuple[Launch, ...]
     scratch_bytes: int
 
 
 class Target(NamedTuple):
-    """A GPU that plans were made for; ``shared_bytes`` are what a block may have."""
+    """A GPU that plans were made for: its SMs, and the shared memory that a block may use."""
 
-    processors: int
+    sms: int
     shared_bytes: int
 
 
 class Geometry(NamedTuple):
-    """What is to be convolved with what, and how."""
+    """The shapes and parameters of a convolution."""
 
     input: tuple[int, ...]
     weight: tuple[int, ...]
@@ -9785,7 +9972,7 @@ class Geometry(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """How the tensors lie in memory; ``aligned``: all at multiples of 16 bytes."""
+    """The tensors' type and layout; ``aligned``: all addresses are multiples of 16 bytes."""
 
     scalar: str
     scalar_bytes: int
@@ -9793,7 +9980,7 @@ class Operands(NamedTuple):
     aligned: bool
 
     def vector(self, *distances: int) -> int:
-        """Elements of the widest copy whose addresses, these distances apart, are all aligned."""
+        """Elements of the widest vector that is aligned at all multiples of these distances."""
         if self.channels_last or not self.aligned:
             return 1
         vector = math.gcd(16 // self.scalar_bytes, *distances)
@@ -9801,14 +9988,18 @@ class Operands(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """One axis of a correlation: see the kernel."""
+    """One axis of a forward convolution or of an input gradient, as the kernel sees it.
 
-    taps: int
-    step: int
-    phases: int
-    in_stride: int
-    origin: int  # input position of the first output's first tap, where there is one phase
-    positions: int  # outputs of a phase, at most
+    An input gradient is computed separately for each residue of the stride: input positions that
+    are equal modulo the stride see the same taps.
+    """
+
+    taps: int  # taps of a residue, at most
+    step: int  # input positions from one tap to the next
+    residues: int  # residues that any tap reaches; 1 in a forward convolution
+    in_stride: int  # input positions from one output to the next
+    origin: int  # input position of the first output's first tap, if there is one residue
+    positions: int  # outputs of a residue, at most
     reaches_all: bool  # whether every output has a tap
 
     @classmethod
@@ -9819,13 +10010,16 @@ class Axis(NamedTuple):
             return cls(kernel, dilation, 1, stride, -padding, geometry.output[2 + axis], True)
         common = math.gcd(stride, dilation)
         taps, step, size = ceil_div(kernel, stride // common), dilation // common, geometry.input
-        phases = min(kernel, stride // common)
+        residues = min(kernel, stride // common)
         positions = ceil_div(size[2 + axis], stride)
         origin = ceil_div(padding, stride) - (taps - 1) * step
-        return cls(taps, step, phases, 1, origin, positions, phases == stride)
+        return cls(taps, step, residues, 1, origin, positions, residues == stride)
 
     def distance(self, taps: int) -> int:
-        """From one output's first tap to the next one's, in a tile that serves so many taps."""
+        """Pixels of a tile from one output's first tap to the next output's.
+
+        A tile for a single tap holds only the pixels that this tap reads.
+        """
         return 1 if taps == 1 else self.in_stride
 
 
@@ -9838,45 +10032,46 @@ def round_up(a: int, b: int) -> int:
 
 
 def power_of_two_for(count: int, most: int) -> int:
-    """The least power of two that covers ``count``, at most ``most``, which is one."""
+    """The least power of two that is at least ``count``, but at most ``most``."""
     return min(1 << (count - 1).bit_length(), most)
 
 
-def portable_plan(which: str, geometry: Geometry, operands: Operands, processors: int) -> Plan:
-    """How the portable kernels do it on a GPU of so many processors.
+def portable_plan(which: str, geometry: Geometry, operands: Operands, sms: int) -> Plan:
+    """The plan of the portable kernels for one pass, on a GPU with so many SMs.
 
-    ``which`` names what they compute, and with it the launches' tensors:
-    "forward" ``input``, ``weight``, ``bias`` and ``output``; "input_grad" the same, where ``input``
-    is the output's gradient and ``output`` the input's; "weight_grad" ``grad_output``, ``input``
-    and ``output``; "bias_grad" ``grad_output`` and ``output``.
+    ``which`` names the pass, and with it the launches' tensors: "forward" has ``input``,
+    ``weight``, ``bias`` and ``output``. "input_grad" has the same; its ``input`` is the output's
+    gradient, and its ``output`` the input's. "weight_grad" has ``grad_output``, ``input`` and
+    ``output``, "bias_grad" ``grad_output`` and ``output``.
     """
     geometry = countable(geometry)
     if which == "weight_grad":
-        return weight_grad_plan(geometry, operands, processors)
+        return weight_grad_plan(geometry, operands, sms)
     if which == "bias_grad":
-        return bias_grad_plan(geometry, operands, processors)
-    return correlation_plan(geometry, operands, transposed=which == "input_grad")
+        return bias_grad_plan(geometry, operands, sms)
+    return convolution_plan(geometry, operands, transposed=which == "input_grad")
 
 
-def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -> Plan:
-    """A forward convolution, or its input gradient."""
+def convolution_plan(geometry: Geometry, operands: Operands, transposed: bool) -> Plan:
+    """The plan of a forward convolution, or of an input gradient (``transposed``)."""
     batch, groups = geometry.input[0], geometry.groups
     group_in, group_out = geometry.weight[1], geometry.weight[0] // groups
     in_size, out_size = geometry.input[2:], geometry.output[2:]
     if transposed:
         group_in, group_out, in_size, out_size = group_out, group_in, out_size, in_size
     rows, columns = (Axis.of(transposed, geometry, i) for i in (0, 1))
-    # Channels first: a thread's own, then lanes. The rest of a warp, and all warps, take pixels.
+    # Channels go to a thread's registers first, then to lanes. The other lanes, and all warps, take
+    # pixels.
     channels_per_thread = power_of_two_for(group_out, 8)
     lanes_m = power_of_two_for(ceil_div(group_out, channels_per_thread), 4)
     lanes_x = power_of_two_for(ceil_div(columns.positions, PIXELS), 32 // lanes_m)
     lanes_y = 32 // (lanes_m * lanes_x)
     tile = (channels_per_thread * lanes_m, WARPS * lanes_y, PIXELS * lanes_x)
 
-    for channels, tap_rows, tap_columns in correlation_stages(rows.taps, columns.taps, group_in):
+    for channels, tap_rows, tap_columns in convolution_stages(rows.taps, columns.taps, group_in):
         distance = columns.distance(tap_columns)
         vector = 1
-        if columns.phases == 1 and distance == columns.in_stride and tap_columns == columns.taps:
+        if columns.residues == 1 and distance == columns.in_stride and tap_columns == columns.taps:
             vector = operands.vector(in_size[1], tile[2] * columns.in_stride)
         window = (
             columns.origin % vector + (PIXELS - 1) * distance + (tap_columns - 1) * columns.step + 1
@@ -9884,7 +10079,7 @@ def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -
         quantum = max(vector, 4)
         halo_columns = round_up((tile[2] - PIXELS) * distance + round_up(window, 4), quantum)
         halo_rows = (tile[1] - 1) * rows.distance(tap_rows) + (tap_rows - 1) * rows.step + 1
-        pitch_padding = quantum if lanes_y > 1 else 0  # rows in different banks
+        pitch_padding = quantum if lanes_y > 1 else 0  # so that rows lie in different banks
         pixels = channels * halo_rows * (halo_columns + pitch_padding)
         weights = channels * tap_rows * tap_columns * tile[0]
         shared_bytes = 2 * (
@@ -9930,13 +10125,13 @@ def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -
         * ceil_div(rows.positions, tile[1])
         * ceil_div(columns.positions, tile[2])
         * groups
-        * rows.phases
-        * columns.phases
+        * rows.residues
+        * columns.residues
     )
     require("blocks of one image", blocks)
     packed = (
-        rows.phases
-        * columns.phases
+        rows.residues
+        * columns.residues
         * groups
         * round_up(group_out, tile[0])
         * round_up(group_in, channels)
@@ -9960,22 +10155,22 @@ def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -
     return Plan(tuple(launches), packed * 4)
 
 
-def correlation_stages(rows: int, columns: int, group_in: int) -> tuple[tuple[int, int, int], ...]:
-    """Channels, kernel rows and kernel columns of a stage, from the best down to a single tap."""
+def convolution_stages(rows: int, columns: int, group_in: int) -> tuple[tuple[int, int, int], ...]:
+    """Candidates for a stage's channels, kernel rows and kernel columns, the best first."""
     part = ceil_div(columns, ceil_div(columns, MOST_PART_TAPS))
     most = min(group_in, max(STAGE_PRODUCTS // (rows * part), 1), 16)
     whole = tuple((channels, rows, part) for channels in range(most, 0, -1))
     return (*whole, (1, 1, part), (1, 1, 1))
 
 
-def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) -> Plan:
+def weight_grad_plan(geometry: Geometry, operands: Operands, sms: int) -> Plan:
     batch, groups = geometry.input[0], geometry.groups
     group_in, group_out = geometry.weight[1], geometry.weight[0] // groups
     kernel, out_size = geometry.weight[2:], geometry.output[2:]
     stride, dilation = geometry.stride[1], geometry.dilation[1]
     whole = ceil_div(kernel[1], ceil_div(kernel[1], MOST_PART_TAPS))
 
-    # Of a block at most: kernel rows, and input channels of a thread.
+    # The kernel rows of a block, and the input channels of a thread, at most.
     owned = ((kernel[0], 8), (1, 8), (1, 1))
     for part_taps, (tap_rows, most_inputs), most_columns in itertools.product(
         (whole, 1), owned, STAGE_COLUMNS
@@ -9987,16 +10182,19 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
         vector_grad = operands.vector(out_size[1])
         shift = -geometry.padding[1] % vector_input
         window = round_up(shift + (PIXELS - 1) * distance + (part_taps - 1) * dilation + 1, 4)
-        # A thread's sums first, of all kernel rows if they fit; then lanes and warps over channels.
+        # A thread has the accumulators of all kernel rows if they fit. Lanes and warps take
+        # channels.
         channels_per_thread = power_of_two_for(group_out, 8)
-        while channels_per_thread * part_taps > MOST_SUMS:
+        while channels_per_thread * part_taps > MOST_ACCUMULATORS:
             channels_per_thread //= 2
         block_taps = tap_rows
         if block_taps * (channels_per_thread * part_taps + window) > MOST_VALUES:
             block_taps = 1
         inputs_per_thread = power_of_two_for(group_in, most_inputs)
-        sums_of_input = channels_per_thread * part_taps * block_taps
-        while inputs_per_thread > 1 and inputs_per_thread * sums_of_input > MOST_SUMS:
+        accumulators_per_input = channels_per_thread * part_taps * block_taps
+        while (
+            inputs_per_thread > 1 and inputs_per_thread * accumulators_per_input > MOST_ACCUMULATORS
+        ):
             inputs_per_thread //= 2
         lanes_m = power_of_two_for(ceil_div(group_out, channels_per_thread), 4)
         lanes_n = power_of_two_for(ceil_div(group_in, inputs_per_thread), 8)
@@ -10005,7 +10203,7 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
         warps_k = max(4 // (warps_m * warps_n), 1)
         channels = channels_per_thread * lanes_m * warps_m
         inputs = inputs_per_thread * lanes_n * warps_n
-        # The stage: as much of a row as fits, and several rows of narrow images.
+        # A stage has as much of a row as fits, and several rows of narrow images.
         quantum = max(16 // operands.scalar_bytes, PIXELS)
         stage_columns = min(round_up(out_size[1], quantum), most_columns)
         stage_rows = max(1, min(out_size[0], most_columns // stage_columns))
@@ -10027,7 +10225,7 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
     units = batch * ceil_div(out_size[0], stage_rows) * ceil_div(out_size[1], stage_columns)
     constants: dict[str, Constant] = {
         "Scalar": operands.scalar,
-        "bias": False,  # has a kernel of its own
+        "bias": False,  # the bias gradient has a kernel of its own
         "group_in": group_in,
         "group_out": group_out,
         "groups": groups,
@@ -10067,12 +10265,10 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
         * ceil_div(kernel[1], part_taps)
     )
     require("tiles of a weight", tiles)
-    block_sums = channels_per_thread * inputs_per_thread * part_taps * block_taps * threads
-    most_blocks = WORKSPACE_BYTES // (block_sums * 4)
+    block_accumulators = channels_per_thread * inputs_per_thread * part_taps * block_taps * threads
+    most_blocks = WORKSPACE_BYTES // (block_accumulators * 4)
     at_once = min(tiles, most_blocks)
-    splits = min(
-        max(processors * (512 // threads) // at_once, 1), most_blocks // at_once, max(units, 1)
-    )
+    splits = min(max(sms * (512 // threads) // at_once, 1), most_blocks // at_once, max(units, 1))
     launches = []
     for first in range(0, tiles, at_once):
         count = min(at_once, tiles - first)
@@ -10082,12 +10278,12 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
                 code[0], "weight_grad", code[1], count * splits, threads, shared_bytes, arguments
             )
         )
-        add_up = ("scratch", "output", "bias_grad", first, count, splits)
-        launches.append(helper_launch(code, "reduce", count * block_sums, add_up))
-    return Plan(tuple(launches), at_once * splits * block_sums * 4)
+        reduced = ("scratch", "output", "bias_grad", first, count, splits)
+        launches.append(helper_launch(code, "reduce", count * block_accumulators, reduced))
+    return Plan(tuple(launches), at_once * splits * block_accumulators * 4)
 
 
-def bias_grad_plan(geometry: Geometry, operands: Operands, processors: int) -> Plan:
+def bias_grad_plan(geometry: Geometry, operands: Operands, sms: int) -> Plan:
     batch, channels, height, width = geometry.output
     constants: dict[str, Constant] = {
         "Scalar": operands.scalar,
@@ -10097,16 +10293,16 @@ def bias_grad_plan(geometry: Geometry, operands: Operands, processors: int) -> P
         "channels_last": operands.channels_last,
     }
     code = ("direct/bias_grad.cuh", tuple(constants.items()))
-    splits = max(1, min(8 * processors // channels, batch * height * width // HELPER_THREADS))
+    splits = max(1, min(8 * sms // channels, batch * height * width // HELPER_THREADS))
     arguments = ("grad_output", "scratch", splits, batch)
-    sums = Launch(
+    partial = Launch(
         code[0], "bias_grad", code[1], channels * splits, HELPER_THREADS, 4 * HELPER_THREADS,
         arguments,
     )  # fmt: skip
-    add_up = ("scratch", "output", splits)
+    reduced = ("scratch", "output", splits)
     blocks = ceil_div(channels, HELPER_THREADS)
-    reduce = Launch(code[0], "bias_reduce", code[1], blocks, HELPER_THREADS, 0, add_up)
-    return Plan((sums, reduce), channels * splits * 4)
+    reduce = Launch(code[0], "bias_reduce", code[1], blocks, HELPER_THREADS, 0, reduced)
+    return Plan((partial, reduce), channels * splits * 4)
 
 
 def helper_launch(
@@ -10115,13 +10311,13 @@ def helper_launch(
     elements: int,
     arguments: tuple[str | int, ...],
 ) -> Launch:
-    """A launch of enough threads for so many elements, within reason: they loop."""
+    """A launch with a thread for each element, up to a limit; beyond it, threads loop."""
     blocks = min(ceil_div(elements, HELPER_THREADS), MOST_HELPER_BLOCKS)
     return Launch(code[0], entry, code[1], blocks, HELPER_THREADS, 0, arguments)
 
 
 def kernel_constants(geometry: Geometry) -> dict[str, Constant]:
-    """What every kernel is told of the convolution's kernel, whose weight is contiguous."""
+    """The constants that describe a contiguous weight, and how it is applied."""
     _, group_in, height, width = geometry.weight
     return {
         "kernel_height": height,
@@ -10140,9 +10336,10 @@ def kernel_constants(geometry: Geometry) -> dict[str, Constant]:
 
 
 def countable(geometry: Geometry) -> Geometry:
-    """The geometry in numbers that kernels can hold, or an error that names one they cannot.
+    """The geometry, after checking that kernels can count its elements in 32-bit ints.
 
-    Strides that are never taken, and the dilation of a single tap, become as small as they can be.
+    Strides larger than the padded input, and the dilation of a single tap, have no effect: they are
+    reduced.
     """
     out_channels, group_in, *kernel = geometry.weight
     padded = [geometry.input[2 + i] + 2 * geometry.padding[i] for i in (0, 1)]
@@ -10156,14 +10353,14 @@ def countable(geometry: Geometry) -> Geometry:
 
 
 def require(what: str, value: int) -> None:
-    """Raises an error if there is too much of something for 32-bit ints."""
+    """Raises a ValueError if a count exceeds what kernels can hold in 32-bit ints."""
     if value >= END:
         raise ValueError(
             f"the portable kernels take {what} below {END} (2^31 - 2^16), but got {value}"
         )
 
 
-# === Plans that fastconv made for what was exported, by GPU =======================================
+# === Tuned plans for the exported convolutions, by GPU ============================================
 
 EXPORTED = Geometry(
     input=(8, 32, 512, 512),
@@ -10175,9 +10372,9 @@ EXPORTED = Geometry(
 )
 
 TARGETS = {
-    "sm_90a": Target(processors=132, shared_bytes=232448),
-    "sm_80": Target(processors=108, shared_bytes=166912),
-    "sm_86": Target(processors=82, shared_bytes=101376),
+    "sm_90a": Target(sms=132, shared_bytes=232448),
+    "sm_80": Target(sms=108, shared_bytes=166912),
+    "sm_86": Target(sms=82, shared_bytes=101376),
 }
 
 TUNED = {}
@@ -10461,15 +10658,15 @@ SM_90A_WEIGHT_GRAD_FLOAT_TF32_0 = config(
     weight_stride_width=1, in_channels_last=False, grad_channels_last=False, parts=1,
     halves=True, repairs=False, ties_to_even=True, slots_at=560, vector_input=True,
     grad_vector=4, grad_bulk=True, grad_boxes=True, plane_classes=1, lead=0, channel_groups=1,
-    kernel_rows=5, product_taps=9, product_octets=1, segments=5, phase_images=8, phase_strips=1,
-    steps=254, stage_columns=16, strip_stages=4, strip_weight=990, last_strip_weight=754,
-    input_stages=7, grad_stages=2, flush_steps=16, batch=1, producer_registers=56,
-    consumer_registers=224, shared_bytes=226464,
+    kernel_rows=5, mma_taps=9, mma_octets=1, segments=5, interleaved_images=8,
+    interleaved_strips=1, steps=254, stage_columns=16, strip_stages=4, strip_weight=990,
+    last_strip_weight=754, input_stages=7, grad_stages=2, flush_steps=16, batch=1,
+    producer_registers=56, consumer_registers=224, shared_bytes=226464,
 )
 SM_90A_WEIGHT_GRAD_FLOAT_TF32_1 = config(
-    SM_90A_WEIGHT_GRAD_FLOAT_TF32_0, halves=False, repairs=True, phase_images=4, strip_stages=5,
-    strip_weight=1102, last_strip_weight=249, input_stages=6, grad_stages=4, flush_steps=12,
-    shared_bytes=226496,
+    SM_90A_WEIGHT_GRAD_FLOAT_TF32_0, halves=False, repairs=True, interleaved_images=4,
+    strip_stages=5, strip_weight=1102, last_strip_weight=249, input_stages=6, grad_stages=4,
+    flush_steps=12, shared_bytes=226496,
 )
 TUNED["sm_90a", "weight_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
@@ -10532,8 +10729,8 @@ SM_80_WEIGHT_GRAD_FLOAT_TF32_0 = config(
     stride_height=1, stride_width=1, dilation_height=2, dilation_width=3, padding_top=2,
     padding_left=4, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
     weight_stride_width=1, in_channels_last=False, grad_channels_last=False, parts=1,
-    row_tiles=2, units=15, warps_out=2, warps_units=4, warps_pixels=1, box_channels=32,
-    box_rows=5, box_columns=3, strip_columns=56, step_rows=2, steps=127, slice_products=7,
+    row_tiles=2, units=15, warps_out=2, warps_units=4, warps_pixels=1, tile_channels=32,
+    tile_rows=5, tile_columns=3, strip_columns=56, step_rows=2, steps=127, slice_mmas=7,
     rolling=True, in_vector=4, in_lanes=16, in_pitch=272, in_batch=1, shift=2, grad_vector=4,
     grad_lanes=16, grad_pitch=464, grad_batch=2, flush_steps=36, shared_bytes=130944,
 )
@@ -10882,7 +11079,7 @@ TUNED["sm_90a", "weight_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
 
 SM_80_WEIGHT_GRAD_FLOAT_IEEE_0 = config(
     SM_80_WEIGHT_GRAD_FLOAT_TF32_0, parts=2, row_tiles=4, units=4, warps_out=1, warps_units=8,
-    box_channels=16, flush_steps=32, shared_bytes=154624,
+    tile_channels=16, flush_steps=32, shared_bytes=154624,
 )
 TUNED["sm_80", "weight_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
@@ -10901,15 +11098,17 @@ TUNED["sm_80", "weight_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
 )
 
 
-# === PyTorch's side ===============================================================================
+# === Compiling, launching and autograd ============================================================
 
+# The name in device code and the bytes of each type.
 SCALARS = {
     torch.float32: ("float", 4),
     torch.float16: ("fastconv::float16", 2),
     torch.bfloat16: ("fastconv::bfloat16", 2),
 }
 
-# The CUDA driver's numbers for what maps are made of: for modes, places in these lists.
+# The CUDA driver's numbers for the parts of tensor maps. For swizzles and L2 promotions, in bytes,
+# these are the positions in the lists.
 MAPPED_TYPES = {
     "fastconv::float16": 6,
     "float": 7,
@@ -10920,8 +11119,8 @@ MAPPED_TYPES = {
 SWIZZLES = (0, 32, 64, 128)
 PROMOTIONS = (0, 64, 128, 256)
 
-# What kernels that plans were made for are compiled for. Some versions of PyTorch compile for
-# architectures that lack their instructions as well.
+# The preprocessor condition under which each family's kernels are compiled. Some versions of
+# PyTorch also compile for architectures that lack the kernels' instructions.
 CONDITIONS = {
     "hopper": "defined(__CUDA_ARCH_FEAT_SM90_ALL)",
     "ampere": "__CUDA_ARCH__ >= 800",
@@ -10935,7 +11134,7 @@ Kernel = tuple[str, Constants, str]  # source, constants, entry
 
 
 def with_headers(source: str, seen: set[str]) -> str:
-    """A device source, each header it includes in its place, once."""
+    """A device source with the headers that it includes in their places, each once."""
     lines = []
     for line in SOURCES[source].splitlines():
         include = re.match(r'#include "(.*)"', line)
@@ -10948,7 +11147,7 @@ def with_headers(source: str, seen: set[str]) -> str:
 
 
 def member(name: str, value: Constant) -> str:
-    """A constant as a member of the struct that device code reads it from."""
+    """A constant as a member of the struct ``Config``, from which device code reads it."""
     if isinstance(value, bool):
         return f"  static constexpr bool {name} = {str(value).lower()};"
     if isinstance(value, int):
@@ -10957,7 +11156,7 @@ def member(name: str, value: Constant) -> str:
 
 
 def device_code(kernels: tuple[Kernel, ...]) -> str:
-    """The kernels, each with its constants in a namespace of its own: kernels_0, kernels_1, ..."""
+    """The device code of the kernels: each source and set of constants in its own namespace."""
     code = []
     for number, (source, constants) in enumerate(configurations(kernels)):
         seen = {"device/scalar.cuh"}
@@ -10975,7 +11174,7 @@ def device_code(kernels: tuple[Kernel, ...]) -> str:
 
 
 def host_code(kernels: tuple[Kernel, ...]) -> str:
-    """The function that starts kernel number so-and-so."""
+    """The function that launches the kernel of a given number."""
     spaces = configurations(kernels)
     cases = [
         f'    case {number}: return start("{entry}", '
@@ -10983,7 +11182,7 @@ def host_code(kernels: tuple[Kernel, ...]) -> str:
         for number, (source, constants, entry) in enumerate(kernels)
     ]
     return "\n".join((
-        "#ifndef __CUDA_ARCH__  // in device code, kernels of another architecture are absent",
+        "#ifndef __CUDA_ARCH__  // device code may lack kernels of other architectures",
         LAUNCHER,
         "void launch(int kernel, const Numbers& sizes, const Arguments& arguments, int64_t stream)",
         "{",
@@ -10997,20 +11196,20 @@ def host_code(kernels: tuple[Kernel, ...]) -> str:
 
 
 def configurations(kernels: tuple[Kernel, ...]) -> list[tuple[str, Constants]]:
-    """Sources with constants; kernels may share one."""
+    """The distinct pairs of a source and constants; several kernels may share a pair."""
     return list(dict.fromkeys((source, constants) for source, constants, _ in kernels))
 
 
 @functools.cache
 def build(kernels: tuple[Kernel, ...], architecture: str) -> Any:
-    """A module that launches the kernels, compiled for this GPU unless PyTorch has kept it."""
+    """The module that launches the kernels, compiled unless PyTorch has cached it."""
     check_compiler()
     code = device_code(kernels) + "\n" + host_code(kernels)
     number = architecture[len("sm_") :]
     flags = [f"-gencode=arch=compute_{number},code=sm_{number}"]
     options = {}
     if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters:
-        options["no_implicit_headers"] = True  # PyTorch's own take ten times as long to compile
+        options["no_implicit_headers"] = True  # PyTorch's headers take ten times as long to compile
     digest = hashlib.sha256(repr((code, BINDINGS, flags, torch.__version__)).encode()).hexdigest()
     return cpp_extension.load_inline(
         name=f"convolution_{digest[:16]}",
@@ -11023,6 +11222,7 @@ def build(kernels: tuple[Kernel, ...], architecture: str) -> Any:
 
 
 def check_compiler() -> None:
+    """Raises an error if nvcc is missing."""
     home = cpp_extension.CUDA_HOME
     if home is None or shutil.which("nvcc", path=os.path.join(home, "bin")) is None:
         raise RuntimeError(
@@ -11036,8 +11236,8 @@ def check_compiler() -> None:
 # --- Planning and launching ----------------------------------------------------------------------
 
 
-class Ready(NamedTuple):
-    """Plans, and the module that has all of their kernels, by number."""
+class BuiltPlans(NamedTuple):
+    """The plans of some passes, and the module that launches their kernels by number."""
 
     plans: dict[str, Plan]
     module: Any
@@ -11045,19 +11245,19 @@ class Ready(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def prepared(
+def plan_and_build(
     passes: tuple[str, ...], geometry: Geometry, operands: Operands, precision: str, device: int
-) -> Ready:
-    """Plans and compiles: once, for the convolution, or for its gradients together."""
+) -> BuiltPlans:
+    """Plans some passes, and compiles their kernels together, once."""
     architecture = gpu_architecture(device)
     made_for = target(architecture, shared_bytes(device))
     plans = {
-        which: plan_of(which, geometry, operands, precision, made_for, processors(device))
+        which: plan_of(which, geometry, operands, precision, made_for, sm_count(device))
         for which in passes
     }
     launches = (launch for plan in plans.values() for launch in plan.launches)
     kernels = tuple(dict.fromkeys(kernel_of(launch) for launch in launches))
-    return Ready(plans, build(kernels, architecture), kernels)
+    return BuiltPlans(plans, build(kernels, architecture), kernels)
 
 
 def plan_of(
@@ -11066,18 +11266,18 @@ def plan_of(
     operands: Operands,
     precision: str,
     made_for: str,
-    processor_count: int,
+    sms: int,
 ) -> Plan:
-    """The exported plan where it applies, else the portable kernels'."""
+    """The tuned plan if there is one for these operands, else the portable kernels'."""
     tuned = TUNED.get((made_for, which, geometry, operands.scalar, precision))
     if tuned is None or not operands.aligned or operands.channels_last:
-        return portable_plan(which, geometry, operands, processor_count)
-    # Of blocks that share all the work, as many as this GPU has room for.
-    return tuned(lambda blocks: max(blocks * processor_count // TARGETS[made_for].processors, 1))
+        return portable_plan(which, geometry, operands, sms)
+    # Grids whose size is free are scaled from the SMs of the plan's GPU to those of this one.
+    return tuned(lambda blocks: max(blocks * sms // TARGETS[made_for].sms, 1))
 
 
 def target(architecture: str, shared_bytes: int) -> str:
-    """The GPU whose plans are for such a one as well, of those in TARGETS; "" if none's are."""
+    """The GPU of TARGETS whose plans run on this one; "" if there is none."""
     if architecture == "sm_90a":
         return architecture
     if int(architecture[len("sm_") :]) < 80:
@@ -11091,40 +11291,42 @@ def kernel_of(launch: Launch) -> Kernel:
 
 
 def gpu_architecture(device: int) -> str:
+    """The architecture to compile for, for example "sm_80" or "sm_90a"."""
     major, minor = torch.cuda.get_device_capability(device)
     if major < 7:
         raise RuntimeError(
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, but "
             "this convolution's kernels need 7.0 or newer"
         )
-    # Hopper's tensor cores are sm_90a's, which compilers know since CUDA 12.
+    # Hopper's wgmma needs sm_90a, which nvcc supports since CUDA 12.
     tensor_cores = (major, minor) == (9, 0) and int(str(torch.version.cuda).split(".")[0]) >= 12
     return f"sm_{major}{minor}{'a' if tensor_cores else ''}"
 
 
-def processors(device: int) -> int:
+def sm_count(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def shared_bytes(device: int) -> int:
-    """Of shared memory that a block may have."""
+    """The most shared memory that a block may use."""
     properties = torch.cuda.get_device_properties(device)
     alike = "sm_80" if (properties.major, properties.minor) in ((8, 0), (8, 7), (9, 0)) else "sm_86"
-    # PyTorch tells since 2.7; versions before know no other GPUs that have so much.
+    # PyTorch has this property since 2.7. Older versions support no other GPU with as much
+    # shared memory as sm_80.
     return getattr(properties, "shared_memory_per_block_optin", TARGETS[alike].shared_bytes)
 
 
-def run(ready: Ready, which: str, tensors: dict[str, Tensor]) -> None:
-    """Launches a plan on the current stream of the tensors' device; waits for nothing."""
-    plan, device = ready.plans[which], tensors["output"].device
+def run(built: BuiltPlans, which: str, tensors: dict[str, Tensor]) -> None:
+    """Launches a pass on the current stream of the tensors' device, without waiting for it."""
+    plan, device = built.plans[which], tensors["output"].device
     scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     addresses["scratch"] = scratch.data_ptr()
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream().cuda_stream
         for launch in plan.launches:
-            ready.module.launch(
-                ready.kernels.index(kernel_of(launch)),
+            built.module.launch(
+                built.kernels.index(kernel_of(launch)),
                 [launch.grid, launch.block, launch.shared_bytes, int(launch.early)],
                 [as_numbers(argument, addresses) for argument in launch.arguments],
                 stream,
@@ -11132,7 +11334,7 @@ def run(ready: Ready, which: str, tensors: dict[str, Tensor]) -> None:
 
 
 def as_numbers(argument: Argument, addresses: dict[str, int]) -> list[int]:
-    """An argument as the launcher takes it; a tensor that is absent has address 0."""
+    """An argument as the launcher takes it; an absent tensor has address 0."""
     if isinstance(argument, int):
         return [argument]
     if isinstance(argument, str):
@@ -11141,7 +11343,7 @@ def as_numbers(argument: Argument, addresses: dict[str, int]) -> list[int]:
 
 
 def map_numbers(of: TensorMap | Im2colMap) -> list[int]:
-    """What a map says, in the order in which the launcher reads it."""
+    """A tensor map's fields, in the order in which the launcher reads them."""
     tiled = isinstance(of, TensorMap)
     box = of.box if isinstance(of, TensorMap) else (*of.lower, *of.upper, of.channels, of.pixels)
     modes = (SWIZZLES.index(of.swizzle), PROMOTIONS.index(of.promotion))
@@ -11150,7 +11352,7 @@ def map_numbers(of: TensorMap | Im2colMap) -> list[int]:
 
 
 def float32_precision() -> str:
-    """What PyTorch is set to use for float32 convolutions, now: "tf32" or "ieee"."""
+    """PyTorch's current setting for float32 convolutions: "tf32" or "ieee"."""
     conv = getattr(torch.backends.cudnn, "conv", None)  # since PyTorch 2.9
     if conv is not None:
         return "tf32" if conv.fp32_precision == "tf32" else "ieee"
@@ -11161,7 +11363,7 @@ def float32_precision() -> str:
 
 
 class Convolution(torch.autograd.Function):
-    """The convolution and its gradients; ``geometry`` is that of these tensors."""
+    """The convolution and its gradients, for autograd."""
 
     @staticmethod
     def forward(
@@ -11186,19 +11388,19 @@ class Convolution(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         grad_output = grad_output.contiguous(memory_format=ctx.format)
-        work, outputs = {}, {}
+        passes, outputs = {}, {}
         if ctx.needs_input_grad[0]:
             outputs["input_grad"] = torch.empty_like(input, memory_format=ctx.format)
-            work["input_grad"] = {"input": grad_output, "weight": weight}
+            passes["input_grad"] = {"input": grad_output, "weight": weight}
         if ctx.needs_input_grad[1]:
             outputs["weight_grad"] = torch.empty_like(weight)
-            work["weight_grad"] = {"grad_output": grad_output, "input": input}
+            passes["weight_grad"] = {"grad_output": grad_output, "input": input}
         if ctx.needs_input_grad[2]:
             outputs["bias_grad"] = weight.new_empty(weight.shape[0])
-            work["bias_grad"] = {"grad_output": grad_output}
+            passes["bias_grad"] = {"grad_output": grad_output}
         for which, output in outputs.items():
-            work[which]["output"] = output
-        compute(ctx, work)
+            passes[which]["output"] = output
+        compute(ctx, passes)
         wanted = ("input_grad", "weight_grad", "bias_grad")
         return (*(outputs.get(which) for which in wanted), None)
 
@@ -11207,13 +11409,13 @@ def is_channels_last(tensor: Tensor) -> bool:
     return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def compute(ctx: Any, work: dict[str, dict[str, Tensor]]) -> None:
-    """Does some work, each kind on its tensors by name; their kernels are compiled together."""
+def compute(ctx: Any, passes: dict[str, dict[str, Tensor]]) -> None:
+    """Computes some passes, each on its tensors by name; their kernels are compiled together."""
     if ctx.geometry.input[0] == 0:
-        for tensors in work.values():  # no images: no products to add up
+        for tensors in passes.values():  # an empty batch: all sums are empty
             tensors["output"].zero_()
         return
-    everything = [tensor for tensors in work.values() for tensor in tensors.values()]
+    everything = [tensor for tensors in passes.values() for tensor in tensors.values()]
     if not everything:
         return
     dtype, device = everything[0].dtype, everything[0].device
@@ -11223,13 +11425,13 @@ def compute(ctx: Any, work: dict[str, dict[str, Tensor]]) -> None:
         aligned=all(tensor.data_ptr() % 16 == 0 for tensor in everything),
     )
     precision = float32_precision() if dtype == torch.float32 else "ieee"
-    ready = prepared(tuple(work), ctx.geometry, operands, precision, device.index)
-    for which, tensors in work.items():
-        run(ready, which, tensors)
+    built = plan_and_build(tuple(passes), ctx.geometry, operands, precision, device.index)
+    for which, tensors in passes.items():
+        run(built, which, tensors)
 
 
 class Conv2d(nn.Module):
-    """A 2-D convolution: the arguments, parameters and initial values of PyTorch's."""
+    """A 2-D convolution with the arguments, parameters and initial values of ``nn.Conv2d``."""
 
     def __init__(
         self,
@@ -11268,7 +11470,7 @@ class Conv2d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the parameters as PyTorch does, in its order: the same under the same seed."""
+        """Draws the parameters as PyTorch does: the same values from the same seed."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             bound = 1 / math.sqrt(math.prod(self.weight.shape[1:]))
@@ -11293,7 +11495,7 @@ class Conv2d(nn.Module):
         return Convolution.apply(x, self.weight, self.bias, geometry)
 
     def check(self, x: Tensor) -> None:
-        """Raises an error that says what is wrong with an input, if something is."""
+        """Raises an error if the input cannot be convolved."""
         if x.dim() != 4 or x.shape[1] != self.in_channels or 0 in x.shape[2:]:
             raise ValueError(
                 f"expected input of shape (batch, {self.in_channels}, height, width), but got "
@@ -11330,6 +11532,7 @@ def missing_gpu() -> str | None:
 
 
 def check_device(x: Tensor, weight: Tensor) -> None:
+    """Raises an error unless both tensors are on the same GPU."""
     missing = missing_gpu()
     if missing is not None:
         raise RuntimeError(missing)
@@ -11341,7 +11544,7 @@ def check_device(x: Tensor, weight: Tensor) -> None:
 
 
 def pair(name: str, value: int | tuple[int, int], least: int) -> tuple[int, int]:
-    """Two numbers, from one or two."""
+    """A pair of ints, from one int or a pair."""
     values = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
     if len(values) != 2 or not all(isinstance(v, int) and v >= least for v in values):
         raise ValueError(f"{name} should be an int, or two, of at least {least}, but got {value!r}")
@@ -11374,13 +11577,14 @@ class ModelNew(nn.Module):
         return self.conv2d(x)
 
 
-# === Self-check: this alone uses PyTorch's convolution ============================================
+# === Self-check: the only part that uses PyTorch's convolution ====================================
 
-TOLERANCE = {"ieee": 1e-5, "tf32": 1e-3}  # of the norm; TF32 has 10 bits
+# The largest error relative to the norm, by precision. TF32 has a mantissa of 10 bits.
+TOLERANCE = {"ieee": 1e-5, "tf32": 1e-3}
 
 
 def pytorch_twin(module: nn.Module) -> nn.Module:
-    """The module with PyTorch's convolutions in place of ours, and the same parameters."""
+    """A copy of the module with PyTorch's convolutions and the same parameters."""
     if isinstance(module, Conv2d):
         layer = nn.Conv2d(
             module.in_channels, module.out_channels, module.kernel_size, module.stride,
@@ -11407,7 +11611,7 @@ def results(model: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor]:
 
 
 def milliseconds(step: Callable[[], object], repeats: int = 10) -> float:
-    """The median time of a step on the GPU, after three that warm up."""
+    """The median time of a step on the GPU, after three warm-up steps."""
     times = []
     for _ in range(3 + repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -11420,10 +11624,10 @@ def milliseconds(step: Callable[[], object], repeats: int = 10) -> float:
 
 
 def self_check(model: nn.Module, *shapes: tuple[int, ...]) -> None:
-    """Prints errors and speed-up of a model on inputs of these shapes, in both precisions.
+    """Prints a model's errors and speed-up on inputs of these shapes, in both precisions.
 
-    Raises an AssertionError where it differs from PyTorch by more than rounding does. Ends with a
-    sentence where there is no GPU.
+    Raises an AssertionError if it differs from PyTorch by more than rounding errors. Exits with a
+    message if there is no GPU.
     """
     missing = missing_gpu()
     if missing is not None:
@@ -11431,7 +11635,7 @@ def self_check(model: nn.Module, *shapes: tuple[int, ...]) -> None:
     model = model.cuda()
     twin = pytorch_twin(model)
     inputs = [torch.randn(shape, device="cuda") for shape in shapes]
-    torch.backends.cudnn.benchmark = True  # PyTorch at its best
+    torch.backends.cudnn.benchmark = True  # let cuDNN choose its fastest algorithm
     for precision, tolerance in TOLERANCE.items():
         torch.backends.cudnn.allow_tf32 = precision == "tf32"
         ours, theirs = results(model, inputs), results(twin, inputs)
@@ -11452,6 +11656,7 @@ def report(
     twin: nn.Module,
     step: Callable[[nn.Module], object],
 ) -> None:
+    """Prints the time that a step takes with the model and with PyTorch."""
     ours, theirs = (milliseconds(functools.partial(step, m)) for m in (model, twin))
     speed_up = theirs / ours
     print(f"{precision}  {what}: {ours:.2f} ms, PyTorch {theirs:.2f} ms, speed-up {speed_up:.2f}")

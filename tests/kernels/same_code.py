@@ -166,9 +166,7 @@ def compared(before: dict[str, Any], after: dict[str, Any]) -> int:
         {
             (old, new)
             for file in before["files"].keys() & after["files"].keys()
-            for old, new in zip(
-                before["files"][file], after["files"][file], strict=True
-            )
+            for old, new in zip(before["files"][file], after["files"][file], strict=True)
             if old != new
         }
     )
