@@ -1,6 +1,6 @@
 """Compares what the compiler is given for every launch, before a change and after it.
 
-    PYTHONPATH=src:tests python tests/kernels/same_code.py before.json          # in the old checkout
+    PYTHONPATH=src:tests python tests/kernels/same_code.py before.json  # in the old checkout
     PYTHONPATH=src:tests python tests/kernels/same_code.py after.json --before before.json
 
 For a change that moves code, renames things or rewrites comments. Every launch that the suites and
