@@ -151,7 +151,8 @@ def _plan_pass(case: Case, direction: str, gpu: Gpu) -> Configuration:
 def _describe(launch: Launch) -> str:
     constants = dict(launch.kernel.constants)
     chosen = " ".join(f"{name}={constants[name]}" for name in _CHOSEN if name in constants)
+    folder = launch.kernel.source.rpartition("/")[0]  # where docs/kernels has a page about it
     return (
-        f"  {launch.kernel.entry}: grid {'x'.join(map(str, launch.grid))}, block {launch.block}, "
-        f"{launch.shared_bytes} bytes shared; {chosen}"
+        f"  {launch.kernel.entry} of {folder}: grid {'x'.join(map(str, launch.grid))}, "
+        f"block {launch.block}, {launch.shared_bytes} bytes shared; {chosen}"
     )
