@@ -239,7 +239,7 @@ def test_gpus_have_plans_that_fit_them(
     module, device = exported_file.load(small), GPUS[gpu]
     capability = divmod(gpus.number(device), 10)
     shared = device.shared_bytes_per_block
-    _pretend(monkeypatch, module, capability, device.processors, shared)
+    _pretend(monkeypatch, module, capability, device.sm_count, shared)
     operands = module.Operands("float", 4, False, True)
     for precision in ("tf32", "ieee"):
         found = module.plan_and_build(PASSES, module.EXPORTED, operands, precision, 0).plans
@@ -271,14 +271,14 @@ def _pretend(
     monkeypatch: pytest.MonkeyPatch,
     module: ModuleType,
     capability: tuple[int, int],
-    processors: int,
+    sm_count: int,
     shared_bytes: int,
 ) -> None:
     """Has the module find the given GPU, and compile nothing."""
     properties = SimpleNamespace(
         major=capability[0],
         minor=capability[1],
-        multi_processor_count=processors,
+        multi_processor_count=sm_count,
         shared_memory_per_block_optin=shared_bytes,
     )
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -314,28 +314,28 @@ def test_plans_are_the_packages(workload: Workload) -> None:
             assert found.scratch_bytes == expected.scratch_bytes
 
 
-@pytest.mark.parametrize("processors", [16, 82, 148])
+@pytest.mark.parametrize("sm_count", [16, 82, 148])
 @pytest.mark.parametrize("target", ["sm_80", "sm_86"])
-def test_blocks_are_as_many_as_the_gpu_has_room_for(target: str, processors: int) -> None:
+def test_blocks_are_as_many_as_the_gpu_has_room_for(target: str, sm_count: int) -> None:
     module = exported_file.load(exported("square3x3"))
     operands = module.Operands("float", 4, False, True)
 
     def planned(which: str, count: int) -> Any:
         return module.plan_of(which, module.EXPORTED, operands, "tf32", target, count)
 
-    others = GPUS[target].processors
-    both = (planned("forward", count).launches for count in (processors, others))
+    others = GPUS[target].sm_count
+    both = (planned("forward", count).launches for count in (sm_count, others))
     for ours, theirs in zip(*both, strict=True):
         assert ours.grid * others == theirs.grid * (
-            processors if ours.entry == "correlate" else others
+            sm_count if ours.entry == "correlate" else others
         )
-    plan, other = (planned("weight_grad", count) for count in (processors, others))
+    plan, other = (planned("weight_grad", count) for count in (sm_count, others))
     (sums, added), (other_sums, _) = plan.launches, other.launches
     tiles, workers = sums.arguments[-3:-1]
     assert sums.grid == tiles * workers
     assert added.arguments[-2:] == (tiles, workers)
     assert plan.scratch_bytes * other_sums.grid == other.scratch_bytes * sums.grid
-    assert 0 <= other_sums.grid * processors / others - sums.grid < tiles
+    assert 0 <= other_sums.grid * sm_count / others - sums.grid < tiles
 
 
 def test_gpus_before_volta_are_refused(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:

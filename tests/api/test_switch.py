@@ -78,7 +78,7 @@ def test_limits_of_another_gpu(plan_pass: planner.Pass, family: str) -> None:
         assert _shared(plan) <= GPUS["sm_75"].shared_bytes_per_block
         assert plan.launches != whole.launches or _shared(whole) <= _shared(plan)
     small = Switch(family, "sm_75").gpu(H200)
-    assert (small.architecture, small.processors) == (H200.architecture, H200.processors)
+    assert (small.architecture, small.sm_count) == (H200.architecture, H200.sm_count)
 
 
 def test_a_gpu_never_has_more_than_its_own() -> None:

@@ -428,7 +428,14 @@ def test_compare_counts_rows_of_one_file_alone(
 def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["info", "--device", "cpu", "--shape", SHAPE]) == 0
     shown = capsys.readouterr().out
-    for text in ("torch", "nvrtc", "cache", "direct", "correlate of direct/forward: grid", "does not take"):
+    for text in (
+        "torch",
+        "nvrtc",
+        "cache",
+        "direct",
+        "correlate of direct/forward: grid",
+        "does not take",
+    ):
         assert text in shown
     assert "the cheapest, in cycles" not in shown
     wide = ["--shape", "8x32x512x512 64x32x5x9", "--pass", "forward"]

@@ -92,7 +92,7 @@ def line_of(case: PassCase) -> str:
     """A test case as a line: the GPU and its number of SMs, the pass, the tensors, the shape."""
     modes = {kind: name for name, kind in MODES.items()}
     words = [
-        f"{case.gpu.architecture}/{case.gpu.processors}",
+        f"{case.gpu.architecture}/{case.gpu.sm_count}",
         word_of(case.planner),
         modes[case.dtype, case.precision],
         "/".join(FORMATS[last] for last in (case.channels_last, case.output_channels_last)),
@@ -106,7 +106,7 @@ def case_of(line: str) -> PassCase:
     """The test case of a line: the inverse of :func:`line_of`."""
     words, _, shape = line.partition(": ")
     gpu, direction, mode, formats, *more = words.split()
-    architecture, processors = gpu.split("/")
+    architecture, sm_count = gpu.split("/")
     read, written = (one == "nhwc" for one in formats.split("/"))
     dtype, precision = MODES[mode]
     return PassCase(
@@ -115,7 +115,7 @@ def case_of(line: str) -> PassCase:
         dtype,
         read,
         "unaligned" not in more,
-        replace(GPUS[architecture], processors=int(processors)),
+        replace(GPUS[architecture], sm_count=int(sm_count)),
         precision,
         read != written,
         bias_grad="bias" in more,
@@ -185,7 +185,7 @@ def _dense(draw: Random, large: bool) -> PassCase:
     is_real = draw.random() < 0.3
     drawn = population.residual(draw) if is_real else population.dense(draw, *_limits(large))
     case = _dense_case(drawn.problem, draw.choice(DENSE_MODES), draw.choice(PASSES))
-    gpu = H200 if large or is_real else replace(H200, processors=draw.choice(SM_COUNTS))
+    gpu = H200 if large or is_real else replace(H200, sm_count=draw.choice(SM_COUNTS))
     case = replace(case, gpu=gpu, plain_weight=draw.random() < 0.2)
     if case.direction != "weight_grad":
         return case
@@ -223,7 +223,7 @@ def drawn_gpu(draw: Random, whole: bool) -> Gpu:
     if place >= 0:
         alike = draw.choice(TURNS)
         gpu = GPUS[alike[int(place * len(alike))]]
-    return gpu if whole else replace(gpu, processors=draw.choice(SM_COUNTS))
+    return gpu if whole else replace(gpu, sm_count=draw.choice(SM_COUNTS))
 
 
 def cost(case: PassCase) -> float:
@@ -256,9 +256,9 @@ def _smaller(case: PassCase) -> Iterator[PassCase]:
     for problem in population.smaller(case.conv.problem):
         yield replace(case, conv=_conv(problem))
     yield from _forced(case)
-    if case.gpu.processors > SM_COUNTS[-1]:
-        for processors in SM_COUNTS:
-            yield replace(case, gpu=replace(case.gpu, processors=processors))
+    if case.gpu.sm_count > SM_COUNTS[-1]:
+        for sm_count in SM_COUNTS:
+            yield replace(case, gpu=replace(case.gpu, sm_count=sm_count))
 
 
 # --- Extending the corpus -------------------------------------------------------------------------

@@ -39,8 +39,8 @@ from fastconv.kernels.planning.layers import forward_ways, input_grad_ways
 from fastconv.problem import Problem
 
 # Few SMs, so that a block takes several tiles.
-FEW = replace(GPUS["sm_80"], processors=2)
-LITTLE = replace(GPUS["sm_86"], processors=1)  # also with little shared memory
+FEW = replace(GPUS["sm_80"], sm_count=2)
+LITTLE = replace(GPUS["sm_86"], sm_count=1)  # also with little shared memory
 
 MODES = {
     "tf32": (torch.float32, "tf32"),

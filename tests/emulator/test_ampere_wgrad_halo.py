@@ -32,7 +32,7 @@ from fastconv.kernels.gpus import GPUS
 from fastconv.problem import Problem
 
 # Few SMs, so that a block has several walks down an image.
-GPU = replace(GPUS["sm_80"], processors=3)
+GPU = replace(GPUS["sm_80"], sm_count=3)
 
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:

@@ -78,7 +78,7 @@ def _cases() -> list[PassCase]:
                 bias = planner is depthwise.weight_grad and (i + j) % 2 == 0
                 case = PassCase(conv, planner, channels_last=channels_last, bias_grad=bias)
                 dtype = list(SCALARS)[(i + j) % len(SCALARS)]
-                gpu = replace(GPUS[("sm_70", "sm_86", "sm_100a")[i % 3]], processors=1 + i % 2)
+                gpu = replace(GPUS[("sm_70", "sm_86", "sm_100a")[i % 3]], sm_count=1 + i % 2)
                 cases.append(case)
                 cases.append(replace(case, dtype=dtype, gpu=gpu, aligned=(i + j) % 3 != 0))
     return list(filter(_taken, dict.fromkeys(cases)))
@@ -111,7 +111,7 @@ def _toeplitz_cases() -> list[PassCase]:
     planners = [_with_toeplitz(planner) for planner in PASSES[:2]]
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     for channels_last, planner, dtype, conv in product((False, True), planners, dtypes, TOEPLITZ):
-        gpu = replace(GPUS["sm_80"], processors=2) if dtype == torch.float16 else H200
+        gpu = replace(GPUS["sm_80"], sm_count=2) if dtype == torch.float16 else H200
         cases.append(PassCase(conv, planner, dtype, channels_last, gpu=gpu))
     return cases
 
@@ -165,7 +165,7 @@ def _drawn(draw: Random) -> PassCase:
             draw.choice(list(SCALARS)),
             channels_last=draw.random() < 0.5,
             aligned=draw.random() < 0.8,
-            gpu=replace(draw.choice((H200, GPUS["sm_75"])), processors=draw.choice((1, 132))),
+            gpu=replace(draw.choice((H200, GPUS["sm_75"])), sm_count=draw.choice((1, 132))),
         )
         if conv.problem.flops < 2e6 and _taken(case):
             return case
@@ -257,7 +257,7 @@ def test_toeplitz_an_infinite_weight_gives_infinities(case: PassCase) -> None:
 def test_kernel_rows_that_blocks_do_not_share_evenly() -> None:
     """Four blocks have room for 28 kernel rows, but there are only 25."""
     conv = Conv("tall", (40, 2, 1, 1), (2, 1, 25, 60), padding=(12, 12, 30, 29), groups=2)
-    case = PassCase(conv, depthwise.weight_grad, gpu=replace(H200, processors=1))
+    case = PassCase(conv, depthwise.weight_grad, gpu=replace(H200, sm_count=1))
     constants = dict(case.plan.launches[0].kernel.constants)
     assert (constants["tap_rows"], constants["tap_blocks"]) == (1, 4)
     check(case)

@@ -30,7 +30,7 @@ from fastconv.kernels.gpus import GPUS
 
 # One SM: any problem has more blocks than run at once, so weights are packed and pixels are not
 # split.
-TINY = replace(GPUS["sm_75"], processors=1)
+TINY = replace(GPUS["sm_75"], sm_count=1)
 
 CONVS = (
     Conv("asymmetric", (2, 3, 9, 20), (5, 3, 5, 9), padding=(2, 2, 4, 4), dilation=(1, 1)),

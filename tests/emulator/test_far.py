@@ -30,8 +30,8 @@ from fastconv.kernels.gpus import GPUS, H200
 from fastconv.kernels.hopper.wgrad_few_inputs import plan as wgrad_few_inputs
 from fastconv.problem import Problem
 
-ONE = replace(H200, processors=1)
-AMPERE = replace(GPUS["sm_80"], processors=1)
+ONE = replace(H200, sm_count=1)
+AMPERE = replace(GPUS["sm_80"], sm_count=1)
 
 
 # --- Offsets of pixels ----------------------------------------------------------------------------

@@ -404,7 +404,7 @@ def test_only_where_it_is_faster() -> None:
     """Planned for large layers that are bound by MMAs, and only for contiguous float32."""
     large = Conv("large", (8, 32, 512, 512), (64, 32, 5, 9))
     small = Conv("small", (8, 32, 16, 16), (64, 32, 5, 9))
-    h200 = replace(GPU, processors=132)
+    h200 = replace(GPU, sm_count=132)
 
     def halves(conv: Conv, **changes: Any) -> bool:
         operands = replace(_operands(conv), **changes)

@@ -222,7 +222,7 @@ def checks(problems: dict[str, tuple[Any, ...]]) -> list[bool]:
 def narrow_checks() -> list[bool]:
     """Checks plans for all SMs, whose blocks share pixels, and for one: blocks have many planes."""
     correct = checks(NARROW_PROBLEMS)
-    few = replace(cuda.gpu(torch.cuda.current_device()), processors=1)
+    few = replace(cuda.gpu(torch.cuda.current_device()), sm_count=1)
     cuda._ready.cache_clear()  # Drops the plans for all SMs.
     with mock.patch.object(cuda, "gpu", return_value=few):
         return correct + checks(NARROW_PROBLEMS)
@@ -233,7 +233,7 @@ def tensor_core_checks() -> list[bool]:
     # Plans are made for a GPU with two SMs, so that blocks have several large tiles. The patches
     # keep the planner from giving such small weight gradients to the portable kernels, and let it
     # choose scaled fp16 for such small images.
-    few = replace(cuda.gpu(torch.cuda.current_device()), processors=2)
+    few = replace(cuda.gpu(torch.cuda.current_device()), sm_count=2)
     with (
         mock.patch.object(cuda, "gpu", return_value=few),
         mock.patch.object(hopper_weight_grad, "portable_cycles", return_value=math.inf),
@@ -258,7 +258,7 @@ def tensor_core_checks() -> list[bool]:
 
 def gemm_checks() -> list[bool]:
     """Checks the implicit-GEMM kernels, also for images so small that others are faster."""
-    few = replace(cuda.gpu(torch.cuda.current_device()), processors=2)
+    few = replace(cuda.gpu(torch.cuda.current_device()), sm_count=2)
     with (
         mock.patch.object(cuda, "gpu", return_value=few),
         mock.patch.object(hopper_correlate, "image_cycles", return_value=math.inf),

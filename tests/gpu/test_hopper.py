@@ -101,7 +101,7 @@ WORKS = [
 
 @contextmanager
 def _planned_as(work: PassCase) -> Iterator[None]:
-    """With the work's plan, for its GPU of few processors: blocks take several tiles."""
+    """With the work's plan, for its GPU of few SMs: blocks take several tiles."""
     backend._ready.cache_clear()
     only = {"FORWARD": (work.planner,), "INPUT_GRAD": (work.planner,)}
     with (

@@ -47,7 +47,7 @@ WORKS = [
 
 @contextmanager
 def _planned_as(work: PassCase) -> Iterator[None]:
-    """With the work's plan, for its GPU of few processors."""
+    """With the work's plan, for its GPU of few SMs."""
     backend._ready.cache_clear()
     with (
         mock.patch.object(backend, "gpu", return_value=work.gpu),

@@ -60,7 +60,7 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
     """
     assert pack.kernel.constants == main.kernel.constants
     assert pack.grid[0] in range(1, 2**16)
-    assert main.grid[0] in range(1, gpu.processors + 1)
+    assert main.grid[0] in range(1, gpu.sm_count + 1)
     assert pack.grid[1:] == main.grid[1:] == (1, 1)
     assert main.shared_bytes == c["shared_bytes"] <= gpu.shared_bytes_per_block
 
@@ -219,7 +219,7 @@ def _assert_legal_few_outputs(plan: Plan, gpu: Gpu) -> None:
     (launch,) = plan.launches
     c: dict[str, Any] = dict(launch.kernel.constants)
     assert plan.scratch_bytes == 0
-    assert launch.grid[0] in range(1, gpu.processors + 1)
+    assert launch.grid[0] in range(1, gpu.sm_count + 1)
     assert launch.grid[1:] == (1, 1)
     assert launch.block == 128 * c["warpgroups"] <= 384
     assert launch.shared_bytes == c["shared_bytes"] <= gpu.shared_bytes_per_block
@@ -253,7 +253,7 @@ def _assert_legal_few_outputs(plan: Plan, gpu: Gpu) -> None:
     bands = ceil_div(ceil_div(c["out_height"], c["dilation_height"]), c["band_rows"])
     items = strips * bands * c["dilation_height"] * launch.arguments[-1]
     assert launch.grid[0] * c["warpgroups"] < items + c["warpgroups"]
-    assert items + gpu.processors * 3 < 2**31
+    assert items + gpu.sm_count * 3 < 2**31
     for size, channels in (("in", c["group_in"]), ("out", c["group_out"])):
         assert channels * c[f"{size}_height"] * c[f"{size}_width"] < 2**30
 
@@ -291,7 +291,7 @@ def _assert_legal_nhwc(plan: Plan, gpu: Gpu) -> None:
     staged = 4 * c["consumers"] * c["buffers"] * c["joined"] * 16 * 128
     used = stay + c["stages"] * (stage + 16) + staged + 16
     assert used == launch.shared_bytes <= gpu.shared_bytes_per_block
-    assert c["blocks"] * (launch.shared_bytes + 1024) <= gpu.shared_bytes_per_processor
+    assert c["blocks"] * (launch.shared_bytes + 1024) <= gpu.shared_bytes_per_sm
 
     assert launch.block == 128 * c["consumers"] + 32
     assert columns // 2 + 30 <= 65536 // (c["blocks"] * launch.block)
@@ -302,7 +302,7 @@ def _assert_legal_nhwc(plan: Plan, gpu: Gpu) -> None:
     tiles = strides * ceil_div(positions, rows) * ceil_div(c["out_channels"], columns)
     assert positions + rows < 2**31
     assert launch.grid[0] <= tiles < 2**31
-    assert launch.grid[0] <= c["blocks"] * gpu.processors
+    assert launch.grid[0] <= c["blocks"] * gpu.sm_count
 
 
 def _assert_legal_nchw(plan: Plan, gpu: Gpu) -> None:
@@ -313,7 +313,7 @@ def _assert_legal_nchw(plan: Plan, gpu: Gpu) -> None:
     assert plan.packs == 1
     assert pack.kernel.constants == launch.kernel.constants
     assert launch.block == 384
-    assert launch.grid[0] in range(1, gpu.processors + 1)
+    assert launch.grid[0] in range(1, gpu.sm_count + 1)
 
     axes = [_planes_axis(c, side) for side in ("height", "width")]
     phases, sums, units, unit_taps = (prod(of) for of in zip(*axes, strict=True))

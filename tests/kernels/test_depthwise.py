@@ -63,7 +63,7 @@ def test_plans_fit(gpu: Gpu) -> None:
             constants = dict(launch.kernel.constants)
             if launch.shared_bytes > 0:
                 blocks = int(constants["blocks_per_sm"])
-                assert blocks * (launch.shared_bytes + 1024) <= gpu.shared_bytes_per_processor
+                assert blocks * (launch.shared_bytes + 1024) <= gpu.shared_bytes_per_sm
         assert plan.scratch_bytes <= 64 << 20
 
 
@@ -79,10 +79,10 @@ def _drawn(channels_last: bool, transposed: bool) -> Iterator[tuple[Layer, Gpu]]
             aligned=draw.random() < 0.8,
             bias_grad=draw.random() < 0.5,
         )
-        processors = draw.choice((1, 3, 40, 132))
+        sm_count = draw.choice((1, 3, 40, 132))
         with suppress(Declined):
             layer = Layer.of(problem, operands, transposed)
-            yield layer, replace(draw.choice((H200, *GPUS.values())), processors=processors)
+            yield layer, replace(draw.choice((H200, *GPUS.values())), sm_count=sm_count)
 
 
 @pytest.mark.parametrize("transposed", [None, False, True], ids=["weight", "forward", "input"])

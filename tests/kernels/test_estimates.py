@@ -117,7 +117,7 @@ def _least(problem: Problem, direction: str, operands: Operands, gpu: Gpu) -> fl
     if direction == "input_grad":
         pixels = in_height * in_width / (problem.stride[0] * problem.stride[1])
     products = planes * pixels * taps * (2 if operands.scalar_bytes == 8 else 1)
-    return max(moved / rates.memory_bytes, products / rates.float32) / gpu.processors
+    return max(moved / rates.memory_bytes, products / rates.float32) / gpu.sm_count
 
 
 def _depthwise_plans(gpu: Gpu, count: int) -> Iterator[tuple[str, Problem, str, Operands, Plan]]:

@@ -78,7 +78,7 @@ def _assert_fits(work: PassCase) -> None:
         if "blocks_per_sm" in constants and launch.shared_bytes > 0:
             blocks = constants["blocks_per_sm"]
             assert blocks in range(1, 9)
-            assert int(blocks) * (launch.shared_bytes + 1024) <= gpu.shared_bytes_per_processor
+            assert int(blocks) * (launch.shared_bytes + 1024) <= gpu.shared_bytes_per_sm
     assert plan.scratch_bytes <= _most_workspace(work)
 
 
@@ -103,8 +103,8 @@ def test_all_problems_are_planned() -> None:
     slow = {}
     for drawn in _drawn():
         for gpu in GPUS.values():
-            processors = min(gpu.processors, drawn.gpu.processors)
-            work = replace(drawn, gpu=replace(gpu, processors=processors))
+            sm_count = min(gpu.sm_count, drawn.gpu.sm_count)
+            work = replace(drawn, gpu=replace(gpu, sm_count=sm_count))
             if (made := calls(lambda work=work: work.plan)) > MOST_CALLS:
                 slow[corpus.line_of(work)] = made
             _assert_fits(work)

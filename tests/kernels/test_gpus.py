@@ -30,7 +30,7 @@ def _of(architecture: str) -> Gpu:
 @pytest.mark.parametrize("architecture", PUBLISHED)
 def test_rates_are_the_published_ones(architecture: str) -> None:
     board, rates = BOARDS[architecture], gpus.rates(GPUS[architecture])
-    cycles = board.gpu.processors * board.clock_ghz * 1e-3
+    cycles = board.gpu.sm_count * board.clock_ghz * 1e-3
     found = (rates.products["float16"], rates.products["tf32"], rates.float32)
     assert [2 * rate * cycles for rate in found] == pytest.approx(PUBLISHED[architecture], rel=0.01)
     assert rates.memory_bytes * cycles == pytest.approx(board.memory_gb_s * 1e-3)
@@ -64,8 +64,8 @@ def test_other_gpus_have_the_rates_of_the_next_older(architecture: str, expected
     assert gpus.rates(_of(architecture)) == BOARDS[expected].rates
 
 
-def test_processors_of_a_live_gpu_do_not_matter() -> None:
-    assert gpus.rates(replace(gpus.H200, processors=7)) == BOARDS["sm_90a"].rates
+def test_the_sm_count_of_a_live_gpu_does_not_matter() -> None:
+    assert gpus.rates(replace(gpus.H200, sm_count=7)) == BOARDS["sm_90a"].rates
 
 
 def test_names_with_and_without_their_suffix() -> None:

@@ -67,8 +67,8 @@ def _problems(draw: st.DrawFn) -> Problem:
 
 GPUS = [
     H200,
-    replace(H200, processors=1),
-    replace(H200, processors=4, shared_bytes_per_block=90 * 1024),
+    replace(H200, sm_count=1),
+    replace(H200, sm_count=4, shared_bytes_per_block=90 * 1024),
     A100,
 ]
 

@@ -263,7 +263,7 @@ def test_sums_do_not_depend_on_the_batch(third: int, mode: str, plan: Planner) -
     for workload, channels_last in product(WORKLOADS[third::3], (False, True)):
         operands = make_operands(workload.problem, mode, channels_last)
         orders = set()
-        for batch, gpu in ((1, H200), (5, replace(H200, processors=78)), (300, H200)):
+        for batch, gpu in ((1, H200), (5, replace(H200, sm_count=78)), (300, H200)):
             planned = plan(workload.with_batch(batch).problem, operands, gpu)
             orders.add(_order(planned))
         assert len(orders) == 1, workload.name

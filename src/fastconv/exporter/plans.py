@@ -108,7 +108,7 @@ def text(problems: Sequence[Problem], dtypes: Sequence[str]) -> tuple[str, list[
 
 def _targets() -> str:
     lines = (
-        f'    "{name}": Target(sms={GPUS[name].processors}, '
+        f'    "{name}": Target(sms={GPUS[name].sm_count}, '
         f"shared_bytes={GPUS[name].shared_bytes_per_block}),\n"
         for name in TARGETS
     )
@@ -210,7 +210,7 @@ def _grid(launch: Launch, gpu: Gpu) -> str:
     if (kernel.source, kernel.entry) == ("ampere/halo/kernel.cuh", "correlate"):
         # The blocks are persistent, so that any number is right. A multiple of the SMs may also be
         # the number of tiles by chance, which does no harm.
-        return _share(blocks) if blocks % gpu.processors == 0 else str(blocks)
+        return _share(blocks) if blocks % gpu.sm_count == 0 else str(blocks)
     splits = _splits(launch)
     if splits is not None and kernel.entry == "weight_grad":
         return f"{blocks // splits} * {_share(splits)}"

@@ -274,16 +274,14 @@ class Gpu:
     """The properties of a device that planning depends on."""
 
     architecture: str
-    processors: int  # the number of SMs
+    sm_count: int
     shared_bytes_per_block: int
-    shared_bytes_per_processor: int
+    shared_bytes_per_sm: int
 
     def shared_budget(self, blocks: int) -> int:
         """Returns the bytes of shared memory for each of ``blocks`` blocks on one SM."""
         reserved = 1024  # bytes that CUDA reserves for each block
-        return min(
-            self.shared_bytes_per_block, self.shared_bytes_per_processor // blocks - reserved
-        )
+        return min(self.shared_bytes_per_block, self.shared_bytes_per_sm // blocks - reserved)
 
 
 ALIGNMENT = 16

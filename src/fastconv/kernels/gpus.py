@@ -46,12 +46,12 @@ class Board:
     @property
     def rates(self) -> Rates:
         products = {"tf32": self.tf32, "float16": self.float16, "bfloat16": self.bfloat16}
-        cycles = self.clock_ghz * self.gpu.processors
+        cycles = self.clock_ghz * self.gpu.sm_count
         return Rates(products, self.float32, self.l2_bytes, self.memory_gb_s / cycles)
 
 
-def _gpu(architecture: str, processors: int, block_kib: int, processor_kib: int) -> Gpu:
-    return Gpu(architecture, processors, block_kib * _KIB, processor_kib * _KIB)
+def _gpu(architecture: str, sm_count: int, block_kib: int, sm_kib: int) -> Gpu:
+    return Gpu(architecture, sm_count, block_kib * _KIB, sm_kib * _KIB)
 
 
 # Shared memory, and plain float32: the CUDA C++ Programming Guide's tables "Technical

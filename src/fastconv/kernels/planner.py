@@ -83,9 +83,7 @@ class Switch(NamedTuple):
         return replace(
             gpu,
             shared_bytes_per_block=min(gpu.shared_bytes_per_block, other.shared_bytes_per_block),
-            shared_bytes_per_processor=min(
-                gpu.shared_bytes_per_processor, other.shared_bytes_per_processor
-            ),
+            shared_bytes_per_sm=min(gpu.shared_bytes_per_sm, other.shared_bytes_per_sm),
         )
 
 

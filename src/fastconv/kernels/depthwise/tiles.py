@@ -185,7 +185,7 @@ class Tile(ABC):
     def blocks_per_sm(self, gpu: Gpu) -> int:
         """Blocks that fit an SM at once; 0 if none does."""
         fit = min(
-            gpu.shared_bytes_per_processor // (self.shared_bytes + RESERVED_BYTES),
+            gpu.shared_bytes_per_sm // (self.shared_bytes + RESERVED_BYTES),
             THREADS_PER_SM // self.threads,
             REGISTERS_PER_SM // (self.threads * round_up(self.registers, 8)),
             MOST_BLOCKS_PER_SM,
@@ -433,7 +433,7 @@ def best(candidates: Iterable[_Any], gpu: Gpu) -> _Any:
 
 def occupancy(blocks: int, fit: int, gpu: Gpu) -> tuple[int, int]:
     """Waves of ``blocks`` blocks if ``fit`` fit an SM, and the blocks of an SM at once."""
-    return ceil_div(blocks, fit * gpu.processors), min(fit, ceil_div(blocks, gpu.processors))
+    return ceil_div(blocks, fit * gpu.sm_count), min(fit, ceil_div(blocks, gpu.sm_count))
 
 
 def read_cycles(width: int, distance: int) -> int:

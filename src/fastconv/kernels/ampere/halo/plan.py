@@ -150,7 +150,7 @@ def _explanation(tiles: tuple[Tile, ...]) -> list[str]:
 def _explain(tile: Tile) -> str:
     work = ", ".join(f"{name} {cycles:.0f}" for name, cycles in tile.work.items())
     team, patch = tile.team, tile.patch
-    rounds = ceil_div(tile.tiles, team.gpu.processors)
+    rounds = ceil_div(tile.tiles, team.gpu.sm_count)
     return (
         f"{tile.cycles():.3g}: {team.block_channels} channels x {patch.rows} rows x "
         f"{patch.columns} pixels by {team.warps} warps of {team.product_rows} x {team.pixels}, "
@@ -161,14 +161,14 @@ def _explain(tile: Tile) -> str:
 def _correlation(tile: Tile) -> Correlation:
     layer = tile.layer
     # A block's next tile is as many tiles on as there are blocks, also after its last one.
-    if tile.tiles + tile.team.gpu.processors >= 2**31:
+    if tile.tiles + tile.team.gpu.sm_count >= 2**31:
         raise Declined("more than 2^31 tiles")
     blocks = layer.groups * tile.team.output_groups
     return Correlation(
         layer,
         "ampere/halo/kernel.cuh",
         _constants(tile),
-        min(tile.tiles, tile.team.gpu.processors),
+        min(tile.tiles, tile.team.gpu.sm_count),
         32 * tile.team.all_warps,
         tile.shared_bytes,
         blocks * layer.chunks * layer.taps * tile.team.tap_bytes,

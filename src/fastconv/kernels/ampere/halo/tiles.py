@@ -365,7 +365,7 @@ class Tile:
 
     def cycles(self) -> float:
         """Cycles that the whole layer takes, estimated."""
-        return ceil_div(self.tiles, self.team.gpu.processors) * self.tile_cycles
+        return ceil_div(self.tiles, self.team.gpu.sm_count) * self.tile_cycles
 
 
 def tiles_of(views: list[Layer], gpu: Gpu) -> list[Tile]:

@@ -72,7 +72,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
 def portable_cycles(problem: Problem, gpu: Gpu) -> float:
     """Cycles that the portable kernels take, estimated."""
     rate = block.portable_rate(gpu)
-    return limits.portable_loss(problem) * problem.flops / 2 / (rate * gpu.processors)
+    return limits.portable_loss(problem) * problem.flops / 2 / (rate * gpu.sm_count)
 
 
 def plan(tile: Tile, gpu: Gpu) -> Plan:

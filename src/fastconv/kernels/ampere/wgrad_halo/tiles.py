@@ -429,16 +429,16 @@ class Tile:
         """The fewest cycles, and the number of workers that takes them."""
         room = self.most_blocks // min(self.count, self.most_blocks)
         most = max(min(room, self.all_steps), 1)
-        wanted = (gpu.processors * n // (4 * self.count) for n in (1, 2, 4, 8, 12))
+        wanted = (gpu.sm_count * n // (4 * self.count) for n in (1, 2, 4, 8, 12))
         step_cycles = self.step_cycles(gpu)
         numbers = {min(max(n, 1), most) for n in wanted}
         return min((self._cost(gpu, workers, step_cycles), workers) for workers in numbers)
 
     def _cost(self, gpu: Gpu, workers: int, step_cycles: float) -> float:
-        waves = ceil_div(self.count * workers, gpu.processors)
+        waves = ceil_div(self.count * workers, gpu.sm_count)
         steps = ceil_div(self.all_steps, workers)
         begun = (1 + ceil_div(steps, self.steps)) if self.rolling else 1
-        swapped = self.count * workers * self.block_bytes / (gpu.processors * SWAP_BYTES)
+        swapped = self.count * workers * self.block_bytes / (gpu.sm_count * SWAP_BYTES)
         return swapped + waves * (BLOCK_CYCLES + steps * step_cycles + begun * LATENCY_CYCLES)
 
     def least_cycles(self, gpu: Gpu) -> float:
@@ -456,7 +456,7 @@ class Tile:
             loss=OVERLAP_LOSS,
         )
         least = limits.together(together, bytes_ / BYTES_PER_CYCLE, loss=COPY_LOSS)
-        return self.count * least / gpu.processors + BLOCK_CYCLES
+        return self.count * least / gpu.sm_count + BLOCK_CYCLES
 
     @property
     def is_large(self) -> bool:

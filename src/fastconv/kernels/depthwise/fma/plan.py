@@ -102,7 +102,7 @@ class FmaTile(Tile):
     def least_cycles(self, gpu: Gpu) -> float:
         """The estimate without copies, as if all blocks of an SM ran at once."""
         layer, rates = self.layer, gpus.rates(gpu)
-        blocks = ceil_div(self.blocks(layer.problem.batch), gpu.processors)
+        blocks = ceil_div(self.blocks(layer.problem.batch), gpu.sm_count)
         products = self.channels * self.area.rows * self.area.columns * layer.products
         rows = layer.group_in * self.area.window_rows * OUTPUT_ROW * self.area.rows
         loads, bank_cycles = self.loads

@@ -193,7 +193,7 @@ class WgradTile(Tile):
         room = max(1, WORKSPACE_BYTES // (self.entries * self.layer.operands.sum_bytes))
         most = min(self.units, room)
         least = min(most, ceil_div(chain, CHAIN))
-        filling = (rounds * fit * gpu.processors // self.blocks for rounds in (1, 2, 4, 8))
+        filling = (rounds * fit * gpu.sm_count // self.blocks for rounds in (1, 2, 4, 8))
         return {least, *(min(most, max(least, splits)) for splits in filling)}
 
     @abstractmethod
@@ -265,12 +265,12 @@ class WgradTile(Tile):
         splits than one, and writing them only add to it. And it lets as many warps issue as shared
         memory has room for: other limits only leave fewer.
         """
-        fit = gpu.shared_bytes_per_processor // (2 * self.stage_bytes + RESERVED_BYTES)
+        fit = gpu.shared_bytes_per_sm // (2 * self.stage_bytes + RESERVED_BYTES)
         if fit == 0:
             return inf
         instructions, bank_cycles = self._patch
         issued = in_rounds * instructions + COPY * self.copies + threads * UNIT
-        blocks = self.blocks / gpu.processors
+        blocks = self.blocks / gpu.sm_count
         units = blocks * self.units
         one_round = together(
             (units * issued + blocks * threads * END * self.taps.accumulators)
@@ -302,7 +302,7 @@ class WgradTile(Tile):
             warps * units * bank_cycles,
             resident * units * self.stage_bytes / rates.l2_bytes,
         )
-        written = splits * self.entries * size / gpu.processors / rates.l2_bytes
+        written = splits * self.entries * size / gpu.sm_count / rates.l2_bytes
         added_up = ceil_div(splits, _reduce_rows(splits))
         start = START + TURN * self.turns
         return rounds * (start + one_round) + written + REDUCE * ceil_div(added_up, 8)

@@ -259,7 +259,7 @@ def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> P
     blocks = tile.blocks(problem, group_out)
     limits.require("blocks of one image", blocks)
     # Packing is worth a launch of its own if there are more blocks than run at once.
-    constants["packed"] = problem.batch * blocks > gpu.processors * blocks_per_sm
+    constants["packed"] = problem.batch * blocks > gpu.sm_count * blocks_per_sm
     launches: list[Launch] = []
     if not (tile.rows.reaches_all and tile.columns.reaches_all):
         elements = problem.batch * problem.in_channels * out_size[0] * out_size[1]

@@ -183,7 +183,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     most_blocks = blocks_at_once(tile.count, block_bytes, WORKSPACE_BYTES, MOST_WORKSPACE_BYTES)
     tiles_at_once = min(tile.count, most_blocks)
     splits = min(
-        max(gpu.processors * tile.blocks_per_sm // tiles_at_once, 1),
+        max(gpu.sm_count * tile.blocks_per_sm // tiles_at_once, 1),
         most_blocks // tiles_at_once,
         max(tile.units, 1),
     )

@@ -157,7 +157,7 @@ class Walks:
         """Output rows of a walk, chosen so that all warpgroups have about the same work."""
         layer = self.layer
         count = layer.batch * layer.dilation[0] * self.strips
-        workers = gpu.processors * self.warpgroups
+        workers = gpu.sm_count * self.warpgroups
         return limits.band_rows(count, self.walk_rows, workers, layer.kernel[0])
 
 
@@ -219,7 +219,7 @@ def plan(walks: Walks, gpu: Gpu) -> Plan:
             "few_outputs",
             tuple(_constants(walks, band_rows).items()),
         ),
-        (min(ceil_div(items, walks.warpgroups), gpu.processors), 1, 1),
+        (min(ceil_div(items, walks.warpgroups), gpu.sm_count), 1, 1),
         128 * walks.warpgroups,
         walks.shared_bytes,
         ("input", "weight", "bias", "output", layer.batch, *layer.operands.residuals),

@@ -144,7 +144,7 @@ def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
             # Weights can stay packed unless the workspace also holds tables of images (scaled
             # fp16), or several layers use it in turn.
             packs=int(len(chosen) == 1 and repairs is None),
-            cycles=LAUNCH_CYCLES + sum(tile.cycles(gpu.processors) for tile in chosen),
+            cycles=LAUNCH_CYCLES + sum(tile.cycles(gpu.sm_count) for tile in chosen),
         )
 
 
@@ -216,14 +216,14 @@ def _correlation(tile: Tile, gpu: Gpu, repairs: bool = False) -> Correlation:
     layer = tile.layer
     items = item_count(tile, gpu)
     # A block's item numbers, with the one beyond its last item, have to fit 32 bits.
-    if max(items, tile.shape.tiles) + gpu.processors >= 2**31:
+    if max(items, tile.shape.tiles) + gpu.sm_count >= 2**31:
         raise Declined("more than 2^31 tiles")
     blocks = layer.groups * tile.shape.output_groups
     return Correlation(
         layer,
         "hopper/halo/kernel.cuh",
         _constants(tile, gpu, repairs),
-        min(items, gpu.processors),
+        min(items, gpu.sm_count),
         THREADS,
         tile.shared_bytes,
         blocks * layer.chunks * layer.taps * tile.shape.tap_bytes,
@@ -251,7 +251,7 @@ def _key(layers: list[Layer], gpu: Gpu) -> str:
         return " ".join(words)
 
     words = (
-        f"{gpu.architecture}/{gpu.processors}",
+        f"{gpu.architecture}/{gpu.sm_count}",
         "input_grad" if layer.transposed else "forward",
         operands.scalar.removeprefix("fastconv::"),
         operands.precision if operands.scalar == "float" else "-",
@@ -282,10 +282,10 @@ def _explain(tile: Tile, gpu: Gpu) -> str:
     shape = tile.shape
     work = ", ".join(f"{name} {cycles:.0f}" for name, cycles in tile.work.items())
     return (
-        f"{tile.cycles(gpu.processors):.3g}: {shape.channel_groups * OUTPUTS} channels x "
+        f"{tile.cycles(gpu.sm_count):.3g}: {shape.channel_groups * OUTPUTS} channels x "
         f"{shape.rows} rows x {shape.columns} pixels ({shape.pixels}), "
         f"{f'{tile.loads} pieces, ' if tile.staged else ''}"
-        f"{ceil_div(shape.tiles, gpu.processors)} rounds of: "
+        f"{ceil_div(shape.tiles, gpu.sm_count)} rounds of: "
         f"{work}; {tile.shared_bytes // 1024} KiB shared"
     )
 

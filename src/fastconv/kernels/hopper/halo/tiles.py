@@ -207,7 +207,7 @@ def tiles_of(views: list[Layer], gpu: Gpu) -> list[Tile]:
         for shape in shapes_of(views)
         for method in shape.load_methods
     )
-    tiles = sorted(filter(None, fitted), key=lambda tile: tile.cycles(gpu.processors))
+    tiles = sorted(filter(None, fitted), key=lambda tile: tile.cycles(gpu.sm_count))
     if not tiles:
         raise Declined("a halo tile that does not fit shared memory")
     return tiles
@@ -226,7 +226,7 @@ def segment_tiles(tile: Tile, gpu: Gpu) -> int:
 
     def cost(count: int) -> float:
         items = columns * ceil_div(tile.shape.row_tiles, count)
-        return ceil_div(items, gpu.processors) * (count + again)
+        return ceil_div(items, gpu.sm_count) * (count + again)
 
     return min(range(1, min(tile.shape.row_tiles, MOST_SEGMENT) + 1), key=cost)
 

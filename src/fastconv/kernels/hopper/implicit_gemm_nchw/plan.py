@@ -97,7 +97,7 @@ def _plan(tile: Tile, tiles: tuple[Tile, ...], gpu: Gpu) -> Plan:
     count = tile.tiles(batch)
     positions = batch * tile.shape.image_pixels + tile.shape.tile_pixels
     # A block's tile numbers, with the one beyond its last tile, have to fit 32 bits.
-    if max(count + gpu.processors, positions, tile.packed_bytes) >= 2**31:
+    if max(count + gpu.sm_count, positions, tile.packed_bytes) >= 2**31:
         raise Declined(f"{positions} positions, or {tile.packed_bytes} bytes of packed weights")
     constants = tuple(_constants(tile).items())
     vectors = tile.packed_bytes // 16
@@ -110,7 +110,7 @@ def _plan(tile: Tile, tiles: tuple[Tile, ...], gpu: Gpu) -> Plan:
     )
     multiply = Launch(
         Kernel(SOURCE, "implicit_gemm_nchw", constants),
-        (min(count, gpu.processors), 1, 1),
+        (min(count, gpu.sm_count), 1, 1),
         block.THREADS,
         tile.shared_bytes,
         (
@@ -141,7 +141,7 @@ def _plan(tile: Tile, tiles: tuple[Tile, ...], gpu: Gpu) -> Plan:
 
 def _explain(tile: Tile, gpu: Gpu) -> str:
     work = ", ".join(f"{name} {cycles:.0f}" for name, cycles in tile.work.items())
-    rounds = ceil_div(tile.tiles(tile.layer.problem.batch), gpu.processors)
+    rounds = ceil_div(tile.tiles(tile.layer.problem.batch), gpu.sm_count)
     return (
         f"{tile.cycles(gpu):.3g}: {tile.name}, {rounds} rounds, each {work}; "
         f"{tile.input_stages} and {tile.weight_stages} stages, {tile.shared_bytes // 1024} KiB"

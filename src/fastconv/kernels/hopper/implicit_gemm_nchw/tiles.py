@@ -355,8 +355,8 @@ class Tile:
         """The estimated cycles of the whole layer."""
         tiles = self.tiles(self.layer.problem.batch)
         packing = PACK_CYCLES + self.packed_bytes / PACK_BYTES
-        rounds = ceil_div(tiles, gpu.processors)
-        return packing + START_CYCLES + self._cycles(rounds, tiles / gpu.processors)
+        rounds = ceil_div(tiles, gpu.sm_count)
+        return packing + START_CYCLES + self._cycles(rounds, tiles / gpu.sm_count)
 
     @lazy
     def image_cycles(self) -> float:

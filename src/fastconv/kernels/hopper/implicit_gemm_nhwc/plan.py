@@ -39,7 +39,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
     layer, batch = tile.layer, tile.layer.problem.batch
     rows, columns = layer.positions
     tiles = tile.tiles(batch)
-    blocks = min(tiles, gpu.processors * tile.blocks)
+    blocks = min(tiles, gpu.sm_count * tile.blocks)
     # A block's tile numbers, with the one beyond its last tile, have to fit 32 bits.
     if max(tiles + blocks, batch * rows * columns + tile.rows) >= 2**31:
         raise Declined(f"{batch} images of {rows} by {columns} positions, 2^31 and more")
@@ -78,7 +78,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         why,
         choice=tile.name,
         packs=int(layer.packs),
-        cycles=tile.cycles(gpu.processors),
+        cycles=tile.cycles(gpu.sm_count),
     )
 
 

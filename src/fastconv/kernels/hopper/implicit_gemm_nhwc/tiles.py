@@ -208,7 +208,7 @@ def _pixel_cycles(channels: int) -> float:
 
 def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
     """All tiles that fit, the fastest by estimate first."""
-    return sorted(_tiles(layer, gpu), key=lambda tile: tile.cycles(gpu.processors))
+    return sorted(_tiles(layer, gpu), key=lambda tile: tile.cycles(gpu.sm_count))
 
 
 def image_cycles(layer: Layer, gpu: Gpu) -> float:

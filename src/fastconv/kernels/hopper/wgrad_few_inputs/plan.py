@@ -121,7 +121,7 @@ class Layer:
     def workers(self, gpu: Gpu) -> int:
         """Blocks that share the pixels: all that run at once."""
         most = WORKSPACE_BYTES // (self.block_bytes * self.output_blocks)
-        room = gpu.processors * (2 // self.warpgroups) // self.output_blocks
+        room = gpu.sm_count * (2 // self.warpgroups) // self.output_blocks
         return max(min(most, room), 1)
 
     def band_rows(self, gpu: Gpu) -> int:
@@ -149,7 +149,7 @@ class Layer:
         walks = self.problem.batch * self.row_step * self.strips
         rows = self.band_rows(gpu)
         rounds = ceil_div(walks * ceil_div(self.walk_rows, rows), self.workers(gpu))
-        blocks = ceil_div(self.workers(gpu) * self.output_blocks, gpu.processors)
+        blocks = ceil_div(self.workers(gpu) * self.output_blocks, gpu.sm_count)
         return rounds * blocks * (rows * self.step_cycles + ITEM_CYCLES)
 
 

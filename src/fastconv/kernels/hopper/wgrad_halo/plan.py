@@ -75,7 +75,7 @@ FEW = "so few channels or pixels that most of the MMAs would be padding"
 
 def portable_cycles(problem: Problem, gpu: Gpu) -> float:
     """Estimated cycles of the portable kernels."""
-    return limits.portable_loss(problem) * problem.flops / 2 / (FFMA_PER_CYCLE * gpu.processors)
+    return limits.portable_loss(problem) * problem.flops / 2 / (FFMA_PER_CYCLE * gpu.sm_count)
 
 
 def plan(tile: Tile, gpu: Gpu) -> Plan:

@@ -345,7 +345,7 @@ class Tile:
     def cycles(self, gpu: Gpu) -> float:
         """Estimated cycles of the whole gradient."""
         workers = self.workers(gpu)
-        waves = ceil_div(self.count * workers, gpu.processors)
+        waves = ceil_div(self.count * workers, gpu.sm_count)
         rows = self.image_groups * self.layer.row_step * self.steps / workers
         # At the start of a walk, rows that its steps share are loaded at once.
         rows_again = (self.kernel_rows - self.new_rows) / self.new_rows
@@ -402,9 +402,9 @@ class Tile:
         row = ceil_div(layer.row_columns, MOST_STRIP_COLUMNS) * STEP_CYCLES + limits.together(
             multiply, input_, grad
         )
-        begun = self.launch_cycles + max(self.count / gpu.processors, 1.0) * BLOCK_CYCLES
+        begun = self.launch_cycles + max(self.count / gpu.sm_count, 1.0) * BLOCK_CYCLES
         share = FP16_SHARE if layer.halves else 1.0
-        return begun + share * self.count * rows * row / gpu.processors
+        return begun + share * self.count * rows * row / gpu.sm_count
 
     @property
     def least_grad_cycles(self) -> float:
@@ -419,16 +419,16 @@ class Tile:
 
     def workers(self, gpu: Gpu) -> int:
         """Blocks that share the pixels: as many as leave few SMs idle at the end."""
-        count, processors = self.count, gpu.processors
+        count, sm_count = self.count, gpu.sm_count
         steps = self.all_steps
         most = max(min(self.most_blocks // min(count, self.most_blocks), steps), 1)
 
         def cost(workers: int) -> float:
-            waves = ceil_div(count * workers, processors)
+            waves = ceil_div(count * workers, sm_count)
             return waves * (steps / workers + self.kernel_rows)
 
         # The candidates fill one, two or three waves.
-        best = min({min(max(n * processors // count, 1), most) for n in (1, 2, 3)}, key=cost)
+        best = min({min(max(n * sm_count // count, 1), most) for n in (1, 2, 3)}, key=cost)
         return best // self.walks * self.walks if self.in_step else best
 
 

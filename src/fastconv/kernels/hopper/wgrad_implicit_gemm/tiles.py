@@ -251,14 +251,14 @@ class Tile:
 
     def cycles(self, gpu: Gpu) -> float:
         """Estimated cycles of the layer."""
-        blocks = ceil_div(self.grid, gpu.processors)
+        blocks = ceil_div(self.grid, gpu.sm_count)
         steps = ceil_div(self.count * self.steps, self.grid)
         waited = LATENCY / (self.stages - 1)
         if self.layer.gathered:
             waited = self._gather_cycles + GATHER_LATENCY / self.teams / min(self.blocks, blocks)
         computed = max(self._step_cycles * MMA_SHARE, waited)
         computed *= PARTS_LOSS if self.layer.parts > 1 else 1.0
-        loaded = max(blocks * steps * self._cache_cycles, self._memory_cycles / gpu.processors)
+        loaded = max(blocks * steps * self._cache_cycles, self._memory_cycles / gpu.sm_count)
         loss = GATHER_OVERLAP_LOSS if self.layer.gathered else OVERLAP_LOSS
         multiplied = limits.together(blocks * steps * computed, loaded, loss=loss)
         return multiplied + self._end_cycles(blocks, steps, gpu) + self._bias_cycles(gpu)
@@ -272,7 +272,7 @@ class Tile:
         bytes_ = layer.problem.batch * channels * height * width * layer.operands.scalar_bytes
         # The block of a channel of a channels-last tensor reads 32 bytes for each element.
         again = min(channels, 32 // layer.operands.scalar_bytes) if channels_last else 1
-        return REDUCE_CYCLES + again * bytes_ / MEMORY_BYTES / gpu.processors
+        return REDUCE_CYCLES + again * bytes_ / MEMORY_BYTES / gpu.sm_count
 
     def _end_cycles(self, blocks: int, steps: int, gpu: Gpu) -> float:
         """Cycles of an SM's blocks to store or reduce their accumulators."""
@@ -283,7 +283,7 @@ class Tile:
         flushed = blocks * (runs * RUN_CYCLES + flushes * self.run_bytes / FLUSH_BYTES)
         if self.is_whole:
             return flushed
-        reduced = self.grid * runs * self.run_bytes / gpu.processors / REDUCED_BYTES
+        reduced = self.grid * runs * self.run_bytes / gpu.sm_count / REDUCED_BYTES
         return flushed + reduced + REDUCE_CYCLES
 
     @property
@@ -351,7 +351,7 @@ def _is_idle(tile: Tile) -> bool:
 
 def _grids(tile: Tile, gpu: Gpu) -> list[int]:
     """Sizes of the grid: all blocks that fit, or as many as leave none with steps of two tiles."""
-    room = gpu.processors * tile.blocks
+    room = gpu.sm_count * tile.blocks
     all_steps = tile.count * tile.steps
     even = room // tile.count * tile.count
     return sorted({min(room, all_steps), *([min(even, all_steps)] if even else [])})
@@ -361,7 +361,7 @@ def _clustered(tile: Tile, gpu: Gpu) -> list[Tile]:
     """The tile in clusters, if all of them run at once and fill the SMs."""
     found = []
     for cluster, share in CLUSTERS.items():
-        per_processor = tile.count * cluster / gpu.processors
-        if tile.blocks - 1 < per_processor <= share * tile.blocks:
+        per_sm = tile.count * cluster / gpu.sm_count
+        if tile.blocks - 1 < per_sm <= share * tile.blocks:
             found.append(tile.in_clusters(cluster))
     return [one for one in found if one is not None]
