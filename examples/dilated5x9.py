@@ -2057,10 +2057,11 @@ constexpr bool kStagedPairs =
 __device__ __forceinline__ void stage_residues(const float (&acc)[kAccumulators],
                                                const Finish (&finish)[2],
                                                const ResidueRow (&rows)[2],
-                                               Scalar* const (&staged)[2], int pass, int lane) {
+                                               Scalar* const (&staged)[2], int store_pass,
+                                               int lane) {
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; ++i) {
-    const int j = pass * (C::pass_pixels / 8) + i;
+    const int j = store_pass * (C::pass_pixels / 8) + i;
     if (8 * j >= C::pixels) break;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
@@ -2082,10 +2083,11 @@ __device__ __forceinline__ void stage_residues(const float (&acc)[kAccumulators]
 // Stores one pass's part of a line, for the tile's line-th row of positions: with a bulk copy of
 // one lane, or with all lanes of a warp.
 __device__ __forceinline__ void store_line(const Scalar* staging, const Target& target, int index,
-                                           int line, int pass, int lane) {
+                                           int line, int store_pass, int lane) {
   const Line to(target, index, line);
   if (!to.exists) return;
-  const int at = target.column + pass * kStoredPass - line * kStoredPitch;  // first of this pass
+  const int at =
+      target.column + store_pass * kStoredPass - line * kStoredPitch;  // first of this pass
   const int begin = max(max(target.column, kLineBegin), at);
   const int end =
       min(min(target.column + kStoredColumns, kLineBegin + kLineElements), at + kStoredPass);
@@ -2106,17 +2108,17 @@ __device__ __forceinline__ void store_residues(const float (&acc)[kAccumulators]
   const ResidueRow rows[2] = {ResidueRow(target, first), ResidueRow(target, first + 8)};
   Scalar* const staged[2] = {rows[0].staged(staging, target), rows[1].staged(staging, target)};
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
+  for (int store_pass = 0; store_pass < kPasses; ++store_pass) {
     if constexpr (C::bulk_stores) bulk_store_wait_read<0>();
     storing_sync(warpgroup);
-    stage_residues(acc, finish, rows, staged, pass, lane);
+    stage_residues(acc, finish, rows, staged, store_pass, lane);
     if constexpr (C::bulk_stores) fence_async_shared();
     storing_sync(warpgroup);
     const int line = C::bulk_stores ? 4 * lane + warp : warp;
     const int step = C::bulk_stores ? 128 : 4;
 #pragma unroll 1
     for (int i = line; i < kLinesOfTile; i += step) {
-      store_line(staging, target, i % kStagedLines, i / kStagedLines, pass, lane);
+      store_line(staging, target, i % kStagedLines, i / kStagedLines, store_pass, lane);
     }
     if constexpr (C::bulk_stores) bulk_store_commit();
   }
@@ -2794,16 +2796,16 @@ struct RowResidual<false> {
 // memory.
 template <bool kWrapped>
 __device__ __forceinline__ void stage_rows(const float (&acc)[kAccumulators], Scalar* row,
-                                           int row_end, int pass, int half, const Finish& finish,
-                                           const Target& to, const Epilogue<C>& epilogue,
-                                           int first_row, int lane) {
+                                           int row_end, int store_pass, int half,
+                                           const Finish& finish, const Target& to,
+                                           const Epilogue<C>& epilogue, int first_row, int lane) {
   // Recomputes the residuals' addresses for each use: kept, they would take registers that the
   // accumulators need.
   const int fresh_lane = kAddsResidual ? once_more(lane) : lane;
   const int past = lane % 4 * 2 - row_end;
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; ++i) {
-    const int j = pass * (C::pass_pixels / 8) + i;
+    const int j = store_pass * (C::pass_pixels / 8) + i;
     if (8 * j < C::pixels) {
       Scalar* const target = row + C::interleave * (8 * i + lane % 4 * 2);
       const RowResidual<kAddsResidual> added(to, epilogue, first_row, 8 * j, fresh_lane);
@@ -2858,9 +2860,10 @@ struct Window {
   int begin, end;  // stored columns
   int beyond;      // elements from a multiple of 16 bytes, or of `lead`, to the row's start
 
-  __device__ __forceinline__ Window(Scalar* row, const Target& target, int y, int line, int pass)
+  __device__ __forceinline__ Window(Scalar* row, const Target& target, int y, int line,
+                                    int store_pass)
       : row(row) {
-    at = target.column - C::lead + pass * kStoredPass - line * kStoredPitch;
+    at = target.column - C::lead + store_pass * kStoredPass - line * kStoredPitch;
     beyond = kRowsAligned ? 0 : misalignment(row, C::lead > 0 ? C::lead : kVector);
     begin = target.column - (C::lead > 0 ? beyond : 0);
     int first = C::lead > 0 ? 0 : begin;
@@ -2879,13 +2882,13 @@ constexpr int kStoringLanes = kUnfolds ? 32 : 8;  // lanes of a warp that issue 
 // Stores staged rows of 8 channels, each by one lane: the lanes' bulk copies start one after the
 // other, but their addresses are computed in parallel.
 __device__ __forceinline__ void store_staged(const Scalar* staging, const Target& target, int first,
-                                             int pass, int lane) {
+                                             int store_pass, int lane) {
   if (lane >= kStoringLanes) return;
 #pragma unroll
   for (int line = 0; line < C::tile_rows; ++line) {
     const int y = target.image_row(first, line, C::row_at);
     if (!target.exists(first + lane, line) || (!kRowsInside && y >= C::image_height)) continue;
-    const Window window(target.row_start(first + lane, y), target, y, line, pass);
+    const Window window(target.row_start(first + lane, y), target, y, line, store_pass);
     store_columns(window.row, staging + lane * kRowPitch - window.at + window.beyond % kVector,
                   window.begin, window.end);
   }
@@ -2893,7 +2896,8 @@ __device__ __forceinline__ void store_staged(const Scalar* staging, const Target
 }
 
 // Clears the neighbouring rows that belong to residues which no tap reaches.
-__device__ __forceinline__ void clear_beside(const Target& target, int first, int pass, int lane) {
+__device__ __forceinline__ void clear_beside(const Target& target, int first, int store_pass,
+                                             int lane) {
   constexpr int kCleared = kRowsAligned ? kVector : 1;
   constexpr int kRowsAtOnce = kFewRows ? kPixelRows : 1;
 #pragma unroll
@@ -2904,7 +2908,7 @@ __device__ __forceinline__ void clear_beside(const Target& target, int first, in
       if (!kFewRows && y >= C::image_height) break;
       if (image_row == C::row_at || (!kRowsInside && y >= C::image_height)) continue;
       for (int i = 0; i < 8 && target.exists(first + i, line); ++i) {
-        const Window window(target.row_start(first + i, y), target, y, line, pass);
+        const Window window(target.row_start(first + i, y), target, y, line, store_pass);
         for (int x = window.begin + kCleared * lane; x < window.end; x += kCleared * 32) {
           *reinterpret_cast<Vector<Scalar, kCleared>*>(window.row + x) = {};
         }
@@ -2929,26 +2933,26 @@ __device__ __forceinline__ void store_rows(const float (&acc)[kAccumulators],
         C::bulk_stores ? misalignment(row + static_cast<long long>(lane / 4) * kOutPlane, kVector)
                        : 0;
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
+    for (int store_pass = 0; store_pass < kPasses; ++store_pass) {
       if constexpr (C::bulk_stores) {
         if (lane < kStoringLanes) bulk_store_wait_read<C::buffers - 1>();
       }
       __syncwarp();
-      Scalar* const buffer = staging + (half * kPasses + pass) % C::buffers * (8 * kRowPitch);
+      Scalar* const buffer = staging + (half * kPasses + store_pass) % C::buffers * (8 * kRowPitch);
       Scalar* const rows = buffer + lane / 4 * kRowPitch + shift;
       const int row_end = C::out_width - target.column + C::lead;  // in pixels
       if (C::wraps && row_end < C::pixels) {
-        stage_rows<C::wraps>(acc, rows, row_end, pass, half, finish[half], target, epilogue, first,
-                             lane);
+        stage_rows<C::wraps>(acc, rows, row_end, store_pass, half, finish[half], target, epilogue,
+                             first, lane);
       } else {
-        stage_rows<false>(acc, rows, row_end, pass, half, finish[half], target, epilogue, first,
-                          lane);
+        stage_rows<false>(acc, rows, row_end, store_pass, half, finish[half], target, epilogue,
+                          first, lane);
       }
       if constexpr (C::bulk_stores) {
         fence_async_shared();
         __syncwarp();
-        store_staged(buffer, target, first, pass, lane);
-        clear_beside(target, first, pass, lane);
+        store_staged(buffer, target, first, store_pass, lane);
+        clear_beside(target, first, store_pass, lane);
       } else {
         __syncwarp();
 #pragma unroll 1
@@ -2956,8 +2960,8 @@ __device__ __forceinline__ void store_rows(const float (&acc)[kAccumulators],
 #pragma unroll
           for (int i = 0; i < ceil_div(kStoredPass, 32); ++i) {
             const int staged = 32 * i + lane;
-            const int line = (pass * kStoredPass + staged) / kStoredPitch;
-            const int at = (pass * kStoredPass + staged) % kStoredPitch;
+            const int line = (store_pass * kStoredPass + staged) / kStoredPitch;
+            const int at = (store_pass * kStoredPass + staged) % kStoredPitch;
             if (staged < kStoredPass && line < C::tile_rows && at < kStoredColumns &&
                 target.column + at < kStoredWidth && target.exists(first + channel, line)) {
               target.store(first + channel, line, target.column + at,
@@ -2974,11 +2978,11 @@ __device__ __forceinline__ void store_rows(const float (&acc)[kAccumulators],
 // their residuals.
 template <class T>
 __device__ __forceinline__ void stage_pixels(const float (&acc)[kAccumulators], T* staging,
-                                             int pass, const Finish (&finish)[2], int warp,
+                                             int store_pass, const Finish (&finish)[2], int warp,
                                              int lane) {
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; i += 2) {
-    const int j = pass * (C::pass_pixels / 8) + i;
+    const int j = store_pass * (C::pass_pixels / 8) + i;
     if constexpr (sizeof(T) == 2) {
       // stmatrix of 2 x 8 pixels by 2 x 8 channels.
       const int pixel = 8 * (i + lane / 16) + lane % 8;
@@ -3045,8 +3049,8 @@ __device__ __forceinline__ void store_pixels(const float (&acc)[kAccumulators],
   owner.outputs += other * kOutputs;
   const int columns = min(C::tile_columns, C::out_width - target.column);
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const int count = min(C::pass_pixels, C::pixels - pass * C::pass_pixels);
+  for (int store_pass = 0; store_pass < kPasses; ++store_pass) {
+    const int count = min(C::pass_pixels, C::pixels - store_pass * C::pass_pixels);
     storing_sync(warpgroup);
     if constexpr (kAddsResidual) {
 #pragma unroll 1
@@ -3054,7 +3058,7 @@ __device__ __forceinline__ void store_pixels(const float (&acc)[kAccumulators],
         Vector<Scalar, kStored> values[kAtOnce];
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
-          const int pixel = pass * C::pass_pixels + first + k * kStep;
+          const int pixel = store_pass * C::pass_pixels + first + k * kStep;
           const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
           const int at = pixel - line * C::pitch;
           values[k] =
@@ -3072,7 +3076,7 @@ __device__ __forceinline__ void store_pixels(const float (&acc)[kAccumulators],
       }
       storing_sync(warpgroup);
     }
-    stage_pixels(acc, staging, pass, finish, warp, lane);
+    stage_pixels(acc, staging, store_pass, finish, warp, lane);
     storing_sync(warpgroup);
 #pragma unroll 1
     for (int first = thread / kStores; first < count; first += kAtOnce * kStep) {
@@ -3084,7 +3088,7 @@ __device__ __forceinline__ void store_pixels(const float (&acc)[kAccumulators],
       }
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        const int pixel = pass * C::pass_pixels + first + k * kStep;
+        const int pixel = store_pass * C::pass_pixels + first + k * kStep;
         const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
         const int at = pixel - line * C::pitch;
         owner.store(mma_row, line, target.column + at, values[k],
@@ -10037,9 +10041,9 @@ def power_of_two_for(count: int, most: int) -> int:
 
 
 def portable_plan(which: str, geometry: Geometry, operands: Operands, sms: int) -> Plan:
-    """The plan of the portable kernels for one pass, on a GPU with so many SMs.
+    """The plan of the portable kernels for one operation, on a GPU with so many SMs.
 
-    ``which`` names the pass, and with it the launches' tensors: "forward" has ``input``,
+    ``which`` names the operation, and with it the launches' tensors: "forward" has ``input``,
     ``weight``, ``bias`` and ``output``. "input_grad" has the same; its ``input`` is the output's
     gradient, and its ``output`` the input's. "weight_grad" has ``grad_output``, ``input`` and
     ``output``, "bias_grad" ``grad_output`` and ``output``.
@@ -11317,7 +11321,7 @@ def shared_bytes(device: int) -> int:
 
 
 def run(built: BuiltPlans, which: str, tensors: dict[str, Tensor]) -> None:
-    """Launches a pass on the current stream of the tensors' device, without waiting for it."""
+    """Launches an operation on the current stream of the tensors' device, without waiting for it."""
     plan, device = built.plans[which], tensors["output"].device
     scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}

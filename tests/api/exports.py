@@ -12,6 +12,9 @@ from unittest import mock
 import fastconv
 from fastconv.kernels import tuned
 
+SMALL = "2x8x12x40 16x8x3x5 padding=1,2"
+NARROW = "2x6x12x20 12x1x5x3 padding=2,1 groups=6"
+
 
 @cache
 def exported(name: str) -> Path:

@@ -130,7 +130,7 @@ def test_pytorchs_layer_has_one_name_by_which_none_is_made() -> None:
     sources = {path.stem: path.read_text("utf-8") for path in _sources()}
     assert [name for name, text in sources.items() if "__base__" in text] == ["modules"]
     users = {name for name, text in sources.items() if re.search(r"\bPYTORCHS\b", text)}
-    assert users == {"modules", "calls", "fusion", "optimization"}
+    assert users == {"modules", "calls", "inspection", "optimization", "proposal", "tracing"}
     assert not any(re.search(r"\bPYTORCHS[(.]", text) for text in sources.values())
 
 

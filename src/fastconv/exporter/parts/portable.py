@@ -203,9 +203,9 @@ def power_of_two_for(count: int, most: int) -> int:
 
 
 def portable_plan(which: str, geometry: Geometry, operands: Operands, sms: int) -> Plan:
-    """The plan of the portable kernels for one pass, on a GPU with so many SMs.
+    """The plan of the portable kernels for one operation, on a GPU with so many SMs.
 
-    ``which`` names the pass, and with it the launches' tensors: "forward" has ``input``,
+    ``which`` names the operation, and with it the launches' tensors: "forward" has ``input``,
     ``weight``, ``bias`` and ``output``. "input_grad" has the same; its ``input`` is the output's
     gradient, and its ``output`` the input's. "weight_grad" has ``grad_output``, ``input`` and
     ``output``, "bias_grad" ``grad_output`` and ``output``.

@@ -98,16 +98,16 @@ struct RowResidual<false> {
 // memory.
 template <bool kWrapped>
 __device__ __forceinline__ void stage_rows(const float (&acc)[kAccumulators], Scalar* row,
-                                           int row_end, int pass, int half, const Finish& finish,
-                                           const Target& to, const Epilogue<C>& epilogue,
-                                           int first_row, int lane) {
+                                           int row_end, int store_pass, int half,
+                                           const Finish& finish, const Target& to,
+                                           const Epilogue<C>& epilogue, int first_row, int lane) {
   // Recomputes the residuals' addresses for each use: kept, they would take registers that the
   // accumulators need.
   const int fresh_lane = kAddsResidual ? once_more(lane) : lane;
   const int past = lane % 4 * 2 - row_end;
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; ++i) {
-    const int j = pass * (C::pass_pixels / 8) + i;
+    const int j = store_pass * (C::pass_pixels / 8) + i;
     if (8 * j < C::pixels) {
       Scalar* const target = row + C::interleave * (8 * i + lane % 4 * 2);
       const RowResidual<kAddsResidual> added(to, epilogue, first_row, 8 * j, fresh_lane);
@@ -162,9 +162,10 @@ struct Window {
   int begin, end;  // stored columns
   int beyond;      // elements from a multiple of 16 bytes, or of `lead`, to the row's start
 
-  __device__ __forceinline__ Window(Scalar* row, const Target& target, int y, int line, int pass)
+  __device__ __forceinline__ Window(Scalar* row, const Target& target, int y, int line,
+                                    int store_pass)
       : row(row) {
-    at = target.column - C::lead + pass * kStoredPass - line * kStoredPitch;
+    at = target.column - C::lead + store_pass * kStoredPass - line * kStoredPitch;
     beyond = kRowsAligned ? 0 : misalignment(row, C::lead > 0 ? C::lead : kVector);
     begin = target.column - (C::lead > 0 ? beyond : 0);
     int first = C::lead > 0 ? 0 : begin;
@@ -183,13 +184,13 @@ constexpr int kStoringLanes = kUnfolds ? 32 : 8;  // lanes of a warp that issue 
 // Stores staged rows of 8 channels, each by one lane: the lanes' bulk copies start one after the
 // other, but their addresses are computed in parallel.
 __device__ __forceinline__ void store_staged(const Scalar* staging, const Target& target, int first,
-                                             int pass, int lane) {
+                                             int store_pass, int lane) {
   if (lane >= kStoringLanes) return;
 #pragma unroll
   for (int line = 0; line < C::tile_rows; ++line) {
     const int y = target.image_row(first, line, C::row_at);
     if (!target.exists(first + lane, line) || (!kRowsInside && y >= C::image_height)) continue;
-    const Window window(target.row_start(first + lane, y), target, y, line, pass);
+    const Window window(target.row_start(first + lane, y), target, y, line, store_pass);
     store_columns(window.row, staging + lane * kRowPitch - window.at + window.beyond % kVector,
                   window.begin, window.end);
   }
@@ -197,7 +198,8 @@ __device__ __forceinline__ void store_staged(const Scalar* staging, const Target
 }
 
 // Clears the neighbouring rows that belong to residues which no tap reaches.
-__device__ __forceinline__ void clear_beside(const Target& target, int first, int pass, int lane) {
+__device__ __forceinline__ void clear_beside(const Target& target, int first, int store_pass,
+                                             int lane) {
   constexpr int kCleared = kRowsAligned ? kVector : 1;
   constexpr int kRowsAtOnce = kFewRows ? kPixelRows : 1;
 #pragma unroll
@@ -208,7 +210,7 @@ __device__ __forceinline__ void clear_beside(const Target& target, int first, in
       if (!kFewRows && y >= C::image_height) break;
       if (image_row == C::row_at || (!kRowsInside && y >= C::image_height)) continue;
       for (int i = 0; i < 8 && target.exists(first + i, line); ++i) {
-        const Window window(target.row_start(first + i, y), target, y, line, pass);
+        const Window window(target.row_start(first + i, y), target, y, line, store_pass);
         for (int x = window.begin + kCleared * lane; x < window.end; x += kCleared * 32) {
           *reinterpret_cast<Vector<Scalar, kCleared>*>(window.row + x) = {};
         }
@@ -233,26 +235,26 @@ __device__ __forceinline__ void store_rows(const float (&acc)[kAccumulators],
         C::bulk_stores ? misalignment(row + static_cast<long long>(lane / 4) * kOutPlane, kVector)
                        : 0;
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
+    for (int store_pass = 0; store_pass < kPasses; ++store_pass) {
       if constexpr (C::bulk_stores) {
         if (lane < kStoringLanes) bulk_store_wait_read<C::buffers - 1>();
       }
       __syncwarp();
-      Scalar* const buffer = staging + (half * kPasses + pass) % C::buffers * (8 * kRowPitch);
+      Scalar* const buffer = staging + (half * kPasses + store_pass) % C::buffers * (8 * kRowPitch);
       Scalar* const rows = buffer + lane / 4 * kRowPitch + shift;
       const int row_end = C::out_width - target.column + C::lead;  // in pixels
       if (C::wraps && row_end < C::pixels) {
-        stage_rows<C::wraps>(acc, rows, row_end, pass, half, finish[half], target, epilogue, first,
-                             lane);
+        stage_rows<C::wraps>(acc, rows, row_end, store_pass, half, finish[half], target, epilogue,
+                             first, lane);
       } else {
-        stage_rows<false>(acc, rows, row_end, pass, half, finish[half], target, epilogue, first,
-                          lane);
+        stage_rows<false>(acc, rows, row_end, store_pass, half, finish[half], target, epilogue,
+                          first, lane);
       }
       if constexpr (C::bulk_stores) {
         fence_async_shared();
         __syncwarp();
-        store_staged(buffer, target, first, pass, lane);
-        clear_beside(target, first, pass, lane);
+        store_staged(buffer, target, first, store_pass, lane);
+        clear_beside(target, first, store_pass, lane);
       } else {
         __syncwarp();
 #pragma unroll 1
@@ -260,8 +262,8 @@ __device__ __forceinline__ void store_rows(const float (&acc)[kAccumulators],
 #pragma unroll
           for (int i = 0; i < ceil_div(kStoredPass, 32); ++i) {
             const int staged = 32 * i + lane;
-            const int line = (pass * kStoredPass + staged) / kStoredPitch;
-            const int at = (pass * kStoredPass + staged) % kStoredPitch;
+            const int line = (store_pass * kStoredPass + staged) / kStoredPitch;
+            const int at = (store_pass * kStoredPass + staged) % kStoredPitch;
             if (staged < kStoredPass && line < C::tile_rows && at < kStoredColumns &&
                 target.column + at < kStoredWidth && target.exists(first + channel, line)) {
               target.store(first + channel, line, target.column + at,
@@ -278,11 +280,11 @@ __device__ __forceinline__ void store_rows(const float (&acc)[kAccumulators],
 // their residuals.
 template <class T>
 __device__ __forceinline__ void stage_pixels(const float (&acc)[kAccumulators], T* staging,
-                                             int pass, const Finish (&finish)[2], int warp,
+                                             int store_pass, const Finish (&finish)[2], int warp,
                                              int lane) {
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; i += 2) {
-    const int j = pass * (C::pass_pixels / 8) + i;
+    const int j = store_pass * (C::pass_pixels / 8) + i;
     if constexpr (sizeof(T) == 2) {
       // stmatrix of 2 x 8 pixels by 2 x 8 channels.
       const int pixel = 8 * (i + lane / 16) + lane % 8;
@@ -349,8 +351,8 @@ __device__ __forceinline__ void store_pixels(const float (&acc)[kAccumulators],
   owner.outputs += other * kOutputs;
   const int columns = min(C::tile_columns, C::out_width - target.column);
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const int count = min(C::pass_pixels, C::pixels - pass * C::pass_pixels);
+  for (int store_pass = 0; store_pass < kPasses; ++store_pass) {
+    const int count = min(C::pass_pixels, C::pixels - store_pass * C::pass_pixels);
     storing_sync(warpgroup);
     if constexpr (kAddsResidual) {
 #pragma unroll 1
@@ -358,7 +360,7 @@ __device__ __forceinline__ void store_pixels(const float (&acc)[kAccumulators],
         Vector<Scalar, kStored> values[kAtOnce];
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
-          const int pixel = pass * C::pass_pixels + first + k * kStep;
+          const int pixel = store_pass * C::pass_pixels + first + k * kStep;
           const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
           const int at = pixel - line * C::pitch;
           values[k] =
@@ -376,7 +378,7 @@ __device__ __forceinline__ void store_pixels(const float (&acc)[kAccumulators],
       }
       storing_sync(warpgroup);
     }
-    stage_pixels(acc, staging, pass, finish, warp, lane);
+    stage_pixels(acc, staging, store_pass, finish, warp, lane);
     storing_sync(warpgroup);
 #pragma unroll 1
     for (int first = thread / kStores; first < count; first += kAtOnce * kStep) {
@@ -388,7 +390,7 @@ __device__ __forceinline__ void store_pixels(const float (&acc)[kAccumulators],
       }
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        const int pixel = pass * C::pass_pixels + first + k * kStep;
+        const int pixel = store_pass * C::pass_pixels + first + k * kStep;
         const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
         const int at = pixel - line * C::pitch;
         owner.store(mma_row, line, target.column + at, values[k],

@@ -89,10 +89,11 @@ constexpr bool kStagedPairs =
 __device__ __forceinline__ void stage_residues(const float (&acc)[kAccumulators],
                                                const Finish (&finish)[2],
                                                const ResidueRow (&rows)[2],
-                                               Scalar* const (&staged)[2], int pass, int lane) {
+                                               Scalar* const (&staged)[2], int store_pass,
+                                               int lane) {
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; ++i) {
-    const int j = pass * (C::pass_pixels / 8) + i;
+    const int j = store_pass * (C::pass_pixels / 8) + i;
     if (8 * j >= C::pixels) break;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
@@ -114,10 +115,11 @@ __device__ __forceinline__ void stage_residues(const float (&acc)[kAccumulators]
 // Stores one pass's part of a line, for the tile's line-th row of positions: with a bulk copy of
 // one lane, or with all lanes of a warp.
 __device__ __forceinline__ void store_line(const Scalar* staging, const Target& target, int index,
-                                           int line, int pass, int lane) {
+                                           int line, int store_pass, int lane) {
   const Line to(target, index, line);
   if (!to.exists) return;
-  const int at = target.column + pass * kStoredPass - line * kStoredPitch;  // first of this pass
+  const int at =
+      target.column + store_pass * kStoredPass - line * kStoredPitch;  // first of this pass
   const int begin = max(max(target.column, kLineBegin), at);
   const int end =
       min(min(target.column + kStoredColumns, kLineBegin + kLineElements), at + kStoredPass);
@@ -138,17 +140,17 @@ __device__ __forceinline__ void store_residues(const float (&acc)[kAccumulators]
   const ResidueRow rows[2] = {ResidueRow(target, first), ResidueRow(target, first + 8)};
   Scalar* const staged[2] = {rows[0].staged(staging, target), rows[1].staged(staging, target)};
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
+  for (int store_pass = 0; store_pass < kPasses; ++store_pass) {
     if constexpr (C::bulk_stores) bulk_store_wait_read<0>();
     storing_sync(warpgroup);
-    stage_residues(acc, finish, rows, staged, pass, lane);
+    stage_residues(acc, finish, rows, staged, store_pass, lane);
     if constexpr (C::bulk_stores) fence_async_shared();
     storing_sync(warpgroup);
     const int line = C::bulk_stores ? 4 * lane + warp : warp;
     const int step = C::bulk_stores ? 128 : 4;
 #pragma unroll 1
     for (int i = line; i < kLinesOfTile; i += step) {
-      store_line(staging, target, i % kStagedLines, i / kStagedLines, pass, lane);
+      store_line(staging, target, i % kStagedLines, i / kStagedLines, store_pass, lane);
     }
     if constexpr (C::bulk_stores) bulk_store_commit();
   }
