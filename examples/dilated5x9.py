@@ -11321,7 +11321,7 @@ def shared_bytes(device: int) -> int:
 
 
 def run(built: BuiltPlans, which: str, tensors: dict[str, Tensor]) -> None:
-    """Launches an operation on the current stream of the tensors' device, without waiting for it."""
+    """Launches an operation on the current stream of the tensors' device, and does not wait."""
     plan, device = built.plans[which], tensors["output"].device
     scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
