@@ -27,6 +27,7 @@ from emulator.pass_cases import (
 )
 from fastconv.kernels.ampere.coverage import ANATOMIES
 from fastconv.kernels.ampere.wgrad_halo import plan as wgrad
+from fastconv.kernels.ampere.wgrad_halo import tiles
 from fastconv.kernels.family import GEOMETRY, Declined, Gpu, Kernel, Launch, Operands, Plan
 from fastconv.kernels.gpus import GPUS
 from fastconv.problem import Problem
@@ -173,7 +174,7 @@ def test_rounds() -> None:
     """The workspace is too small for the partial sums of all weights at once."""
     case = FORCED[6]
     once = case.plan
-    with mock.patch.object(wgrad, "WORKSPACE_BYTES", once.scratch_bytes // 4):
+    with mock.patch.object(tiles, "WORKSPACE_BYTES", once.scratch_bytes // 4):
         assert len(case.plan.launches) > len(once.launches)
         check(case)
 
