@@ -23,7 +23,7 @@ import exported_file
 import fastconv
 import nvrtc as other_nvrtc
 from exported_launches import compile_by_nvcc, launches
-from exports import SMALL, exported
+from exports import SMALL, exported, narrow, small
 from fastconv import jit
 from fastconv.exporter import plans
 from fastconv.exporter.file import PARTS
@@ -32,6 +32,8 @@ from fastconv.kernels import ampere, depthwise, family, gpus, hopper
 from fastconv.kernels.gpus import GPUS
 from fastconv.problem import Problem
 from fastconv.workloads import FOUNDING, Workload, parse_shape
+
+__all__ = ["narrow", "small"]  # fixtures of the tests below
 
 ROOT = Path(__file__).parents[2]
 NAMES = [workload.name for workload in FOUNDING]

@@ -13,11 +13,13 @@ import exported_file
 import tensor_maps
 from emulator.driver import COMPILER
 from exported_launches import compile_by_nvcc, launches
-from exports import exported
+from exports import exported, small
 from fastconv.exporter import plans
 from fastconv.exporter.file import PARTS
 from fastconv.exporter.parts import portable
 from fastconv.kernels import family, gpus
+
+__all__ = ["small"]  # fixtures of the tests below
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,10 @@ import fastconv
 from emulator import corpus
 from emulator.pass_cases import SCALARS
 from exported_launches import compare, emulate
+from exports import narrow, small
 from fastconv.exporter.parts import portable
+
+__all__ = ["narrow", "small"]  # fixtures of the tests below
 
 
 @pytest.mark.parametrize(
