@@ -347,7 +347,7 @@ def test_dry_run_lists_rows_and_configurations(capsys: pytest.CaptureFixture[str
     for workload in FOUNDING:
         assert f"{workload.name} step float32 ieee nchw: {workload.shape}" in shown
     for kernel in ("pack", "correlate", "weight_grad", "reduce"):
-        assert shown.count(f" {kernel}: grid") >= 3
+        assert shown.count(f" {kernel} of ") >= 3
     assert shown.count("fastconv bench --shape") == 3
     assert cli.main([*arguments, "--device", "cpu", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
