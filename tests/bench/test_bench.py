@@ -191,7 +191,7 @@ class Clock:
         return self.share * self.now
 
 
-@pytest.mark.parametrize(("share", "busy"), [(0.3, True), (0.97, False)])
+@pytest.mark.parametrize(("share", "busy"), [(0.3, True), (0.97, False), (2.6, False)])
 def test_a_busy_cpu_is_told_beside_the_figures(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -216,8 +216,7 @@ def test_a_busy_cpu_is_told_beside_the_figures(
 
 
 def test_the_share_of_processors_is_measured() -> None:
-    share = limits._processor_share()
-    assert 0 < share < 1.1
+    assert 0 <= limits._processor_share() <= 1
 
 
 def test_a_machine_that_changes_is_told(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib
 import json
 import re
 import struct
@@ -29,9 +28,10 @@ from typing import Any
 
 import torch
 
+from emulator import corpus
 from fastconv.jit import compile
 from fastconv.kernels import gpus, planner
-from fastconv.kernels.family import FOLDER, Kernel, Operands
+from fastconv.kernels.family import Kernel, Operands, Plan
 from fastconv.workloads import SUITES
 
 GPUS = ("sm_80", "sm_86", "sm_90a", "sm_100a")
@@ -48,7 +48,7 @@ CODE = (".text", ".nv.constant", ".rodata", ".nv.shared")
 TOKEN = re.compile(
     r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])\'|\d[\w.\']*|\w+|\s+|.', re.DOTALL
 )
-INCLUDE = re.compile(r'#include "([^"]+)"')
+INCLUDE = re.compile(r'#include "[^"]+"')
 
 
 def launches() -> Iterator[tuple[str, str, Kernel]]:
@@ -67,35 +67,15 @@ def launches() -> Iterator[tuple[str, str, Kernel]]:
                     plan = getattr(planner, name)(workload.problem, operands, gpu)
                     title = f"{suite} {workload.name} {name} {scalar} {precision} {last} {arch}"
                     yield from _launches(title, arch, plan)
-    corpus = _corpus()
     cases = {corpus.line_of(case): case for case in corpus.read_cases()}
     for line in Random(0).sample(sorted(cases), LINES):
         yield from _launches(line, cases[line].gpu.architecture, cases[line].plan)
 
 
-def _corpus() -> Any:
-    return importlib.import_module(CORPUS)
-
-
-CORPUS = "emulator.corpus"
-
-
-def _launches(title: str, arch: str, plan: Any) -> Iterator[tuple[str, str, Kernel]]:
+def _launches(title: str, arch: str, plan: Plan) -> Iterator[tuple[str, str, Kernel]]:
     for number, launch in enumerate(plan.launches):
         sizes = f"{launch.grid} {launch.block} {launch.shared_bytes}"
         yield f"{title} #{number} {sizes}", arch, launch.kernel
-
-
-def files(kernel: Kernel) -> Iterator[str]:
-    """The texts that the compiler reads: the constants, then every file that is included."""
-    texts, seen = [kernel.text], set()
-    while texts:
-        text = texts.pop()
-        for name in INCLUDE.findall(text):
-            if name not in seen and (FOLDER / name).is_file():
-                seen.add(name)
-                texts.append((FOLDER / name).read_text(encoding="utf-8"))
-        yield INCLUDE.sub("", text)
 
 
 @cache
@@ -139,19 +119,21 @@ def main() -> int:
     wanted = set(Random(1).sample(sorted(found), arguments.compile))
     if arguments.titles:
         wanted |= set(arguments.titles.read_text().splitlines())
-    files_: dict[str, tuple[str, ...]] = {}
+    files: dict[str, tuple[str, ...]] = {}
     streams = {}
     for title, (_, kernel) in found.items():
-        parts = [numbered(text) for text in files(kernel)]
-        files_ |= parts
-        streams[title] = sorted(part for part, _ in parts)
+        texts = (kernel.text, *compile.included(kernel.text).values())
+        parts = dict(numbered(INCLUDE.sub("", text)) for text in texts)
+        files |= parts
+        entry = [names.index(kernel.entry) for names in parts.values() if kernel.entry in names]
+        streams[title] = [*sorted(parts), *sorted(entry)]
     codes = {}
     for title in sorted(wanted):
         arch, kernel = found[title]
         codes[title] = code(compile.build(kernel, arch))
-    after = {"streams": streams, "files": files_, "codes": codes}
+    after = {"streams": streams, "files": files, "codes": codes}
     arguments.output.write_text(json.dumps(after))
-    print(f"{len(streams)} launches, {len(files_)} files, {len(codes)} compiled")
+    print(f"{len(streams)} launches, {len(files)} files, {len(codes)} compiled")
     return compared(json.loads(arguments.before.read_text()), after) if arguments.before else 0
 
 

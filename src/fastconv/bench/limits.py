@@ -25,9 +25,10 @@ from fastconv.timing import synchronize
 SAMPLES = 5  # A ceiling is the fastest of this many runs.
 MATRIX_SIDE = {"cuda": 8192, "cpu": 1024}
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}
-# Each thread hashes this many bytes to measure its share of processor time: this takes tens of
-# milliseconds, many times the time slice of a scheduler.
-HASHED_BYTES = 32 << 20
+# Each thread hashes data for this long to measure its share of processor time: many times the time
+# slice of a scheduler, and many ticks of systems that count a thread's time in steps of 10 ms.
+SHARE_SECONDS = 0.25
+HASHED_BYTES = 4 << 20  # A few milliseconds of work, during which the interpreter's lock is free.
 BUSY = 0.8  # If threads get less than this share of processor time, the machine is busy.
 CHANGED = 0.3  # If a ceiling changes by more than this share during a run, the machine is busy.
 MMA_FAMILY = "ampere"  # The family of kernels that use the mma.sync instruction.
@@ -189,19 +190,23 @@ def _copy_tb_s(device: torch.device) -> float:
 
 
 def _processor_share() -> float:
-    """The share of time that a thread has a processor, while as many threads run as PyTorch's."""
+    """The share of time that a thread has a processor, while as many threads run as PyTorch's.
+
+    It is at most 1: a system that counts threads' time in coarse steps may report more than passed.
+    """
     data, count = bytes(HASHED_BYTES), torch.get_num_threads()
     ready = threading.Barrier(count)
 
     def hash_data(_: int) -> tuple[float, float]:
         ready.wait()
         wall, used = time.perf_counter(), time.thread_time()
-        hashlib.sha256(data)  # Releases the interpreter's lock, so that all threads run at once.
+        while time.perf_counter() - wall < SHARE_SECONDS:
+            hashlib.sha256(data)  # Releases the interpreter's lock: all threads run at once.
         return time.perf_counter() - wall, time.thread_time() - used
 
     with ThreadPoolExecutor(count) as threads:
         walls, uses = zip(*threads.map(hash_data, range(count)), strict=True)
-    return sum(uses) / sum(walls)
+    return min(sum(uses) / sum(walls), 1.0)
 
 
 def _best(run: Callable[[], object], device: torch.device) -> float:
