@@ -22,13 +22,16 @@ from fastconv.ops import (
     flops,
     sharding,
 )
-from fastconv.ops.schema import forward, fused, input_grad, weight_grad
+from fastconv.ops.schema import OPERATORS, forward, fused, input_grad, weight_grad
 
 __all__ = ["forward", "fused", "input_grad", "weight_grad"]
 
 devices.register()
-native.register(entries.make_entry)
 autograd.register()
+native.register(
+    entries.make_entry,
+    {name: (*devices.kernels(name), autograd.kernels[name]) for name in OPERATORS},
+)
 autocast.register("cpu", "AutocastCPU")
 autocast.register("cuda", "AutocastCUDA")
 batching.register()

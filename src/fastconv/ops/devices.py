@@ -30,17 +30,26 @@ PLAIN = (Tensor, torch.nn.Parameter)
 """The classes of tensors that have no ``__torch_function__`` or ``__torch_dispatch__``."""
 
 
+_KERNELS = {
+    "forward": forward_kernels,
+    "input_grad": input_grad_kernels,
+    "weight_grad": weight_grad_kernels,
+    "fused": fused_kernels,
+}
+
+
 def register() -> None:
-    for name, kernels, on in (
-        ("forward", forward_kernels, _forward_on),
-        ("input_grad", input_grad_kernels, _input_grad_on),
-        ("weight_grad", weight_grad_kernels, _weight_grad_on),
-        ("fused", fused_kernels, _fused_on),
-    ):
+    makers = (_forward_on, _input_grad_on, _weight_grad_on, _fused_on)
+    for (name, found), on in zip(_KERNELS.items(), makers, strict=True):
         operator = OPERATORS[name]
         for device_type, backend in BACKENDS.items():
-            kernels[device_type] = on(backend, partial(operator.describe, operator.known))
-            library.impl(operator.call, kernels[device_type], device_type.upper())
+            found[device_type] = on(backend, partial(operator.describe, operator.known))
+            library.impl(operator.call, found[device_type], device_type.upper())
+
+
+def kernels(name: str) -> tuple[Callable[..., Any], ...]:
+    """Returns the functions that compute an operator on a CPU and on a GPU."""
+    return tuple(_KERNELS[name][device_type] for device_type in BACKENDS)
 
 
 def direct(
