@@ -20,6 +20,7 @@ from fastconv.ops import (
     devices,
     entries,
     flops,
+    inductor,
     sharding,
 )
 from fastconv.ops.schema import OPERATORS, forward, fused, input_grad, weight_grad
@@ -37,4 +38,5 @@ autocast.register("cuda", "AutocastCUDA")
 batching.register()
 decomposition.register()
 flops.register()
+inductor.register()
 sharding.register()

@@ -1,0 +1,224 @@
+"""What ``torch.compile``'s default backend, Inductor, does with the operators.
+
+Inductor calls the operators as they are. In graphs for GPUs, a pass of ours replaces ``forward``
+followed by an addition and an activation by ``fused``, which saves writing and reading the output
+once more. ``FASTCONV_FUSE_COMPILED=0`` switches the pass off.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fastconv.backends.epilogue import applied
+from fastconv.ops.late import when_imported
+from fastconv.ops.schema import OPERATORS, forward, fused
+from fastconv.problem import ACTIVATIONS, Epilogue
+
+VARIABLE = "FASTCONV_FUSE_COMPILED"
+DEVICES = ("cuda",)
+"""The types of devices that compute ``fused`` in one kernel."""
+
+_aten = torch.ops.aten
+_SLOPE = 0.123456789  # stands for any slope of leaky_relu in a traced graph
+
+
+def register() -> None:
+    when_imported("torch._inductor.lowering", _keep_operators)
+    when_imported("torch._inductor.fx_passes.post_grad", _add_pass)
+
+
+def _keep_operators() -> None:
+    """Declares that ``torch.compile`` calls the operators as they are.
+
+    It does so anyway. But if the environment variable ``CI`` is set, it takes an unused
+    decomposition for a mistake in PyTorch, and raises an error.
+    """
+    from torch._inductor import lowering
+
+    for operator in OPERATORS.values():
+        lowering.make_fallback(operator.call, warn=False)
+
+
+def _add_pass() -> None:
+    """Adds our pass to those that a user may have set."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class Fuse(CustomGraphPass):
+        """Applies the user's pass, if there is one, after ours."""
+
+        def __init__(self, others: Any) -> None:
+            self._others = others
+
+        def __call__(self, graph: Graph) -> None:
+            fuse(graph)
+            if self._others is not None:
+                self._others(graph)
+
+        def uuid(self) -> Any:
+            files = get_hash_for_files((str(Path(__file__)),))
+            others = None if self._others is None else self._others.uuid()
+            return (files, os.environ.get(VARIABLE), others)
+
+    theirs = config.post_grad_custom_pre_pass
+    if theirs is None or isinstance(theirs, CustomGraphPass):
+        config.post_grad_custom_pre_pass = Fuse(theirs)
+
+
+def fuse(graph: Graph) -> None:
+    """Replaces convolutions and what follows them by ``fused``, wherever a graph allows it."""
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{VARIABLE} should be 0 or 1, or not set, but got {value!r}")
+    if value == "0":
+        return
+    # From the last node to the first: an activation's last operation comes before its others.
+    for node in reversed(graph.nodes):
+        if node.users and (tail := _tail(node)) is not None:
+            _replace(graph, node, tail)
+    graph.eliminate_dead_code()
+
+
+class _Tail(NamedTuple):
+    """A convolution, and the epilogue whose result is a node of the graph."""
+
+    convolution: Node
+    residual: Node | None
+    activation: str
+    slope: float
+
+
+def _tail(node: Node) -> _Tail | None:
+    """Finds the longest tail of a convolution that ends with a node and is used nowhere else."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.device.type not in DEVICES:
+        return None
+    for activation, match in _activations(node, value.dtype):
+        for convolution, residual in _sums(match.argument):
+            tail = _Tail(convolution, residual, activation, match.slope)
+            inside = {match.argument, *match.nodes}
+            if (
+                convolution.target is forward
+                and _are_alike(convolution, node, strides=True)
+                and tail[1:3] != (None, "identity")
+                and all(inside.issuperset(one.users) for one in {convolution, *inside} - {node})
+            ):
+                return tail
+    return None
+
+
+def _sums(node: Node) -> Iterator[tuple[Node, Node | None]]:
+    """Yields the ways to see a node as an output of a convolution plus a residual, or none."""
+    if node.target is _aten.add.Tensor and not node.kwargs:
+        first, second = node.args
+        if isinstance(first, Node) and isinstance(second, Node) and _are_alike(first, second):
+            yield first, second
+            yield second, first
+    yield node, None
+
+
+def _are_alike(first: Node, second: Node, strides: bool = False) -> bool:
+    """Whether two nodes have the same shape, type and device, and the same strides if asked for."""
+    one, other = first.meta.get("val"), second.meta.get("val")
+    return (
+        isinstance(one, Tensor)
+        and isinstance(other, Tensor)
+        and (one.dtype, one.device) == (other.dtype, other.device)
+        and _expressions(one.shape) == _expressions(other.shape)
+        and (not strides or _expressions(one.stride()) == _expressions(other.stride()))
+    )
+
+
+def _expressions(sizes: Sequence[Any]) -> list[Any]:
+    """Returns symbolic sizes as expressions: comparing the sizes would add guards to the graph."""
+    return [size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes]
+
+
+def _replace(graph: Graph, node: Node, tail: _Tail) -> None:
+    input, weight, bias, *geometry = tail.convolution.args
+    arguments = (input, weight, bias, tail.residual, *geometry, tail.activation, tail.slope)
+    with graph.inserting_before(node):
+        new = graph.call_function(fused, arguments)
+    new.meta.update(node.meta)
+    node.replace_all_uses_with(new)
+
+
+# --- Activations, as Inductor decomposes them -----------------------------------------------------
+
+
+class _Match:
+    """Graph nodes that correspond to the nodes of a traced activation."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.argument: Any = None
+        self.slope = 0.0
+        self._known: dict[Node, Any] = {}
+
+    def takes(self, pattern: Any, found: Any) -> bool:
+        """Whether a value of the graph corresponds to one of the pattern."""
+        if isinstance(pattern, Node):
+            return self._takes_node(pattern, found)
+        if isinstance(pattern, (tuple, list)):
+            return (
+                isinstance(found, (tuple, list))
+                and len(pattern) == len(found)
+                and all(map(self.takes, pattern, found))
+            )
+        if pattern == _SLOPE and isinstance(found, float):
+            self.slope = found
+            return True
+        return type(pattern) is type(found) and pattern == found
+
+    def _takes_node(self, pattern: Node, found: Any) -> bool:
+        if pattern in self._known:
+            return self._known[pattern] is found
+        if not isinstance(found, Node):
+            return False
+        self._known[pattern] = found
+        if pattern.op == "placeholder":
+            self.argument = found
+            return True
+        self.nodes.append(found)
+        return (
+            pattern.target is found.target
+            and self.takes(pattern.args, found.args)
+            and pattern.kwargs.keys() == found.kwargs.keys()
+            and all(self.takes(pattern.kwargs[name], found.kwargs[name]) for name in found.kwargs)
+        )
+
+
+def _activations(node: Node, dtype: torch.dtype) -> Iterator[tuple[str, _Match]]:
+    """Yields the activations whose result a node may be; the last is the identity."""
+    for activation in ACTIVATIONS if dtype.is_floating_point else ():
+        match = _Match()
+        if activation != "identity" and match.takes(_traced(activation, dtype), node):
+            yield activation, match
+    match = _Match()
+    match.argument = node
+    yield "identity", match
+
+
+@cache
+def _traced(activation: str, dtype: torch.dtype) -> Node:
+    """Returns the last node of an activation's graph, with Inductor's decompositions."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    epilogue = Epilogue(activation, _SLOPE if activation == "leaky_relu" else 0.0)
+
+    def function(output: Tensor) -> Tensor:
+        return applied(output, None, epilogue)
+
+    example = torch.empty(2, 2, 2, 2, dtype=dtype)
+    graph = make_fx(function, select_decomp_table(), tracing_mode="fake")(example).graph
+    (result,) = (node for node in graph.nodes if node.op == "output")
+    return result.args[0]
