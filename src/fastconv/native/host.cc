@@ -26,12 +26,20 @@ namespace fastconv::host {
 // Python's kernels by operator, for the CPU, CUDA and autograd; never released.
 std::array<std::array<PyObject*, kKeys.size()>, kOperators.size()> python_kernels{};
 
+// The stack has a memory format as the number of an enumeration, which Python's kernels do not
+// take.
+py::object argument_of(const c10::Argument& argument, const IValue& value) {
+  const bool is_format = argument.name() == "memory_format" && !value.isNone();
+  return is_format ? py::cast(value.toMemoryFormat()) : torch::jit::toPyObject(value);
+}
+
 void call_python(Pass pass, Level level, const c10::OperatorHandle& op, Stack* stack) {
-  const size_t count = op.schema().arguments().size();
+  const auto& expected = op.schema().arguments();
+  const size_t count = expected.size();
   in_python([&] {
     py::tuple arguments(count);
     for (size_t i = 0; i < count; ++i) {
-      arguments[i] = torch::jit::toPyObject(torch::jit::peek(*stack, i, count));
+      arguments[i] = argument_of(expected[i], torch::jit::peek(*stack, i, count));
     }
     const py::object result = py::handle(python_kernels[pass][level])(*arguments);
     torch::jit::drop(*stack, count);
