@@ -305,7 +305,7 @@ __device__ __forceinline__ void multiply(float (&acc)[kAccumulators], const Frag
   constexpr int kPart = kPartBytes / 16;
   // Infinite numbers have infinite low parts. They are limited, so that low * low is finite.
   unsigned limited_low[C::unit_steps][4];
-  if constexpr (C::low_products) {
+  if constexpr (C::low_low_mma) {
 #pragma unroll
     for (int step = 0; step < C::unit_steps; ++step) {
 #pragma unroll
@@ -323,7 +323,7 @@ __device__ __forceinline__ void multiply(float (&acc)[kAccumulators], const Frag
     for (int step = 0; step < C::unit_steps; ++step) {
       const Matrix right = weights + step * (2 * kPlaneBytes / 16);
       bool accumulate = C::compensated || step > 0;
-      if constexpr (C::low_products) {
+      if constexpr (C::low_low_mma) {
         wgmma<kColumns>(Operand{}, acc, limited_low[step], right + kPart, accumulate);
         accumulate = true;
       }
