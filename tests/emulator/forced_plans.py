@@ -28,7 +28,7 @@ from fastconv.problem import Problem
 
 FORCED = "*"
 GEMM = "gemm"
-HALVES = "halves"
+SCALED = "scaled"
 MIRRORED = "mirrored"
 MOST_TILES = 1000
 
@@ -133,7 +133,7 @@ class ScaledFp16(Forced):
 
     @property
     def word(self) -> str:
-        return f"{self.direction}{FORCED}{HALVES}{','.join(map(str, self.tile))}"
+        return f"{self.direction}{FORCED}{SCALED}{','.join(map(str, self.tile))}"
 
     def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         if not hopper_wgrad_halo.takes_scaled_fp16(problem, operands):
@@ -214,7 +214,7 @@ def planner_of(word: str) -> Planner:
     if not forced:
         chosen: Planner = getattr(planner, direction)
         return chosen
-    kinds = {GEMM: Gemm, HALVES: ScaledFp16, MIRRORED: Mirrored}
+    kinds = {GEMM: Gemm, SCALED: ScaledFp16, MIRRORED: Mirrored}
     name = next((name for name in kinds if tile.startswith(name)), "")
     sizes = tile.removeprefix(name)
     kind = kinds.get(name, Forced)
