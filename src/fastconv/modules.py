@@ -181,10 +181,10 @@ class FusedConv2d(Conv2d):
             model calls it with a residual.
 
     Examples:
-        >>> layer = fastconv.FusedConv2d(8, 8, 3, padding=1)
+        >>> layer = fastconv.FusedConv2d(8, 8, 3, padding="same")
         >>> layer.activation = "relu"
         >>> layer
-        fastconv.FusedConv2d(8, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), activation='relu')
+        fastconv.FusedConv2d(8, 8, kernel_size=(3, 3), ..., activation='relu')
         >>> images = torch.randn(2, 8, 9, 9)
         >>> output = layer(images, images)
         >>> torch.testing.assert_close(

@@ -33,10 +33,16 @@ def reason_to_leave(module: nn.Module) -> str | None:
     if isinstance(module, LazyModuleMixin):
         return "without sizes until the model is called"
     if type_before_parametrizations(module) is not PYTORCHS:
-        return f"of another class, {type(module).__name__}"
+        return f"of another class, {_name(type(module))}"
     if "forward" in vars(module) or "_conv_forward" in vars(module):
         return "with a forward of their own"
     return None
+
+
+def _name(cls: type[nn.Module]) -> str:
+    """The name of a class; its module's too, if PyTorch's class is called the same."""
+    same = cls.__name__ == PYTORCHS.__name__
+    return f"{cls.__module__}.{cls.__name__}" if same else cls.__name__
 
 
 def exchange(layers: Iterable[nn.Module], back: bool = False) -> None:
