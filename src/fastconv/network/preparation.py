@@ -42,6 +42,11 @@ class PreparedPass(NamedTuple):
         family: which kernels compute it: ``"hopper"``, ``"ampere"``, ``"depthwise"``, ``"direct"``.
         calls: how often it is called in one step of the network.
         epilogue: what a forward pass does to its accumulators: residual and activation.
+
+    Examples:
+        >>> report = fastconv.prepare(fastconv.Conv2d(3, 8, 3), torch.empty(2, 3, 9, 9))
+        >>> for one in report.passes:  # none on a CPU
+        ...     print(one.label, one.problem.input_shape, one.family)
     """
 
     name: str
@@ -148,6 +153,12 @@ class Preparing:
 
     Attributes:
         report: what was prepared; None until the block has ended.
+
+    Examples:
+        >>> with fastconv.preparing() as step:
+        ...     output = fastconv.Conv2d(3, 8, 3)(torch.empty(2, 3, 9, 9))
+        >>> isinstance(step, fastconv.Preparing), isinstance(step.report, fastconv.Preparation)
+        (True, True)
     """
 
     report: Preparation | None = None
