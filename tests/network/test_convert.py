@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.ao.nn import qat, quantized
 from torch.ao.quantization import get_default_qat_qconfig
 from torch.distributed.fsdp import fully_shard
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import fastconv
 from fastconv.network.exchange import reason_to_leave
@@ -239,6 +239,7 @@ NORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "orthogonal": parametrizations.orthogonal,
     "older weight_norm": _older_norm,
     "older spectral_norm": nn.utils.spectral_norm,
+    "pruning": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
 }
 
 
