@@ -22,16 +22,16 @@ IntOrPair = int | Sequence[int]
 LayerPadding = (
     int | tuple[int, int] | tuple[tuple[int, int], tuple[int, int]] | Literal["valid", "same"]
 )
-"""The type of ``padding`` for :class:`fastconv.Conv2d`.
+"""The type of ``padding`` for ``fastconv.Conv2d``.
 
 One number, ``(vertical, horizontal)``, ``((top, bottom), (left, right))``, ``"valid"`` (none) or
 ``"same"`` (an output as large as the input).
 """
 
 PaddingLike = LayerPadding | str | Sequence[int] | Sequence[Sequence[int]]
-"""The type of ``padding`` for :func:`fastconv.conv2d`.
+"""The type of ``padding`` for ``fastconv.conv2d``.
 
-That of :class:`fastconv.Conv2d`, also in lists, or a layer's attribute ``padding``, whose type in
+That of ``fastconv.Conv2d``, also in lists, or a layer's attribute ``padding``, whose type in
 PyTorch is ``str | tuple[int, ...]``.
 """
 
