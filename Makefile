@@ -15,8 +15,8 @@ demo: .venv/ready
 test: lint types docs test-cpu
 
 lint: .venv/ready
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests docs/assets
+	$(BIN)/ruff format --check src tests docs/assets
 	find src tests -name '*.cuh' -o -name '*.h' -o -name '*.cc' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/python tests/check_markdown.py
 

@@ -63,9 +63,9 @@ def wrong_address(site: Path, page: Path, address: str, loaded: bool) -> str | N
         target /= "index.html"
     if not target.is_file() or not target.is_relative_to(site):
         return "there is no such file in the site"
-    if parts.fragment and target.suffix == ".html":
-        if unquote(parts.fragment) not in contents(target).anchors:
-            return "there is no such anchor"
+    anchor = unquote(parts.fragment)
+    if anchor and target.suffix == ".html" and anchor not in contents(target).anchors:
+        return "there is no such anchor"
     return None
 
 

@@ -35,7 +35,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrites the page's links, except those in code."""
+    """Rewrites the page's links, except those in code; tables of results get the whole width."""
+    if re.match(r"results/.*(?<!README)\.md", page.file.src_uri):
+        page.meta["hide"] = ["navigation", "toc"]
 
     def rewritten(found: re.Match[str]) -> str:
         target = found["target"]
