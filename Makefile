@@ -7,22 +7,28 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # For the GPU targets: a Python whose PyTorch is a CUDA build, with cuda-bindings, pytest, hypothesis.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test lint types test-cpu test-corpus test-compile corpus test-gpu test-oldest-torch package test-package examples sanitize stress clean
+.PHONY: demo test lint types docs test-cpu test-corpus test-compile corpus test-gpu test-oldest-torch package test-package examples sanitize stress clean
 
 demo: .venv/ready
 	$(BIN)/fastconv verify
 	$(BIN)/fastconv bench --row-seconds 3
 
-test: lint types test-cpu
+test: lint types docs test-cpu
 
 lint: .venv/ready
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests docs/assets
+	$(BIN)/ruff format --check src tests docs/assets
 	find src tests -name '*.cuh' -o -name '*.h' -o -name '*.cc' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/python tests/check_markdown.py
 
 types: .venv/ready
 	$(BIN)/mypy
+
+# The site, in site/. A warning fails it: a broken link or anchor, a page outside of the navigation, a
+# docstring that cannot be read. The variable silences the theme's advertisement.
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python tests/check_site.py site
 
 # Two lanes of about equal length. What the first says comes last. A shell has what runs in the
 # background ignore Ctrl-C, which test_command and test_jit are about: they are in the other lane.
@@ -117,8 +123,8 @@ stress:
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==$(TORCH)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,docs,test]'
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest-torch .venv-package dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest-torch .venv-package dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

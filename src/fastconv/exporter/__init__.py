@@ -26,6 +26,8 @@ def export(
     convolutions on GPUs since Ampere, and portable kernels for all other geometries and for GPUs
     since Volta: see ``docs/export.md``. Give one of ``workload``, ``shape`` and ``reference``.
 
+        >>> fastconv.export("dilated5x9", output="model.py")
+
     Args:
         workload: the name of one of the benchmark's workloads, for example "dilated5x9".
         shape: a shape as ``fastconv bench`` takes it.
@@ -41,8 +43,6 @@ def export(
 
     Raises:
         ExportError: the convolution cannot be exported; the message says why.
-
-        >>> fastconv.export("dilated5x9", output="model.py")
     """
     # Imported here, because `import fastconv` does not need the planner.
     from fastconv.exporter import file, subject
