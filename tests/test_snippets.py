@@ -1,4 +1,4 @@
-"""The documentation's snippets run, and its tables of names are complete.
+"""The documentation's snippets run, and its table of environment variables is complete.
 
 ``tests/gpu/test_snippets.py`` runs the snippets that need a GPU.
 """
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import fastconv
 from fastconv import cli
 from snippets import (
     EVERY,
@@ -39,7 +38,8 @@ def test_snippets_that_do_not_run_here_are_at_least_legal(snippet: Snippet) -> N
     if snippet.language == "python":
         ast.parse(snippet.code)
         return
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    rules = re.findall(r"^([a-z -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = " ".join(rules).split()
     for words in snippet.commands():
         if "fastconv" in words and words[0] != "pip":  # maybe after `ssh node`
             cli._parser().parse_args(words[words.index("fastconv") + 1 :])
@@ -53,9 +53,3 @@ def test_the_table_of_variables_is_complete() -> None:
     page = (ROOT / "docs" / "environment.md").read_text()
     rows = re.findall(r"^\| `(FASTCONV_[A-Z_]+)` \|", page, re.MULTILINE)
     assert sorted(rows) == sorted(read)
-
-
-def test_the_reference_has_every_public_name() -> None:
-    page = (ROOT / "docs" / "api.md").read_text()
-    named = re.findall(r"^::: fastconv\.(\w+)$", page, re.MULTILINE)
-    assert sorted(named) == sorted(fastconv.__all__)
