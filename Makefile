@@ -2,32 +2,39 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 # For the GPU targets: a Python whose PyTorch is a CUDA build, with cuda-bindings, pytest, hypothesis.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test lint types test-cpu test-corpus test-compile corpus test-gpu test-oldest-torch examples sanitize stress clean
+.PHONY: demo test lint types docs test-cpu test-corpus test-compile corpus test-gpu test-oldest-torch package test-package examples sanitize stress clean
 
 demo: .venv/ready
 	$(BIN)/fastconv verify
 	$(BIN)/fastconv bench --row-seconds 3
 
-test: lint types test-cpu
+test: lint types docs test-cpu
 
 lint: .venv/ready
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests docs/assets
+	$(BIN)/ruff format --check src tests docs/assets
 	find src tests -name '*.cuh' -o -name '*.h' -o -name '*.cc' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/python tests/check_markdown.py
 
 types: .venv/ready
 	$(BIN)/mypy
 
+# The site, in site/. A warning fails it: a broken link or anchor, a page outside of the navigation, a
+# docstring that cannot be read. The variable silences the theme's advertisement.
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python tests/check_site.py site
+
 # Two lanes of about equal length. What the first says comes last. A shell has what runs in the
 # background ignore Ctrl-C, which test_command and test_jit are about: they are in the other lane.
 # Dry runs look through all objects of their process, so those tests have a small one of their own.
 DRY_RUNS := $(wildcard tests/network/test_dry_run_*.py) tests/network/test_preparation.py \
-  tests/bench/test_bench_networks.py
+  tests/bench/test_bench_networks.py tests/api/test_public_names.py
 FIRST_LANE := tests/emulator $(DRY_RUNS)
 test-cpu: .venv/ready
 	@log=$$(mktemp); ($(BIN)/pytest -m "not gpu" tests/emulator; emulator=$$?; \
@@ -57,6 +64,27 @@ test-oldest-torch: examples
 	.venv-oldest-torch/bin/pip install --quiet --disable-pip-version-check torch==2.0.1 'numpy<2'
 	.venv-oldest-torch/bin/python tests/api/exported_file.py examples/*.py
 
+# Wheel and source distribution, in dist. The wheel is made from the source distribution, so that a
+# file that is missing there is missed.
+package:
+	rm -rf dist
+	$(PYTHON) -m venv --clear .venv-package
+	.venv-package/bin/pip install --quiet --disable-pip-version-check build twine check-wheel-contents
+	.venv-package/bin/python -m build
+	.venv-package/bin/twine check --strict dist/*
+	.venv-package/bin/check-wheel-contents dist/*.whl
+
+# The wheel of `make package`: beside PyTorch and nothing else, then with what `verify` needs.
+test-package:
+	$(PYTHON) -m venv --clear .venv-package
+	.venv-package/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH)
+	.venv-package/bin/pip install --quiet --disable-pip-version-check dist/*.whl
+	.venv-package/bin/python tests/api/installed.py
+	.venv-package/bin/fastconv info
+	.venv-package/bin/pip install --quiet --disable-pip-version-check "$$(ls dist/*.whl)[bench]"
+	.venv-package/bin/pip check
+	.venv-package/bin/fastconv verify --device cpu --random 20
+
 # Version control has dilated5x9 alone: the others are large and much the same.
 examples: .venv/ready
 	for name in dilated5x9 asym5x9 square3x3; do \
@@ -70,20 +98,20 @@ SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 1 --report-api-err
   --kernel-name kernel_substring=reduce --kernel-name kernel_substring=few_outputs \
   --kernel-name kernel_substring=wgrad_few_inputs --kernel-name kernel_substring=clear \
   --kernel-name kernel_substring=scale --kernel-name kernel_substring=implicit_gemm
-CORRELATE = --kernel-name kernel_substring=correlate
+CONVOLVE = --kernel-name kernel_substring=convolve
 sanitize:
 	for family in "" ampere depthwise direct; do \
 	  PYTHONPATH=src $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
 	done
 	for tool in memcheck synccheck; do for family in "" ampere depthwise; do \
-	  $(SANITIZER) $(CORRELATE) --tool $$tool $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
+	  $(SANITIZER) $(CONVOLVE) --tool $$tool $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
 	done; done
 	for family in ampere depthwise direct; do \
-	  $(SANITIZER) $(CORRELATE) --tool initcheck $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
+	  $(SANITIZER) $(CONVOLVE) --tool initcheck $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
 	done
 	$(SANITIZER) --tool racecheck $(GPU_PYTHON) tests/gpu/sanitize.py ampere
 	for family in depthwise direct; do \
-	  $(SANITIZER) $(CORRELATE) --tool racecheck $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
+	  $(SANITIZER) $(CONVOLVE) --tool racecheck $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
 	done
 
 # Processes that compile side by side, are killed, and find the cache folder in every state.
@@ -94,9 +122,9 @@ stress:
 # gigabytes of CUDA packages that a machine without a GPU has no use for.
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==$(shell sed -n 's/^torch==//p' constraints.txt)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==$(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,docs,test]'
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest-torch .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest-torch .venv-package dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

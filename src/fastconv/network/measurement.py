@@ -13,8 +13,9 @@ from torch import nn
 from fastconv import native, tables
 from fastconv.network import calls, preparation
 from fastconv.network.calls import Call, Times, Trial
+from fastconv.network.exchange import exchange, exchanged_back
 from fastconv.network.preparation import is_gpu
-from fastconv.network.proposal import Proposal, exchange, exchanged_back
+from fastconv.network.proposal import Proposal
 from fastconv.network.subject import Plans, Subject
 
 _BY_GPU_TIME = (
@@ -36,7 +37,8 @@ def layer_times(
     missing = {call: layer for call, layer in of.items() if call not in found}
     if not missing:
         return found
-    native.begin()  # the host path is built by the time the whole model is measured, or soon after
+    # The host path is built by the time the whole model is measured, or soon after.
+    native.start_build()
     with subject.timed("planning"):
         failed, plans = _planned(missing)
         subject.plans |= plans
