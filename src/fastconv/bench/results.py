@@ -41,7 +41,7 @@ class Row:
     limit: Limit | None = None
     compile_s: float | None = None  # sum over our kernels; near 0 if they were in the disk cache
     error: str | None = None
-    own_limit: Limit | None = None  # of our kernels, if they have one of their own: mma.sync's
+    own_limit: Limit | None = None  # of our kernels, if they multiply otherwise than the mode says
 
     @property
     def speedup(self) -> float | None:
