@@ -96,13 +96,7 @@ def get_inputs():
     return [torch.rand{input}]
 '''
 
-# Compiles an exported file, in a process of its own.
-_COMPILE = """
-import runpy, sys, torch
-model, inputs = runpy.run_path(sys.argv[2])["ModelNew"], runpy.run_path(sys.argv[1])["get_inputs"]
-with torch.no_grad(), torch.device("cuda"):
-    model()(*inputs())
-"""
+_COMPILE = "import sys; from results import kernelbench; kernelbench.call(*sys.argv[1:])"
 
 
 def measure(job: Job, folder: Path, device: torch.device, deadline: float) -> None:
@@ -135,10 +129,18 @@ def write(problem: Problem, folder: Path) -> tuple[Path, Path]:
 
 
 def _compile(written: list[tuple[Path, Path]]) -> None:
+    """Compiles exported files, each in a process of its own."""
     command = [sys.executable, "-c", _COMPILE]
     processes = [subprocess.Popen([*command, *map(str, paths)]) for paths in written]
     for process in processes:
         process.wait()  # A file that does not compile fails again in its row.
+
+
+def call(reference: str, exported: str) -> None:
+    """Calls an exported file's model, which compiles it."""
+    with torch.no_grad(), torch.device("cuda"):
+        inputs = _names(Path(reference))["get_inputs"]()
+        _names(Path(exported))["ModelNew"]()(*inputs)
 
 
 def _row(problem: Problem, reference: Path, exported: Path, device: torch.device) -> list[Any]:
@@ -153,10 +155,9 @@ def _row(problem: Problem, reference: Path, exported: Path, device: torch.device
 def judge(reference: Path, exported: Path, device: torch.device) -> dict[str, Any]:
     """Compares an exported file with its reference, and times both."""
     theirs, ours = _names(reference), _names(exported)
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.allow_tf32 = True
     right, largest = 0, 0.0
-    with torch.no_grad(), torch.device(device):
+    settings = torch.backends.cudnn.flags(enabled=True, benchmark=False, allow_tf32=True)
+    with settings, torch.no_grad(), torch.device(device):
         for seed in SEEDS:
             models = [_seeded(make, seed) for make in (theirs["Model"], ours["ModelNew"])]
             inputs = theirs["get_inputs"]()

@@ -73,7 +73,7 @@ class Chart:
         parts, x = [], 12.0
         for number, name in enumerate(self.series):
             parts.append(
-                f'<rect class="s{number}" x="{x:.0f}" y="{y - 9}" width="11" height="11"/>'
+                f'<rect class="key s{number}" x="{x:.0f}" y="{y - 9}" width="11" height="11"/>'
             )
             parts.append(f'<text x="{x + 16:.0f}" y="{y}">{escape(name)}</text>')
             x += 16 + 7 * len(name) + 18

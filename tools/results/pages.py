@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OVERVIEW = "overview.svg"
+PICTURED = {
+    "founding-speedups.svg": "layers", "founding-roofline.svg": "layers",
+    "networks-speedups.svg": "networks",
+}  # fmt: skip
+"""The files of figures whose pages have the plots."""
 
 
 def write() -> list[Path]:
@@ -91,7 +96,9 @@ def _page(file: File, folder: Path) -> str:
     head = f"# {_title(file)}\n\nMeasured by `make results`: {about['effort']}.{missing}\n"
     makers = {"first-steps": _first_steps, "verify": _verify, "kernelbench": _kernelbench}
     if file.name in makers:
-        return f"{head}\n{_versions(about)}\n{makers[file.name](contents['rows'], about)}"
+        return f"{head}{makers[file.name](contents['rows'], about)}"
+    names = [drawn.name for drawn, _ in _drawn(folder) if PICTURED[drawn.name] == file.name]
+    head += "".join(f"\n![{name.removesuffix('.svg')}]({name})\n" for name in names)
     found = results.read_any(path)
     if not isinstance(found, Results):
         return f"{head}\n{report.markdown(found)}"
@@ -126,9 +133,9 @@ def _first_steps(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
         later = " / ".join(f"{its[way]['later_s'] * 1e3:.0f}" for way in ("warm", "pytorch"))
         lines.append(f"| {name} | {its['warm']['batch']} | {' | '.join(seconds)} | {later} ms |")
     return (
-        "\nSeconds from a network on the GPU to the end of its first training step in TF32, NCHW, "
-        f"in a new process on {rows[0]['processors']} processors, the caches of CUDA and fastconv "
-        "empty but for the last; the time of `prepare` counts. PyTorch's with "
+        f"\n{_versions(about)} Seconds from a network on the GPU to the end of its first training "
+        f"step in TF32, NCHW, in a new process on {rows[0]['processors']} processors, the caches "
+        "of CUDA and fastconv empty but for the last; the time of `prepare` counts. PyTorch's with "
         "`cudnn.benchmark=True`. Later steps: fastconv's / PyTorch's.\n\n" + "\n".join(lines) + "\n"
     )
 
@@ -164,12 +171,12 @@ def _kernelbench(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
         f"{row['problem']} {row['speedup']:.2f}x" for row in rows if row.get("speedup", 1) < 1
     ]
     return (
-        "\nFiles of `fastconv export --reference`, on models with the sizes of KernelBench's "
-        "two-dimensional convolutions of level 1, beside PyTorch without `cudnn.benchmark`, "
-        "float32 in PyTorch's default precision. This is not KernelBench's own evaluation, which "
-        "`tests/gpu/run_kernelbench.py` runs, but follows its rules: all elements within "
-        f"{TOLERANCE:g}, for {len(SEEDS)} seeds; the mean of {TRIALS} single calls, each between "
-        "two CUDA events, with a cold cache.\n\n" + "\n".join(lines) + "\n"
+        f"\n{_versions(about)} Files of `fastconv export --reference`, on models with the sizes of "
+        "KernelBench's two-dimensional convolutions of level 1, beside PyTorch without "
+        "`cudnn.benchmark`, float32 in PyTorch's default precision. This is not KernelBench's own "
+        "evaluation, which `tests/gpu/run_kernelbench.py` runs, but follows its rules: "
+        f"all elements within {TOLERANCE:g}, for {len(SEEDS)} seeds; the mean of {TRIALS} single "
+        "calls, each between two CUDA events, with a cold cache.\n\n" + "\n".join(lines) + "\n"
         f"\nSlower than PyTorch: {', '.join(slower) or 'none'}.\n"
     )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from fastconv.bench.environment import COMMIT_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
+MEASURED = ("src", "tests", "tools")  # All figures depend on files in these folders alone.
 
 
 class DirtyError(Exception):
@@ -25,7 +26,7 @@ def clean_commit(root: Path = ROOT) -> str:
 
     A copy without history has its commit in ``FASTCONV_COMMIT``. It is believed here; in the
     repository, :func:`hash_at` shows whether the commit has the sources that were measured. Pages
-    and results may have changed: measuring writes them.
+    and results may have changed, for they are written between two calls.
     """
     if given := os.environ.get(COMMIT_VARIABLE):
         if "dirty" in given:
@@ -34,7 +35,7 @@ def clean_commit(root: Path = ROOT) -> str:
     commit = _git(root, "rev-parse", "--short=10", "HEAD")
     if commit is None:
         raise DirtyError(f"there is no Git history here: set {COMMIT_VARIABLE} to the commit")
-    changed = _git(root, "status", "--porcelain", "--", ".", ":!docs", ":!*.md")
+    changed = _git(root, "status", "--porcelain", "--", *MEASURED)
     if changed is None or changed.strip():
         raise DirtyError(f"commit or undo these changes first:\n{changed}")
     return commit.strip()

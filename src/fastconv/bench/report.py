@@ -213,7 +213,7 @@ def section(results: AnyResults) -> str:
 def slower(rows: Sequence[Row | HostRow | NetworkRow]) -> list[str]:
     """A sentence that names all measured rows that lose to the peer, the slowest first."""
     measured = [one for one in map(_speed, rows) if one is not None]
-    lost = [f"{label} {figure}" for ratio, label, figure in sorted(measured) if ratio < 1]
+    lost = [f"{label} {figure}" for ratio, label, figure in sorted(measured) if round(ratio, 2) < 1]
     return [f"Slower than PyTorch: {', '.join(lost) or 'none'}."] if measured else []
 
 
