@@ -14,7 +14,10 @@ import torch
 
 import made_up
 from fastconv.bench import results
+from fastconv.bench.cases import Case
 from fastconv.bench.environment import COMMIT_VARIABLE
+from fastconv.bench.measure import Bench
+from fastconv.bench.results import Row
 from fastconv.timing import Effort
 from fastconv.workloads import parse_shape
 from results import __main__ as command
@@ -103,6 +106,19 @@ def test_what_ends_a_call_keeps_its_rows(
     assert len(results.read(folder / "layers.json").rows) == 1
 
 
+def test_a_fault_of_a_kernel_is_a_failed_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeing memory then raises, too; the next row would as well."""
+
+    def fail(self: Bench, case: Case) -> Row:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    monkeypatch.setattr(Bench, "row", fail)
+    _measure(folder)
+    rows = results.read(folder / "layers.json").rows
+    why = "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert [row.error for row in rows] == [why] * 4
+
+
 def test_rows_of_other_sources_are_measured_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +155,7 @@ def test_a_dirty_tree_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(COMMIT_VARIABLE, "0123456789-dirty")
-    assert command.main(["measure"]) == command.REFUSED
+    assert command.main(["measure", "--device", "cpu"]) == command.REFUSED
     assert "results are of a clean commit" in capsys.readouterr().err
 
 

@@ -81,6 +81,9 @@ def _terminate(*_: Any) -> None:
 
 def _measure(arguments: argparse.Namespace) -> int:
     """Starts a process for each job that has something to measure, as long as there is time."""
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("not measured: there is no GPU here", file=sys.stderr)
+        return REFUSED
     os.environ[COMMIT_VARIABLE] = sources.clean_commit()
     deadline = time.monotonic() + arguments.seconds
     folder = _folder(arguments.device)

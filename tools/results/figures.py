@@ -21,6 +21,7 @@ RATIO = re.compile(
     r"|(?P<to>\d+\.\d+)(?= to \d+(?:\.\d+)? times\b)"
 )
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
+CODE_SPAN = re.compile(r"`[^`]*`")
 KEYS = {"speedup", "compiled_speedup", "ratio", "mean", "of_sums", "least", "over_compiled"}
 """The keys of the files of results whose values are ratios."""
 
@@ -50,7 +51,7 @@ def pages() -> list[Path]:
 
 def ratios(page: Path, text: str) -> Iterator[Figure]:
     """The ratios of a page outside of code and of generated blocks."""
-    for pattern in (BLOCK, FENCE):  # Newlines stay, so that lines keep their numbers.
+    for pattern in (BLOCK, FENCE, CODE_SPAN):  # Newlines stay, so that lines keep their numbers.
         text = pattern.sub(lambda found: re.sub(r"[^\n]", "", found[0]), text)
     for number, line in enumerate(text.splitlines(), 1):
         for found in RATIO.finditer(line):

@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from fastconv import files
+from fastconv import files, tables
 from fastconv.bench import environment
 from results import sources
 from results.catalogue import File
@@ -41,6 +41,7 @@ class Measured(Protocol):
 
 
 Kind = TypeVar("Kind", bound=Measured)
+Made = TypeVar("Made")
 
 
 @dataclass
@@ -58,6 +59,17 @@ class Plain:
 def read_plain(path: Path) -> Plain:
     contents = files.read_json(path)
     return Plain(contents["environment"], contents["rows"])
+
+
+def attempt(measure: Callable[[], Made], failed: Callable[[str], Made]) -> list[Made]:
+    """A measured row, or a failed one if the GPU cannot be used any longer after a fault.
+
+    The benchmark's functions return failed rows by themselves, but then free memory, which raises.
+    """
+    try:
+        return [measure()]
+    except RuntimeError as error:
+        return [failed(tables.error_line(error))]
 
 
 class Keeper(Generic[Kind]):

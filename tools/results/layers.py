@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from fastconv.kernels.family import Gpu, Kernel
 from fastconv.timing import Effort
 from fastconv.workloads import SUITES, Workload
 from results.catalogue import Job
-from results.keeping import Keeper
+from results.keeping import Keeper, attempt
 
 EFFORT = {"cuda": Effort(3, 0.25), "cpu": Effort(7, 3.0)}
 CPU_DIVISOR = 4  # as of `fastconv bench` on a CPU
@@ -47,7 +47,7 @@ class Section:
         """All rows of the section; suites are scaled down on a CPU."""
         divisor = CPU_DIVISOR if device.type == "cpu" else 1
         named = [one.scaled(divisor) for name in self.suites for one in SUITES[name]]
-        workloads = [*named, *(one for name in self.models for one in models.workloads(name))]
+        workloads = [*named, *(one for name in self.models for one in _layers_of(name))]
         return [case for mode in self.modes for case in self._in_mode(workloads, mode)]
 
     def _in_mode(self, workloads: Sequence[Workload], mode: str) -> list[Case]:
@@ -71,6 +71,11 @@ class Section:
     def planned(self) -> AbstractContextManager[None]:
         """The context in which the section's layers are planned."""
         return planner.only(*self.switch) if self.switch else nullcontext()
+
+
+@cache
+def _layers_of(model: str) -> list[Workload]:
+    return models.workloads(model)
 
 
 _TF32, _IEEE, _BFLOAT16 = ("float32 tf32",), ("float32 ieee",), ("bfloat16",)
@@ -166,7 +171,7 @@ def _add_rows(
 
 
 def _rows(bench: Bench, case: Case) -> list[Row]:
-    return [bench.row(case)]
+    return attempt(partial(bench.row, case), partial(bench.failed, case))
 
 
 def _compiled(wanted: Sequence[Case], gpu: Gpu) -> dict[Kernel, float]:

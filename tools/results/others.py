@@ -19,7 +19,7 @@ from fastconv.bench.networks import NetworkCase
 from fastconv.bench.results import HostResults, HostRow, NetworkResults, NetworkRow, read_any
 from fastconv.timing import Effort
 from results.catalogue import Job
-from results.keeping import Keeper, Plain, read_plain
+from results.keeping import Keeper, Plain, attempt, read_plain
 from results.sources import ROOT
 
 NETWORK_EFFORT = Effort(3, 1.0)
@@ -46,7 +46,8 @@ def measure_networks(job: Job, folder: Path, device: torch.device, deadline: flo
     )
 
     def row(case: NetworkCase) -> list[NetworkRow]:
-        return [networks.row(case, device, NETWORK_EFFORT, False)]
+        measure = partial(networks.row, case, device, NETWORK_EFFORT, False)
+        return attempt(measure, lambda why: case.outcome(error=why))
 
     with keeper:
         done = {row.label for row in keeper.found.rows}
@@ -65,7 +66,8 @@ def measure_host(job: Job, folder: Path, device: torch.device, deadline: float) 
     )
 
     def row(case: HostCase) -> list[HostRow]:
-        return [host.row(case, device, HOST_EFFORT_SECONDS)]
+        measure = partial(host.row, case, device, HOST_EFFORT_SECONDS)
+        return attempt(measure, lambda why: HostRow(case.name, case.about, error=why))
 
     with keeper:
         done = {row.name for row in keeper.found.rows}

@@ -27,17 +27,23 @@ PICTURED = {
 
 
 def write() -> list[Path]:
-    """Writes all pages and plots; returns their paths.
+    """Writes all plots, and pages that have changed; returns their paths.
 
     Plots need matplotlib; without it, a MissingExtra is raised when all else is written.
     """
+    texts, changed = made(), stale()
+    for path in changed:
+        path.write_text(texts[path], encoding="utf-8")
     drawn = [(path, draw) for folder in catalogue.folders() for path, draw in _drawn(folder)]
-    texts = made()
-    for path, text in texts.items():
-        path.write_text(text, encoding="utf-8")
     for path, draw in drawn:
         plots.save(draw(), path)
-    return [*texts, *(path for path, _ in drawn)]
+    return [*changed, *(path for path, _ in drawn)]
+
+
+def stale() -> list[Path]:
+    """The files whose texts do not follow from the files of figures."""
+    texts = made().items()
+    return [p for p, text in texts if not p.exists() or p.read_text(encoding="utf-8") != text]
 
 
 def made() -> dict[Path, str]:
