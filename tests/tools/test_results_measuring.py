@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from fastconv.bench import results
 from fastconv.bench.cases import Case
 from fastconv.bench.environment import COMMIT_VARIABLE
 from fastconv.bench.measure import Bench
-from fastconv.bench.results import Row
+from fastconv.bench.results import Results, Row
+from fastconv.kernels import planner
 from fastconv.timing import Effort
-from fastconv.workloads import parse_shape
+from fastconv.workloads import Workload, parse_shape
 from results import __main__ as command
 from results import catalogue, kernelbench, layers, others, sources
 from results.keeping import Keeper, Late
@@ -157,6 +159,27 @@ def test_a_dirty_tree_is_refused(
     monkeypatch.setenv(COMMIT_VARIABLE, "0123456789-dirty")
     assert command.main(["measure", "--device", "cpu"]) == command.REFUSED
     assert "results are of a clean commit" in capsys.readouterr().err
+
+
+def test_sections_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each section's rows are found again in the file; the founding workloads come first."""
+
+    def layers_of(model: str) -> list[Workload]:
+        return [replace(made_up.LAYER, name=f"{model}_01", model=model)]
+
+    monkeypatch.setattr(layers, "_layers_of", layers_of)
+    order = list(layers._in_order(catalogue.JOBS[0], torch.device("cuda")))
+    assert [name for name, _ in order[:5]] == [*["layers"] * 2, *["layers-ampere"] * 2, "layers"]
+    assert len(order) == len(layers._FOUNDING) + len(layers._AMPERE) + len(layers._OTHERS)
+    for name, section in order:
+        cases = section.cases(torch.device("cuda"))
+        found = Results({}, rows=[Row(case, "", error="none") for case in cases])
+        assert section.part_of(found) == found, section.title
+        with section.planned():
+            expected = "ampere:sm_80" if name == "layers-ampere" else "all"
+            assert str(planner.current()) == expected
+    founding, step = order[0][1].cases(torch.device("cuda")), order[0][1].passes[-1]
+    assert (len(founding), step) == (3 * 2 * 4, "step")
 
 
 # --- Sources --------------------------------------------------------------------------------------

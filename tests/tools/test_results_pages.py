@@ -59,6 +59,17 @@ def test_the_networks_block(folder: Path) -> None:
     assert "([table](../results/h200/networks.md))" in lines[-2]
 
 
+def test_the_block_of_sums(folder: Path) -> None:
+    made = blocks.block("models", folder.parents[1] / "README.md")
+    assert made is not None
+    assert made.splitlines()[1:4] == [
+        "| network | mode | forward | input gradient | weight gradient |",
+        "| --- | --- | ---: | ---: | ---: |",
+        "| ResNet-50 | bfloat16 NHWC | 1.25x |  |  |",
+    ]
+    assert "Slower than PyTorch: none." in made
+
+
 def test_blocks_of_layers(folder: Path) -> None:
     page = folder.parents[1] / "page.md"
     made = blocks.block("layers; resnet50_03 asym5x9; forward; bfloat16 nhwc", page)

@@ -5,7 +5,8 @@ A block begins with a comment that says what it has, and ends with another:
     <!-- results: founding -->
     <!-- end -->
 
-``founding`` has the founding workloads, ``networks`` whole networks. ``FILE; NAMES; PASSES; MODES``
+``founding`` has the founding workloads, ``networks`` whole networks, ``models`` the sums over all
+layers of networks. ``FILE; NAMES; PASSES; MODES``
 has layers, where FILE is ``layers`` or ``layers-ampere``, and a mode has its memory format:
 
     <!-- results: layers; asym5x9 resnet50_03; forward input_grad; float32 tf32 nchw -->
@@ -25,7 +26,7 @@ from typing import Any
 from fastconv.bench import report, results
 from fastconv.bench.cases import PASSES, STEP
 from fastconv.bench.networks import CONFIGURATIONS, MODES
-from fastconv.bench.results import NetworkResults, NetworkRow, Results, Row
+from fastconv.bench.results import NetworkResults, NetworkRow, Results, Row, Sum
 from fastconv.workloads import FOUNDING, Workload
 from results import catalogue
 
@@ -106,6 +107,8 @@ def parsed(what: str) -> tuple[str, Callable[[Any], Table]]:
         return "layers", founding_table
     if what == "networks":
         return "networks", networks_table
+    if what == "models":
+        return "layers", models_table
     words = [one.strip() for one in what.split(";")]
     if len(words) != 4 or words[0] not in ("layers", "layers-ampere"):
         raise BlockError(f"no block {what!r}: tools/results/blocks.py says what there is")
@@ -148,6 +151,17 @@ def networks_table(found: NetworkResults) -> Table:
     return f"{_table(lines, left=2)}\nGeometric means: {', '.join(means)}.\n", found.measured
 
 
+def models_table(found: Results) -> Table:
+    """The speed-ups of the sums of all layers of networks: a column for each pass."""
+    sums = {(one.model, one.mode, one.format, one.direction): one for one in found.sums}
+    lines: list[tuple[str, ...]] = [("network", "mode", *(PASS_NAMES[one] for one in PASSES))]
+    for model, mode, format in dict.fromkeys(key[:3] for key in sums):
+        its = [sums.get((model, mode, format, one)) for one in PASSES]
+        name = f"{MODE_NAMES[mode]} {format.upper()}"
+        lines.append((NETWORK_NAMES.get(model, model), name, *map(ratio, its)))
+    return _table(lines, left=2), [row for row in found.measured if row.case.workload.model]
+
+
 def layers_table(
     found: Results, names: Sequence[str], passes: Sequence[str], modes: Sequence[tuple[str, str]]
 ) -> Table:
@@ -173,7 +187,7 @@ def layers_table(
     return _table(lines, left=1), used
 
 
-def ratio(row: Row | NetworkRow | None) -> str:
+def ratio(row: Row | Sum | NetworkRow | None) -> str:
     """A speed-up in two or three digits, with a question mark if its samples are unsteady."""
     if row is None or row.speedup is None:
         return ""

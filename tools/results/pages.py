@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastconv.bench import plots, report, results
 from fastconv.bench.campaign import Group, Summary
@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OVERVIEW = "overview.svg"
-PICTURED = {
-    "founding-speedups.svg": "layers", "founding-roofline.svg": "layers",
-    "networks-speedups.svg": "networks",
-}  # fmt: skip
-"""The files of figures whose pages have the plots."""
 
 
 def write() -> list[Path]:
@@ -34,10 +29,10 @@ def write() -> list[Path]:
     texts, changed = made(), stale()
     for path in changed:
         path.write_text(texts[path], encoding="utf-8")
-    drawn = [(path, draw) for folder in catalogue.folders() for path, draw in _drawn(folder)]
-    for path, draw in drawn:
-        plots.save(draw(), path)
-    return [*changed, *(path for path, _ in drawn)]
+    drawn = [plot for folder in catalogue.folders() for plot in _plots(folder)]
+    for plot in drawn:
+        plots.save(plot.draw(), plot.path)
+    return [*changed, *(plot.path for plot in drawn)]
 
 
 def stale() -> list[Path]:
@@ -73,8 +68,16 @@ def _networks(folder: Path) -> NetworkResults:
     return found
 
 
-def _drawn(folder: Path) -> Iterator[tuple[Path, Callable[[], Figure]]]:
-    """The plots of a folder's founding workloads and networks, and how to draw them."""
+class Plot(NamedTuple):
+    """A plot of a folder, and the file of figures whose page has it."""
+
+    file: str
+    path: Path
+    draw: Callable[[], Figure]
+
+
+def _plots(folder: Path) -> Iterator[Plot]:
+    """The plots of a folder's founding workloads and networks."""
     device = "cpu" if folder.name == catalogue.CPU else "cuda"
     found = results.read(folder / "layers.json")
     count = 1 if device == "cpu" else 2
@@ -82,10 +85,10 @@ def _drawn(folder: Path) -> Iterator[tuple[Path, Callable[[], Figure]]]:
     rows = [row for part in parts for row in part.rows]
     founding = Results(found.environment, found.ceilings, rows, found.build_s, found.ceilings_after)
     for name, draw in plots.PLOTS.items():
-        yield folder / f"founding-{name}.svg", partial(draw, founding)
+        yield Plot("layers", folder / f"founding-{name}.svg", partial(draw, founding))
     if (folder / "networks.json").exists():
         draw_networks = partial(plots.network_speedups, _networks(folder))
-        yield folder / "networks-speedups.svg", draw_networks
+        yield Plot("networks", folder / "networks-speedups.svg", draw_networks)
 
 
 # --- A page for each file -------------------------------------------------------------------------
@@ -103,8 +106,8 @@ def _page(file: File, folder: Path) -> str:
     makers = {"first-steps": _first_steps, "verify": _verify, "kernelbench": _kernelbench}
     if file.name in makers:
         return f"{head}{makers[file.name](contents['rows'], about)}"
-    names = [drawn.name for drawn, _ in _drawn(folder) if PICTURED[drawn.name] == file.name]
-    head += "".join(f"\n![{name.removesuffix('.svg')}]({name})\n" for name in names)
+    drawn = [plot.path for plot in _plots(folder) if plot.file == file.name]
+    head += "".join(f"\n![{one.stem}]({one.name})\n" for one in drawn)
     found = results.read_any(path)
     if not isinstance(found, Results):
         return f"{head}\n{report.markdown(found)}"
@@ -205,7 +208,7 @@ def _index() -> str:
         command = "make results" if "gpu" in about else "make results-cpu"
         lines = ["| file | what | commit | measured | rows |", "| --- | --- | --- | --- | ---: |"]
         lines += [_line(file, folder) for file in _files(folder)]
-        names = [path.name for path, _ in _drawn(folder)]
+        names = [plot.path.name for plot in _plots(folder)]
         names += [OVERVIEW] if (folder / "networks.json").exists() else []
         pictures = [f"[{name.removesuffix('.svg')}]({folder.name}/{name})" for name in names]
         drawn = f"\nFigures: {', '.join(pictures)}.\n"
