@@ -52,7 +52,7 @@ MODE_NAMES = {"float32 tf32": "TF32", "float32 ieee": "ieee", "bfloat16": "bfloa
 DTYPE_NAMES = {"float32": "TF32", "bfloat16": "bfloat16"}
 
 
-Table = tuple[str, Sequence[Row] | Sequence[NetworkRow]]
+Table = tuple[str, Sequence[Row] | Sequence[Sum] | Sequence[NetworkRow]]
 """A table, with what belongs below it, and the rows that it is made of."""
 
 
@@ -159,7 +159,7 @@ def models_table(found: Results) -> Table:
         its = [sums.get((model, mode, format, one)) for one in PASSES]
         name = f"{MODE_NAMES[mode]} {format.upper()}"
         lines.append((NETWORK_NAMES.get(model, model), name, *map(ratio, its)))
-    return _table(lines, left=2), [row for row in found.measured if row.case.workload.model]
+    return _table(lines, left=2), found.sums
 
 
 def layers_table(

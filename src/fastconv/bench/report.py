@@ -210,14 +210,14 @@ def section(results: AnyResults) -> str:
     return f"{before}\n{table}{notes}"
 
 
-def slower(rows: Sequence[Row | HostRow | NetworkRow]) -> list[str]:
+def slower(rows: Sequence[Row | Sum | HostRow | NetworkRow]) -> list[str]:
     """A sentence that names all measured rows that lose to the peer, the slowest first."""
     measured = [one for one in map(_speed, rows) if one is not None]
     lost = [f"{label} {figure}" for ratio, label, figure in sorted(measured) if round(ratio, 2) < 1]
     return [f"Slower than PyTorch: {', '.join(lost) or 'none'}."] if measured else []
 
 
-def _speed(row: Row | HostRow | NetworkRow) -> tuple[float, str, str] | None:
+def _speed(row: Row | Sum | HostRow | NetworkRow) -> tuple[float, str, str] | None:
     """A row's speed relative to the peer's, its label and its figure; None if it has no times."""
     if isinstance(row, HostRow):
         return (1 / row.ratio, row.name, _ratio(row)) if row.ratio else None

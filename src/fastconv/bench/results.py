@@ -121,6 +121,10 @@ class Sum:
         )  # fmt: skip
 
     @property
+    def label(self) -> str:
+        return f"{self.model} {self.direction} {self.mode} {self.format}"
+
+    @property
     def speedup(self) -> float:
         return self.peer.ms / self.ours.ms
 
