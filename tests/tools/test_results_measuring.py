@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -188,6 +189,8 @@ def test_sections_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """A function that calls Git in a repository with two files."""
+    if shutil.which("git") is None:
+        pytest.skip("Git is not installed")
     monkeypatch.delenv(COMMIT_VARIABLE, raising=False)
     identity = {
         f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
