@@ -113,6 +113,16 @@ def test_blocks_are_filled(
     assert pages.made()[page] == text
 
 
+def test_blocks_wait_until_a_file_is_complete(folder: Path) -> None:
+    page = folder.parents[1] / "README.md"
+    found = made_up.layers()
+    found.rows = [row for row in found.rows if row.case.workload.name == "dilated5x9"]
+    found.write(folder / "layers.json")
+    assert blocks.block("founding", page) is None
+    assert blocks.block("layers; resnet50_03; forward; bfloat16 nhwc", page) is None
+    assert "rows have not been measured" in pages.made()[folder / "layers.md"]
+
+
 def test_pages_of_all_files(folder: Path) -> None:
     pytest.importorskip("matplotlib")
     written = pages.write()

@@ -76,7 +76,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def filled(page: Path) -> str:
-    """The page's text with new blocks; a block whose figures are not measured stays as it is."""
+    """The page's text with new blocks; a block whose file is not complete stays as it is."""
 
     def fill(found: re.Match[str]) -> str:
         made = block(found["what"], page)
@@ -86,13 +86,15 @@ def filled(page: Path) -> str:
 
 
 def block(what: str, page: Path) -> str | None:
-    """The lines of a block; None if its figures are not measured."""
+    """The lines of a block; None if not all of its file's figures are measured."""
     file, make = parsed(what)
     folder = _reference()
     path = folder and folder / f"{file}.json"
     if path is None or not path.exists():
         return None
     found = results.read_any(path)
+    if len(found.rows) < int(found.environment["rows"]):
+        return None
     text, rows = make(found)
     lost = "".join(f"\n{_wrapped(line)}\n" for line in report.slower(rows))
     link = os.path.relpath(path.with_suffix(".md"), page.parent)
