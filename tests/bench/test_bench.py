@@ -121,8 +121,8 @@ def test_the_limit_of_mma_sync() -> None:
 @pytest.mark.parametrize(
     ("precision", "constants", "name", "tflops"),
     [
-        ("tf32", {"parts": 1, "halves": True}, "scaled fp16", 80.0),
-        ("ieee", {"parts": 2, "halves": True}, "scaled fp16 x3", 80 / 3),
+        ("tf32", {"parts": 1, "scaled_fp16": True}, "scaled fp16", 80.0),
+        ("ieee", {"parts": 2, "scaled_fp16": True}, "scaled fp16 x3", 80 / 3),
         ("ieee", {"parts": 2}, "TF32 x3", 40 / 3),
     ],
 )
@@ -136,7 +136,9 @@ def test_the_limit_of_float32_that_is_multiplied_otherwise(
     assert found.name == name
     assert found.ms == pytest.approx(371.5 / tflops, rel=1e-3)
     unknown = Ceilings({one.mode: 40.0}, copy_tb_s=4.0)  # Older files have no rate of float16.
-    assert limits.own_limit(one, unknown, [_plan("hopper", {"parts": 1, "halves": True})]) is None
+    assert (
+        limits.own_limit(one, unknown, [_plan("hopper", {"parts": 1, "scaled_fp16": True})]) is None
+    )
 
 
 def test_plain_products_have_the_limit_of_their_mode() -> None:
@@ -150,7 +152,7 @@ def test_plain_products_have_the_limit_of_their_mode() -> None:
 def test_the_limit_of_a_step_of_several_kinds_of_mmas() -> None:
     rates = {"float32 ieee": 5.0, "float32 tf32": 40.0, "float16": 80.0}
     step = Case(FOUNDING[0], "step", "float32", "ieee", "nchw")
-    plans = [_plan("hopper", {"parts": 2, "halves": halves}) for halves in (True, True, False)]
+    plans = [_plan("hopper", {"parts": 2, "scaled_fp16": scaled}) for scaled in (True, True, False)]
     found = limits.own_limit(step, Ceilings(rates, copy_tb_s=4.0), plans)
     assert found is not None
     assert found.name == "MMAs"
