@@ -11,7 +11,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastconv
-from effort import PATIENCE_S
+from effort import PATIENCE_S, wait_until
 from fastconv import native
 from fastconv.native import build
 from fastconv.ops import entries
@@ -81,10 +80,7 @@ class Compiler:
         return self._log.read_text().splitlines() if self._log.exists() else []
 
     def wait_for_a_call(self, before: int = 0) -> None:
-        until = time.monotonic() + PATIENCE_S
-        while len(self.calls) <= before:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: len(self.calls) > before)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,9 @@ import stat
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -336,12 +338,21 @@ class TestCommand:
         capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        fake.set(seconds=0.2)
+        """The compiler ends after the first report, however slow the machine is."""
+        fake.set(held=True)
+
+        def sleep(seconds: float) -> None:
+            fake.go.touch()
+            time.sleep(seconds)
+
+        clock = SimpleNamespace(time=time.time, monotonic=lambda: 0.0, sleep=sleep)
+        monkeypatch.setattr(compiler, "time", clock)
         monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
         for options, words in (
             (["--quiet"], ""),
             ([], "\rcompiling, 0:00\x1b[K" if terminal else "compiling, 0:00\n"),
         ):
+            fake.go.unlink(missing_ok=True)
             assert cli.main(["build", "--again", *options]) == 0
             captured = capsys.readouterr()
             assert captured.err.startswith(words)
