@@ -34,7 +34,7 @@ from fastconv.kernels.hopper.wgrad_halo import plan as by_tiles
 from fastconv.problem import Problem
 
 # Few SMs, so that a block has several runs of steps.
-GPU = Gpu("sm_90a", 3, 232448, 233472)
+GPU = replace(H200, sm_count=3)
 
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
