@@ -19,7 +19,7 @@ from fastconv.exporter.file import PARTS
 from fastconv.exporter.parts import portable
 from fastconv.kernels import family, gpus
 
-__all__ = ["small"]  # fixtures of the tests below
+__all__ = ["small"]  # Tests below use these fixtures by their names.
 
 ROOT = Path(__file__).parents[2]
 

@@ -59,7 +59,8 @@ class _Uses(ast.NodeVisitor):
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self.methods = {child.name for child in node.body if isinstance(child, ast.FunctionDef)}
-        for child in (*node.keywords, *node.decorator_list, *node.body):  # but not the bases
+        # Bases are not visited: a class may derive from a convolution of PyTorch.
+        for child in (*node.keywords, *node.decorator_list, *node.body):
             self.visit(child)
         self.methods = set()
 
@@ -122,7 +123,7 @@ def test_the_decomposition_names_two_alone() -> None:
     uses = _uses(DECOMPOSITION.read_text(encoding="utf-8"))
     assert {use.split()[-1] for use in uses} == {"convolution", "convolution_backward"}
     importers = [path.name for path in _sources() if "decomposition" in path.read_text("utf-8")]
-    assert importers == ["__init__.py"]  # which registers it
+    assert importers == ["__init__.py"]  # It registers the decompositions, and calls none.
 
 
 def test_pytorchs_layer_has_one_name_by_which_none_is_made() -> None:

@@ -175,7 +175,7 @@ def test_streams_and_graphs(example: ModuleType) -> None:
     """A captured call uses no other stream than the current one, and waits for nothing."""
     model = example.ModelNew(8, 8, 3, 1, 1, 1).cuda()
     x = torch.randn(1, 8, 20, 20, device="cuda")
-    expected = model(x).detach()  # compiles
+    expected = model(x).detach()  # The first call compiles.
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
         y = model(x)

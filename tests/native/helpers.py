@@ -31,7 +31,7 @@ INPUT, WEIGHT, BIAS = (2, 4, 6, 5), (6, 4, 3, 3), (6,)
 
 
 def tensors(*shapes: tuple[int, ...], requires_grad: bool = False) -> list[Tensor]:
-    # Multiples of a quarter, whose products have exact sums.
+    # Products of multiples of a quarter have exact sums.
     some = (torch.randint(-8, 8, shape) / 4 for shape in shapes)
     return [tensor.requires_grad_(requires_grad) for tensor in some]
 
@@ -71,7 +71,7 @@ class Compiler:
             'for last; do :; done\n: > "$last"\n'
             f'echo "$*" >> {self._log}\n{wait}\necho {shlex.quote(words)}\n'
             f"test {status} = 0 || exit {status}\n"
-            f'cp {self._built} "$last"\nchmod +rwx "$last"\n'  # as linkers, but for the umask
+            f'cp {self._built} "$last"\nchmod +rwx "$last"\n'  # Linkers do so, within the umask.
         )
         self.path.chmod(0o755)
 

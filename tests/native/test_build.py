@@ -134,7 +134,8 @@ class TestBuilding:
         fake.set(held=True)
         self._kill_builder(fake, build.library())
         (left,) = unfinished(folder)
-        assert len(list(left.iterdir())) == 2  # a part of the library, and a temporary file
+        # The compiler left a part of the library, and a temporary file.
+        assert len(list(left.iterdir())) == 2
         self._kill_builder(fake, build.library().with_name(f"host-{'0' * 32}.so"))
         assert left not in unfinished(folder)
         assert len(unfinished(folder)) == 1
@@ -359,7 +360,7 @@ class TestCommand:
             assert bool(captured.err) == bool(words)
             assert captured.out.startswith("built ")
 
-    def test_what_is_missing_is_told(
+    def test_the_compiler_s_words_are_shown(
         self, folder: Path, fake: Compiler, capsys: pytest.CaptureFixture[str]
     ) -> None:
         fake.set(status=1, words="some words\nin lines")
