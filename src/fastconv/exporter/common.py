@@ -4,7 +4,3 @@ from __future__ import annotations
 
 DTYPES = ("float32", "float16", "bfloat16")
 """The types that exported files compute in."""
-
-
-class ExportError(ValueError):
-    """Something cannot be exported; the message says what, and what can be."""
