@@ -127,12 +127,14 @@ def test_the_decomposition_names_two_alone() -> None:
 
 
 def test_pytorchs_layer_has_one_name_by_which_none_is_made() -> None:
-    """``optimize`` uses PyTorch's layers only to measure and exchange the user's."""
+    """``optimize`` and ``convert`` use PyTorch's layers only to measure and exchange the user's."""
     sources = {path.stem: path.read_text("utf-8") for path in _sources()}
     assert [name for name, text in sources.items() if "__base__" in text] == ["modules"]
     users = {name for name, text in sources.items() if re.search(r"\bPYTORCHS\b", text)}
-    assert users == {"modules", "calls", "inspection", "optimization", "proposal", "tracing"}
-    assert not any(re.search(r"\bPYTORCHS[(.]", text) for text in sources.values())
+    assert users == {"modules", "calls", "conversion", "exchange", "inspection", "tracing"}
+    # Nothing of the layer is used but its name: it is neither called nor asked for a method.
+    used = re.compile(r"\bPYTORCHS(\(|\.(?!__name__\b))")
+    assert not any(used.search(text) for text in sources.values())
 
 
 @pytest.mark.parametrize(
