@@ -66,7 +66,7 @@ def test_maps_as_numbers(small: Path) -> None:
 
 @pytest.mark.parametrize("version", [11080, 13000])
 def test_launcher_makes_maps_and_launches_early(tmp_path: Path, version: int) -> None:
-    """Without CUDA: the calls that the driver and the runtime get."""
+    """Records the calls that the driver and the runtime get; there is no CUDA."""
     stub, program = ROOT / "tests/data/cuda_stub", tmp_path / "calls"
     defined = {
         "CUDART_VERSION": str(version),

@@ -46,7 +46,10 @@ def reference(*tensors: Tensor) -> Tensor:
 
 
 def _reference_gradients(grad_output: Tensor, **given: Tensor) -> list[Tensor]:
-    """Of PyTorch's convolution, differentiable; it does not matter where, but for what is given."""
+    """Differentiable gradients of PyTorch's convolution for the tensors that are not ``given``.
+
+    A convolution is linear in each of them, so that their values, zeros, do not matter.
+    """
     tensors = {"input": INPUT, "weight": WEIGHT, "bias": BIAS}
     values = [
         given[name] if name in given else torch.zeros(shape, dtype=torch.float64).requires_grad_()

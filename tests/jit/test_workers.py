@@ -146,7 +146,7 @@ def test_tasks_that_have_not_started_are_dropped_as_well() -> None:
 
 
 def test_claimed_tasks_are_not_dropped() -> None:
-    """Nor are tasks under way, whose age counts from their end."""
+    """Tasks under way are not dropped, either: their age counts from their end."""
     time, gates = Time(), [Gate() for _ in range(2)]
     workers = time.workers()
     for number, gate in enumerate(gates):

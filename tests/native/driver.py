@@ -111,7 +111,7 @@ class Trouble(Exception):
 
 
 class Launching:
-    """For tests that make their own entries; CPU tensors have the null stream."""
+    """A base of tests that make their own entries; CPU tensors have the null stream."""
 
     TENSORS = tuple(("tensor", i) for i in range(6))
 
