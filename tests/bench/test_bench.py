@@ -222,7 +222,7 @@ def test_shares_of_rows_with_a_limit_of_their_own(tmp_path: Path) -> None:
         results.read(path)
 
 
-def test_a_changed_mma_ceiling_is_told() -> None:
+def test_a_changed_mma_ceiling_is_reported() -> None:
     before, after = (Ceilings({}, 1.0, mma_tflops={"tf32": rate}) for rate in (30.0, 10.0))
     (doubt,) = limits.doubts(before, after)
     assert "mma.sync tf32 TFLOP/s 30 before, 10 after" in doubt
@@ -243,7 +243,7 @@ class Clock:
 
 
 @pytest.mark.parametrize(("share", "busy"), [(0.3, True), (0.97, False), (2.6, False)])
-def test_a_busy_cpu_is_told_beside_the_figures(
+def test_a_busy_cpu_is_reported_beside_the_figures(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -255,9 +255,8 @@ def test_a_busy_cpu_is_told_beside_the_figures(
     assert cli.main(["bench", *FAST, "--shape", SHAPE, "--output", str(path)]) == 0
     captured = capsys.readouterr()
     sentence = "this machine is busy: threads got 30% of the processor time"
-    assert (
-        sentence in captured.err.partition("[1/3]")[0]
-    ) == busy  # It is told before the first row.
+    # The warning comes before the first row.
+    assert (sentence in captured.err.partition("[1/3]")[0]) == busy
     assert (sentence in captured.out) == busy
     assert (sentence in "".join(json.loads(path.read_text())["doubts"])) == busy
     assert cli.main(["report", str(path)]) == 0
@@ -270,7 +269,7 @@ def test_the_share_of_processors_is_measured() -> None:
     assert 0 <= limits._processor_share() <= 1
 
 
-def test_a_machine_that_changes_is_told(
+def test_a_machine_that_changes_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a GPU, only changed ceilings show that others use it."""
