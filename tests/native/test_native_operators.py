@@ -129,17 +129,28 @@ print(failed, hasattr(forward(x, w, None, *geometry).grad_fn, "_forward_cls"))
     assert run(program) == ["[] False"], "a node of Python's has the class"
 
 
-def test_an_operator_loads_what_is_built(fake: Compiler) -> None:
+@pytest.mark.parametrize("mode", ["enable_grad", "no_grad", "inference_mode"])
+def test_an_operator_loads_what_is_built(fake: Compiler, mode: str) -> None:
     """A process that calls operators alone, as compiled graphs do, uses the library as well."""
-    program = """
-x, w = torch.randn(2, 4, 7, 6), torch.randn(6, 4, 3, 3)
+    program = f"""
 native.make()
 native.start_build()
 assert native.conv2d is native._load_at_once
-torch.ops.fastconv.forward.default(x, w, None, (1, 1), (0, 0, 0, 0), (1, 1), 1, None)
+with torch.{mode}():
+    x, w = torch.randn(2, 4, 7, 6), torch.randn(6, 4, 3, 3)
+    torch.ops.fastconv.forward.default(x, w, None, (1, 1), (0, 0, 0, 0), (1, 1), 1, None)
 print(native.conv2d is native.load())
 """
     assert run(program) == ["True"]
+
+
+def test_an_operator_builds_what_is_required(fake: Compiler) -> None:
+    program = """
+x, w = torch.randn(2, 4, 7, 6), torch.randn(6, 4, 3, 3)
+torch.ops.fastconv.forward.default(x, w, None, (1, 1), (0, 0, 0, 0), (1, 1), 1, None)
+print(native._module is not None)
+"""
+    assert run(program, FASTCONV_NATIVE="1") == ["True"]
 
 
 def test_words_that_only_python_explains() -> None:

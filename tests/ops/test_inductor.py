@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
 
 import fastconv
 from fastconv.backends.epilogue import applied
@@ -19,7 +21,7 @@ from fastconv.ops import inductor
 from fastconv.problem import ACTIVATIONS, Epilogue
 
 FUSED = ["fastconv.fused.default"]
-WEIGHT = torch.randn(4, 4, 3, 3)
+INPUT, WEIGHT = torch.randn(2, 4, 6, 5), torch.randn(4, 4, 3, 3)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 
 
@@ -109,6 +111,44 @@ def test_what_others_use_stays(block: Callable[..., Any], expected: list[str]) -
     assert calls(fused_graph(block, input, other).graph) == expected
 
 
+def twice(input: Tensor, weight: Tensor) -> Tensor:
+    output = convolution(input, weight)
+    return output + output
+
+
+def infinite_slope(input: Tensor, weight: Tensor) -> Tensor:
+    return functional.leaky_relu(convolution(input, weight), inf)  # fused takes finite slopes
+
+
+@pytest.mark.parametrize("block", [twice, infinite_slope])
+def test_what_fused_would_not_do(block: Callable[..., Any]) -> None:
+    found = calls(fused_graph(block, torch.rand(2, 4, 6, 5)).graph)
+    assert found[0] == "fastconv.forward.default"
+    assert FUSED[0] not in found
+
+
+def test_a_weight_that_changes_after_the_convolution() -> None:
+    def block(input: Tensor, weight: Tensor) -> Tensor:
+        output = convolution(input, weight)
+        weight.zero_()
+        return output.relu()
+
+    weight = WEIGHT.clone()
+    module = make_fx(block, select_decomp_table(), tracing_mode="fake")(INPUT, weight)
+    inductor.fuse(module.graph)
+    assert "aten.copy_.default" in calls(module.graph), "by which the weight is changed"
+    assert "fastconv.forward.default" in calls(module.graph)
+
+
+def test_unused_nodes_of_others_stay() -> None:
+    def block(input: Tensor, weight: Tensor) -> Tensor:
+        input.sin()
+        return convolution(input, weight).relu()
+
+    graph = fused_graph(block, INPUT).graph
+    assert calls(graph) == ["aten.sin.default", *FUSED]
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -174,3 +214,40 @@ def test_compiled() -> None:
         torch.testing.assert_close(found, layer(input).relu())
     assert "torch.ops.fastconv.fused.default" in code
     assert "torch.ops.fastconv.forward" not in code
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
+@pytest.mark.skipif(not hasattr(torch.Tag, "needs_exact_strides"), reason="PyTorch has no such tag")
+def test_strides_that_the_user_asked_for() -> None:
+    """Inductor computes what ``fused`` reads with the strides that eager mode gives it."""
+    from torch._inductor import config
+    from torch._inductor.utils import run_and_get_code
+
+    def block(input: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+        input = (input * 2).contiguous(memory_format=torch.channels_last)
+        return (convolution(input, weight) + other.cos()).relu()
+
+    torch._dynamo.reset()
+    other = torch.randn(2, 4, 6, 5).contiguous(memory_format=torch.channels_last)
+    with torch.no_grad(), config.patch(force_disable_caches=True):
+        _, (code,) = run_and_get_code(torch.compile(block, fullgraph=True), INPUT, WEIGHT, other)
+    assert FUSED[0] in code
+    assert code.count("empty_strided_cpu((2, 4, 6, 5), (120, 1, 20, 4)") == 2
+
+
+def test_passes_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours comes first; each of the user's is called and cached as before."""
+    from torch._inductor import config, custom_graph_pass
+
+    def theirs(graph: Graph) -> None:
+        pass
+
+    passes = getattr(custom_graph_pass, "get_custom_graph_passes", None)
+    for given in (None, theirs, [theirs, theirs]):
+        if given is None or passes is not None:
+            monkeypatch.setattr(config, "post_grad_custom_pre_pass", given)
+            inductor._add_pass()
+            found = config.post_grad_custom_pre_pass
+            ours, *others = found if isinstance(found, list) else [found]
+            assert ours.uuid()
+            assert others == list(passes(given) if passes else ())

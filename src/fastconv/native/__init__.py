@@ -186,9 +186,14 @@ def load() -> Callable[..., Any]:
 
 
 def load_if_built() -> None:
-    """Loads the library if it is there and not loaded: Python's operators call this."""
+    """Loads the library if it is there and not loaded: Python's operators call this.
+
+    With ``FASTCONV_NATIVE=1`` it builds the library first, unless something is in the way.
+    """
     if conv2d is _load_at_once:
         _load_if_possible()
+    elif conv2d is _require and (build.is_built() or not in_the_way()):
+        _load_required()
 
 
 def serve_operators(on: bool) -> None:
@@ -264,10 +269,13 @@ def _load_if_possible() -> None:
 
 
 def _require(*arguments: Any) -> Any:
-    """Takes the place of :data:`conv2d` with ``FASTCONV_NATIVE=1``.
+    """Takes the place of :data:`conv2d` with ``FASTCONV_NATIVE=1``, until the first call."""
+    _load_required()
+    return load()(*arguments)
 
-    The first call builds the library, waits for it and loads it, or raises an error.
-    """
+
+def _load_required() -> None:
+    """Builds the library, waits for it and loads it, or raises an error."""
     global conv2d
     wanted()  # raises if the variable's value is invalid
     with _lock:
@@ -281,7 +289,6 @@ def _require(*arguments: Any) -> Any:
                     )
                 build.build()
             conv2d = load()
-    return load()(*arguments)
 
 
 def _give_up(error: Unavailable) -> None:

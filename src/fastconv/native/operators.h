@@ -120,7 +120,10 @@ void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stac
       return give(call, {record(call), {}}, stack, count);
     }
   }
-  if (kPass == kForward || kPass == kFused) call.frozen = store.period;
+  // A compiled graph may compute one weight after the other in the same buffer, without a word to
+  // its version counter. Such a buffer requires no gradient, as the weights of layers do.
+  const bool is_forward = kPass == kForward || kPass == kFused;
+  if (is_forward && call.second.requires_grad()) call.frozen = store.period;
   give(call, run(call), stack, count);
 }
 

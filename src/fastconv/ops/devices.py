@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastconv import native
 from fastconv.backends import cpu, cuda
 from fastconv.kernels import planner
 from fastconv.kernels.planner import Switch
@@ -44,7 +45,17 @@ def register() -> None:
         operator = OPERATORS[name]
         for device_type, backend in BACKENDS.items():
             found[device_type] = on(backend, partial(operator.describe, operator.known))
-            library.impl(operator.call, found[device_type], device_type.upper())
+            library.impl(operator.call, _loading(found[device_type]), device_type.upper())
+
+
+def _loading(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the kernel that PyTorch calls until the native host path takes its place."""
+
+    def run(*args: Any) -> Any:
+        native.load_if_built()  # in inference mode, no other kernel of ours has done so
+        return kernel(*args)
+
+    return run
 
 
 def kernels(name: str) -> tuple[Callable[..., Any], ...]:

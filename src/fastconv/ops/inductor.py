@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from functools import cache
-from pathlib import Path
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -18,16 +18,19 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fastconv.backends.epilogue import applied
+from fastconv import problem
+from fastconv.backends import epilogue
 from fastconv.ops.late import when_imported
 from fastconv.ops.schema import OPERATORS, forward, fused
-from fastconv.problem import ACTIVATIONS, Epilogue
 
 VARIABLE = "FASTCONV_FUSE_COMPILED"
 DEVICES = ("cuda",)
 """The types of devices that compute ``fused`` in one kernel."""
 
 _aten = torch.ops.aten
+# Where a node has its arguments as eager mode passes them. Inductor gives the arguments of a node
+# without this entry any strides, and with those of another format, the convolution is slower.
+_STRIDES = "eager_input_vals"
 _SLOPE = 0.123456789  # stands for any slope of leaky_relu in a traced graph
 
 
@@ -49,29 +52,28 @@ def _keep_operators() -> None:
 
 
 def _add_pass() -> None:
-    """Adds our pass to those that a user may have set."""
-    from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    """Adds our pass before those that the user has set, if there are any.
 
-    class Fuse(CustomGraphPass):
-        """Applies the user's pass, if there is one, after ours."""
+    Versions of PyTorch that take a single pass keep the user's.
+    """
+    from torch._inductor import config, custom_graph_pass
 
-        def __init__(self, others: Any) -> None:
-            self._others = others
-
+    class Fuse(custom_graph_pass.CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
             fuse(graph)
-            if self._others is not None:
-                self._others(graph)
 
         def uuid(self) -> Any:
-            files = get_hash_for_files((str(Path(__file__)),))
-            others = None if self._others is None else self._others.uuid()
-            return (files, os.environ.get(VARIABLE), others)
+            # The files that say what is fused.
+            files = (__file__, str(epilogue.__file__), str(problem.__file__))
+            return custom_graph_pass.get_hash_for_files(files), os.environ.get(VARIABLE)
 
     theirs = config.post_grad_custom_pre_pass
-    if theirs is None or isinstance(theirs, CustomGraphPass):
-        config.post_grad_custom_pre_pass = Fuse(theirs)
+    if theirs is None:
+        config.post_grad_custom_pre_pass = Fuse()
+    elif hasattr(custom_graph_pass, "get_custom_graph_passes"):
+        # One pass for all would have to know how PyTorch calls and caches each of theirs.
+        others = custom_graph_pass.get_custom_graph_passes(theirs)
+        config.post_grad_custom_pre_pass = [Fuse(), *others]
 
 
 def fuse(graph: Graph) -> None:
@@ -81,11 +83,16 @@ def fuse(graph: Graph) -> None:
         raise ValueError(f"{VARIABLE} should be 0 or 1, or not set, but got {value!r}")
     if value == "0":
         return
+    replaced: set[Node] = set()
     # From the last node to the first: an activation's last operation comes before its others.
     for node in reversed(graph.nodes):
-        if node.users and (tail := _tail(node)) is not None:
+        if node.users and node not in replaced and (tail := _tail(node)) is not None:
             _replace(graph, node, tail)
-    graph.eliminate_dead_code()
+            replaced.update(tail.nodes)
+    # Only nodes of ours are removed: PyTorch keeps other dead nodes at this point, by default.
+    for node in reversed(graph.nodes):
+        if node in replaced:
+            graph.erase_node(node)
 
 
 class _Tail(NamedTuple):
@@ -95,6 +102,8 @@ class _Tail(NamedTuple):
     residual: Node | None
     activation: str
     slope: float
+    nodes: frozenset[Node]
+    """The convolution and all that the epilogue computes from it: what ``fused`` replaces."""
 
 
 def _tail(node: Node) -> _Tail | None:
@@ -104,23 +113,44 @@ def _tail(node: Node) -> _Tail | None:
         return None
     for activation, match in _activations(node, value.dtype):
         for convolution, residual in _sums(match.argument):
-            tail = _Tail(convolution, residual, activation, match.slope)
-            inside = {match.argument, *match.nodes}
+            inside = frozenset((match.argument, *match.nodes))
+            nodes = inside | {convolution}
             if (
                 convolution.target is forward
                 and _are_alike(convolution, node, strides=True)
-                and tail[1:3] != (None, "identity")
-                and all(inside.issuperset(one.users) for one in {convolution, *inside} - {node})
+                and (residual, activation) != (None, "identity")
+                and isfinite(match.slope)
+                and all(inside.issuperset(one.users) for one in nodes - {node})
+                and not _is_mutated_between(convolution, node)
             ):
-                return tail
+                return _Tail(convolution, residual, activation, match.slope, nodes)
     return None
+
+
+def _is_mutated_between(first: Node, last: Node) -> bool:
+    """Whether an operation between two nodes writes to a tensor, perhaps one that the first reads.
+
+    ``fused`` takes the place of the last node: it would read what the operation has written.
+    """
+    node = first.next
+    while node is not last:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            return True
+        node = node.next
+    return False
 
 
 def _sums(node: Node) -> Iterator[tuple[Node, Node | None]]:
     """Yields the ways to see a node as an output of a convolution plus a residual, or none."""
     if node.target is _aten.add.Tensor and not node.kwargs:
         first, second = node.args
-        if isinstance(first, Node) and isinstance(second, Node) and _are_alike(first, second):
+        if (
+            isinstance(first, Node)
+            and isinstance(second, Node)
+            and first is not second  # the convolution would have to be computed for its residual
+            and _are_alike(first, second)
+        ):
             yield first, second
             yield second, first
     yield node, None
@@ -144,11 +174,15 @@ def _expressions(sizes: Sequence[Any]) -> list[Any]:
 
 
 def _replace(graph: Graph, node: Node, tail: _Tail) -> None:
+    after = (tail.activation, tail.slope)
     input, weight, bias, *geometry = tail.convolution.args
-    arguments = (input, weight, bias, tail.residual, *geometry, tail.activation, tail.slope)
     with graph.inserting_before(node):
-        new = graph.call_function(fused, arguments)
+        new = graph.call_function(fused, (input, weight, bias, tail.residual, *geometry, *after))
     new.meta.update(node.meta)
+    if _STRIDES in tail.convolution.meta:
+        (input, weight, bias, *geometry), _ = tail.convolution.meta[_STRIDES]
+        residual = None if tail.residual is None else tail.residual.meta["val"]
+        new.meta[_STRIDES] = ((input, weight, bias, residual, *geometry, *after), {})
     node.replace_all_uses_with(new)
 
 
@@ -199,7 +233,7 @@ class _Match:
 
 def _activations(node: Node, dtype: torch.dtype) -> Iterator[tuple[str, _Match]]:
     """Yields the activations whose result a node may be; the last is the identity."""
-    for activation in ACTIVATIONS if dtype.is_floating_point else ():
+    for activation in problem.ACTIVATIONS if dtype.is_floating_point else ():
         match = _Match()
         if activation != "identity" and match.takes(_traced(activation, dtype), node):
             yield activation, match
@@ -213,10 +247,10 @@ def _traced(activation: str, dtype: torch.dtype) -> Node:
     """Returns the last node of an activation's graph, with Inductor's decompositions."""
     from torch._inductor.decomposition import select_decomp_table
 
-    epilogue = Epilogue(activation, _SLOPE if activation == "leaky_relu" else 0.0)
+    form = problem.Epilogue(activation, _SLOPE if activation == "leaky_relu" else 0.0)
 
     def function(output: Tensor) -> Tensor:
-        return applied(output, None, epilogue)
+        return epilogue.applied(output, None, form)
 
     example = torch.empty(2, 2, 2, 2, dtype=dtype)
     graph = make_fx(function, select_decomp_table(), tracing_mode="fake")(example).graph
