@@ -68,9 +68,10 @@ def _add_pass() -> None:
             return custom_graph_pass.get_hash_for_files(files), os.environ.get(VARIABLE)
 
     theirs = config.post_grad_custom_pre_pass
-    if theirs is None:
-        config.post_grad_custom_pre_pass = Fuse()
-    elif hasattr(custom_graph_pass, "get_custom_graph_passes"):
+    # A value that is set holds for the thread that sets it; the default holds for all.
+    entries: Any = getattr(config, "_config")  # noqa: B009 - the stubs do not have it
+    entries["post_grad_custom_pre_pass"].default = Fuse()
+    if theirs is not None and hasattr(custom_graph_pass, "get_custom_graph_passes"):
         # One pass for all would have to know how PyTorch calls and caches each of theirs.
         others = custom_graph_pass.get_custom_graph_passes(theirs)
         config.post_grad_custom_pre_pass = [Fuse(), *others]
