@@ -2,11 +2,12 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 # For the GPU targets: a Python whose PyTorch is a CUDA build, with cuda-bindings, pytest, hypothesis.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test lint types docs test-cpu test-corpus test-compile corpus test-gpu test-oldest-torch examples sanitize stress clean
+.PHONY: demo test lint types docs test-cpu test-corpus test-compile corpus test-gpu test-oldest-torch package test-package examples sanitize stress clean
 
 demo: .venv/ready
 	$(BIN)/fastconv verify
@@ -63,6 +64,27 @@ test-oldest-torch: examples
 	.venv-oldest-torch/bin/pip install --quiet --disable-pip-version-check torch==2.0.1 'numpy<2'
 	.venv-oldest-torch/bin/python tests/api/exported_file.py examples/*.py
 
+# Wheel and source distribution, in dist. The wheel is made from the source distribution, so that a
+# file that is missing there is missed.
+package:
+	rm -rf dist
+	$(PYTHON) -m venv --clear .venv-package
+	.venv-package/bin/pip install --quiet --disable-pip-version-check build twine check-wheel-contents
+	.venv-package/bin/python -m build
+	.venv-package/bin/twine check --strict dist/*
+	.venv-package/bin/check-wheel-contents dist/*.whl
+
+# The wheel of `make package`: beside PyTorch and nothing else, then with what `verify` needs.
+test-package:
+	$(PYTHON) -m venv --clear .venv-package
+	.venv-package/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH)
+	.venv-package/bin/pip install --quiet --disable-pip-version-check dist/*.whl
+	.venv-package/bin/python tests/api/installed.py
+	.venv-package/bin/fastconv info
+	.venv-package/bin/pip install --quiet --disable-pip-version-check "$$(ls dist/*.whl)[bench]"
+	.venv-package/bin/pip check
+	.venv-package/bin/fastconv verify --device cpu --random 20
+
 # Version control has dilated5x9 alone: the others are large and much the same.
 examples: .venv/ready
 	for name in dilated5x9 asym5x9 square3x3; do \
@@ -100,9 +122,9 @@ stress:
 # gigabytes of CUDA packages that a machine without a GPU has no use for.
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==$(TORCH)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,docs,test]'
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest-torch site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest-torch .venv-package dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

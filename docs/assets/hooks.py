@@ -19,7 +19,12 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 # Pages above docs/, and where the site has them. In docs/ itself, CONTRIBUTING.html and
 # contributing.html would be one file on some systems.
-ABOVE = {"CHANGELOG.md": "project/changelog.md", "CONTRIBUTING.md": "project/contributing.md"}
+ABOVE = {
+    "CHANGELOG.md": "project/changelog.md",
+    "CODE_OF_CONDUCT.md": "project/conduct.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "SECURITY.md": "project/security.md",
+}
 
 FENCE = re.compile(r"\s*(```|~~~)")
 CODE_OR_LINK = re.compile(r"`+[^`]*`+|\]\((?P<target>[^()\s]+)\)")
