@@ -41,7 +41,7 @@ class Row:
     limit: Limit | None = None
     compile_s: float | None = None  # sum over our kernels; near 0 if they were in the disk cache
     error: str | None = None
-    own_limit: Limit | None = None  # of our kernels, if they have one of their own: mma.sync's
+    own_limit: Limit | None = None  # of our kernels, if they multiply otherwise than the mode says
 
     @property
     def speedup(self) -> float | None:
@@ -119,6 +119,10 @@ class Sum:
             _total([(count, ours) for count, ours, _ in counted]),
             _total([(count, peer) for count, _, peer in counted]),
         )  # fmt: skip
+
+    @property
+    def label(self) -> str:
+        return f"{self.model} {self.direction} {self.mode} {self.format}"
 
     @property
     def speedup(self) -> float:
