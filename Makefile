@@ -8,9 +8,9 @@ GPU_PYTHON ?= python3
 
 .PHONY: demo test lint types test-cpu test-corpus test-compile corpus test-gpu test-oldest-torch examples sanitize stress clean
 
-demo: .venv/ready
-	$(BIN)/fastconv verify
-	$(BIN)/fastconv bench --row-seconds 3
+# Verifies a few layers, compares their speed with PyTorch's, and writes plots and a page to demo/.
+demo: .venv/demo-ready
+	$(BIN)/fastconv demo --folder demo
 
 test: lint types test-cpu
 
@@ -90,13 +90,20 @@ sanitize:
 stress:
 	PYTHONPATH=src:tests $(GPU_PYTHON) tests/gpu/stress.py
 
+# The demo needs PyTorch and a few small packages; the tests add linters, compilers and ONNX to them.
 # Torch first and by its exact version: asked for by a range, pip may take the newest release, with
 # gigabytes of CUDA packages that a machine without a GPU has no use for.
-.venv/ready: pyproject.toml constraints.txt
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+comma := ,
+.venv/demo-ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==$(shell sed -n 's/^torch==//p' constraints.txt)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,test]'
+	$(INSTALL) torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+	$(INSTALL) -e '.[bench$(if $(shell command -v nvidia-smi),$(comma)cuda)]'
+	touch $@
+
+.venv/ready: .venv/demo-ready
+	$(INSTALL) -e '.[bench,test]'
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest-torch .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf demo .venv .venv-oldest-torch .mypy_cache .pytest_cache .ruff_cache .hypothesis

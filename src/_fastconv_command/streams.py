@@ -24,6 +24,7 @@ def guard(work: Callable[[], int], expected: Errors = (), verbatim: Errors = ())
     those of the types ``verbatim`` with the line breaks of their message. Any other exception is a
     bug, and keeps its traceback.
     """
+    caught: Errors = (OSError, *expected, *verbatim)
     try:
         try:
             return work()
@@ -36,7 +37,7 @@ def guard(work: Callable[[], int], expected: Errors = (), verbatim: Errors = ())
     except KeyboardInterrupt:
         _complain("interrupted")
         return INTERRUPTED
-    except (OSError, *expected, *verbatim) as error:
+    except caught as error:
         _complain(str(error) if isinstance(error, verbatim) else _line(error))
         _drop_output()
         return BAD_INPUT

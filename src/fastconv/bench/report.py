@@ -236,7 +236,7 @@ def _results_cells(results: Results) -> list[Cells]:
 
 def remarks(results: Results) -> list[str]:
     """Sentences of warning that belong above the figures: whether the machine was busy."""
-    return [*_unsteady(results), *results.doubts]
+    return [*unsteady(results), *results.doubts]
 
 
 def failures(results: Results) -> list[str]:
@@ -252,14 +252,14 @@ def _results_markdown(results: Results) -> str:
 
 def _host_table(results: HostResults) -> Table:
     columns = Columns(HOST_LEFT, HOST_RIGHT, HOST_NOTES, _HOST_ORDER)
-    lines = (_host_path(results), *_unsteady(results), *_host_failures(results))
+    lines = (host_path(results), *unsteady(results), *_host_failures(results))
     return made(title(results), lines, columns, list(map(host_cells, results.rows)))
 
 
 def _host_markdown(results: HostResults) -> str:
-    legend = f"{title(results)}; {_host_path(results)}; {HOST_NOTE}."
+    legend = f"{title(results)}; {host_path(results)}; {HOST_NOTE}."
     rows = _markdown(HOST_LEFT, HOST_RIGHT, list(map(host_cells, results.rows)))
-    return _section(legend, _unsteady(results), rows, _host_failures(results))
+    return _section(legend, unsteady(results), rows, _host_failures(results))
 
 
 def host_cells(row: HostRow) -> Cells:
@@ -283,16 +283,16 @@ def _ratio(row: HostRow) -> str:
 
 def _networks_table(results: NetworkResults) -> Table:
     columns = Columns(NETWORK_LEFT, NETWORK_RIGHT, NETWORK_NOTES, _NETWORK_ORDER)
-    lines = (_host_path(results), *_overall(results), *_unsteady(results))
+    lines = (host_path(results), *overall(results), *unsteady(results))
     rows = list(map(network_cells, results.rows))
     return made(title(results), (*lines, *_network_failures(results)), columns, rows)
 
 
 def _networks_markdown(results: NetworkResults) -> str:
-    legend = f"{title(results)}; {_host_path(results)}; {NETWORKS_NOTE}."
+    legend = f"{title(results)}; {host_path(results)}; {NETWORKS_NOTE}."
     rows = _markdown(NETWORK_LEFT, NETWORK_RIGHT, list(map(network_cells, results.rows)))
-    after = [*_overall(results), *_network_failures(results)]
-    return _section(legend, _unsteady(results), rows, after)
+    after = [*overall(results), *_network_failures(results)]
+    return _section(legend, unsteady(results), rows, after)
 
 
 def network_cells(row: NetworkRow) -> Cells:
@@ -325,7 +325,8 @@ def network_brief(row: NetworkRow) -> str:
     return f"{_time(row.ours)} ms, PyTorch {_time(row.peer)} ms, {speedup(row)}"
 
 
-def _overall(results: NetworkResults) -> list[str]:
+def overall(results: NetworkResults) -> list[str]:
+    """A line for each mode that sums its speed-ups up."""
     return list(map(_overall_line, results.overall))
 
 
@@ -398,11 +399,13 @@ def _section(legend: str, warnings: Sequence[str], table: str, notes: Sequence[s
     return f"{legend}\n{before}\n{table}{after}"
 
 
-def _unsteady(results: AnyResults) -> list[str]:
+def unsteady(results: AnyResults) -> list[str]:
+    """A warning if samples of any row spread too much."""
     return [UNSTEADY_NOTE] if any(row.unsteady for row in results.rows) else []
 
 
-def _host_path(results: HostResults | NetworkResults) -> str:
+def host_path(results: HostResults | NetworkResults) -> str:
+    """Which code served the calls."""
     return f"host path: {results.environment.get('host_path', 'unknown')}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ Notes = Mapping[str, str]
 
 _STYLES = {"failed": "red", "FAIL": "red", "slower": "red", "faster": "green"}
 # Columns that are left out only if all rows have the same value, which is then told in the caption.
-SAME_FOR_ALL = ("mode", "format", "configuration", "images")
+SAME_FOR_ALL = ("mode", "format", "configuration")
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,13 @@ def made(title: str, lines: Sequence[str], columns: Columns, rows: Sequence[Cell
     )
     for at in shown:
         is_text = at < len(columns.left)
-        justify = "left" if is_text else "right"
         # Names and figures stay in one line. Other texts may be wrapped if nothing else helps.
-        may_wrap = is_text and at > 0 and len(shown) > 1
-        table.add_column(columns.headings[at], justify=justify, no_wrap=not may_wrap)
+        may_wrap = is_text and at > 0
+        table.add_column(
+            _heading(columns, rows, at),
+            justify="left" if is_text else "right",
+            no_wrap=not may_wrap,
+        )
     for cells in rows:
         verdict = next((cell for cell in cells if cell in _STYLES), "")
         table.add_row(*(_escaped(cells[at]) for at in shown), style=_STYLES.get(verdict))
@@ -72,7 +76,7 @@ def _fitting(columns: Columns, rows: Sequence[Cells], most: float) -> tuple[list
         if _table_width(columns, rows, shown) <= most:
             break
         at = columns.headings.index(heading)
-        values = {cells[at] for cells in rows if not cells[0].endswith(": sum")}
+        values = {cells[at] for cells in rows}
         if at not in shown or (heading in SAME_FOR_ALL and len(values) > 1):
             continue
         shown.remove(at)
@@ -86,11 +90,17 @@ def _fitting(columns: Columns, rows: Sequence[Cells], most: float) -> tuple[list
 
 def _table_width(columns: Columns, rows: Sequence[Cells], shown: Sequence[int]) -> int:
     """The characters of a line: each column has two spaces and a border, and the table one more."""
-    inner = sum(
-        max(map(len, (*columns.headings[at].split(), *(cells[at] for cells in rows))))
-        for at in shown
-    )
-    return inner + 3 * len(shown) + 1
+    return sum(_column_width(columns, rows, at) for at in shown) + 3 * len(shown) + 1
+
+
+def _column_width(columns: Columns, rows: Sequence[Cells], at: int) -> int:
+    """The characters of the longest cell, or of the longest word of the heading."""
+    return max(map(len, (*columns.headings[at].split(), *(cells[at] for cells in rows))))
+
+
+def _heading(columns: Columns, rows: Sequence[Cells], at: int) -> str:
+    """The heading of a column, in as many lines as its cells are too narrow for."""
+    return textwrap.fill(columns.headings[at], _column_width(columns, rows, at))
 
 
 def explained(notes: Notes, headings: Collection[str]) -> list[str]:
