@@ -56,7 +56,8 @@ def show(table: Table) -> None:
     A table that cannot be as narrow as the terminal keeps its lines, and the terminal wraps them.
     """
     made = console()
-    made.width = max(made.width, made.measure(table).minimum)
+    least = made.measure(table, options=made.options.update(width=UNLIMITED)).minimum
+    made.width = max(made.width, least)
     with made.capture() as captured:
         made.print(table)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"

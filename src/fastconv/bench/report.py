@@ -426,10 +426,9 @@ def _us(value: float) -> str:
 
 
 def _totals(summary: Summary) -> str:
-    left_out = summary.asked - summary.tried
-    skipped = f", {left_out} skipped" if left_out else ""
+    asked = f" of {summary.asked}" if summary.tried < summary.asked else ""
     return (
-        f"{summary.tried} trials{skipped}, {summary.wrong} wrong, {summary.flops:.3g} flops, "
+        f"{summary.tried}{asked} trials, {summary.wrong} wrong, {summary.flops:.3g} flops, "
         f"{summary.seconds:.0f} s"
     )
 
