@@ -17,8 +17,8 @@ from fastconv.bench.console import extra
 from fastconv.bench.results import Results
 from fastconv.commands import bench, common, verify
 
-# Layers of a sixteenth of their height and width, so that two busy cores need a minute.
-CPU_DIVISOR = 16
+# Layers of 1/32 of their height and width, so that two busy cores need a minute or two.
+CPU_DIVISOR = 32
 CPU_ROW_SECONDS, GPU_ROW_SECONDS = 1, 3
 
 
