@@ -17,7 +17,7 @@ import fastconv
 
 PACKAGE = Path(fastconv.__file__).parent
 FLOORS = (
-    {"problem", "_precision", "_version", "bypass", "tables", "timing"},
+    {"problem", "_precision", "_version", "bypass", "errors", "tables", "timing"},
     {"kernels", "jit", "native", "files"},
     {
         "backends",

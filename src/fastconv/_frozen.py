@@ -24,11 +24,13 @@ class frozen_weights:
     all-gathers or other libraries' kernels.
 
     The context holds for all threads of the process. Packed weights, at most 2 GiB, are freed at
-    its end. Without the native host path it has no effect.
+    its end. Without the native host path it has no effect, nor has it on a CPU.
 
+    Examples:
+        >>> model = fastconv.Conv2d(3, 8, 3)
+        >>> requests = [torch.randn(1, 3, 9, 9) for _ in range(3)]
         >>> with torch.inference_mode(), fastconv.frozen_weights():
-        ...     for batch in requests:
-        ...         answers = model(batch)
+        ...     answers = [model(images) for images in requests]
     """
 
     def __enter__(self) -> None:

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import torch
 
 Precision = Literal["ieee", "tf32"]
+"""The arithmetic of float32 convolutions on GPUs: see ``fastconv.precision``."""
 
 
 class precision:
@@ -30,8 +31,16 @@ class precision:
     PyTorch's setting. That covers the threads of ``nn.DataParallel``, and those that recompute a
     checkpoint in backward.
 
+    Args:
+        mode: ``"ieee"`` or ``"tf32"``.
+
+    Raises:
+        ValueError: the mode is another one.
+
+    Examples:
+        >>> input, weight = torch.randn(2, 3, 9, 9), torch.randn(4, 3, 3, 3)
         >>> with fastconv.precision("ieee"):
-        ...     y = fastconv.conv2d(x, w)
+        ...     output = fastconv.conv2d(input, weight)
     """
 
     def __init__(self, mode: Precision) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -15,11 +15,33 @@ from fastconv import _precision, native
 from fastconv._precision import Precision
 from fastconv.ops import autograd
 from fastconv.ops.schema import check_dense, unknown_activation
-from fastconv.problem import Padding
+from fastconv.problem import ActivationName, Padding
 
 IntOrPair = int | Sequence[int]
-PaddingLike = int | str | Sequence[int] | Sequence[Sequence[int]]
-Activation = str | tuple[str, float]
+
+LayerPadding = (
+    int | tuple[int, int] | tuple[tuple[int, int], tuple[int, int]] | Literal["valid", "same"]
+)
+"""The type of ``padding`` for ``fastconv.Conv2d``.
+
+One number, ``(vertical, horizontal)``, ``((top, bottom), (left, right))``, ``"valid"`` (none) or
+``"same"`` (an output as large as the input).
+"""
+
+PaddingLike = LayerPadding | str | Sequence[int] | Sequence[Sequence[int]]
+"""The type of ``padding`` for ``fastconv.conv2d``.
+
+That of ``fastconv.Conv2d``, also in lists, or a layer's attribute ``padding``, whose type in
+PyTorch is ``str | tuple[int, ...]``.
+"""
+
+Activation = ActivationName | tuple[Literal["leaky_relu"], float]
+"""The type of ``activation``: a name, or ``("leaky_relu", slope)``.
+
+The names are ``"identity"``, ``"relu"``, ``"relu6"``, ``"leaky_relu"``, ``"silu"``, ``"gelu"``,
+``"gelu_tanh"``, ``"hardswish"``, ``"sigmoid"`` and ``"tanh"``: functions of
+``torch.nn.functional``, where ``"gelu_tanh"`` is the approximation of GELU by tanh.
+"""
 
 _LEAKY_SLOPE = 0.01  # the default of torch.nn.functional.leaky_relu
 
@@ -37,7 +59,7 @@ def conv2d(
     activation: Activation | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    r"""Applies a 2-D convolution, as :func:`torch.nn.functional.conv2d` does.
+    """Applies a 2-D convolution, as ``torch.nn.functional.conv2d`` does.
 
     With ``activation`` or ``residual``, it computes activation(convolution + bias + residual) in
     one kernel, which rounds to the tensors' type once. If autograd records the call, convolution,
@@ -54,8 +76,8 @@ def conv2d(
             to pad it.
         dilation: one number, or ``(vertical, horizontal)``.
         groups: number of groups the channels are split into.
-        precision: ``"ieee"`` or ``"tf32"`` for float32 on a GPU; None takes
-            :class:`fastconv.precision`'s choice and, outside of it, PyTorch's setting.
+        precision: ``"ieee"`` or ``"tf32"`` for float32 on a GPU; None takes the choice of
+            ``fastconv.precision`` and, outside of it, PyTorch's setting.
         activation: ``"relu"``, ``"relu6"``, ``"leaky_relu"`` (with slope 0.01;
             ``("leaky_relu", slope)`` for another one), ``"silu"``, ``"gelu"``, ``"gelu_tanh"``
             (gelu's approximation by tanh), ``"hardswish"``, ``"sigmoid"``, ``"tanh"``;
@@ -66,11 +88,28 @@ def conv2d(
 
     Returns:
         ``(batch, out_channels, out_height, out_width)``, or without ``batch``, in the memory format
-        PyTorch would choose, where with all four sides of padding
+        PyTorch would choose. With all four sides of padding, ``out_height`` is
+        ``(height + top + bottom - dilation * (kernel_height - 1) - 1) // stride + 1``, and
+        ``out_width`` likewise.
 
-        .. math::
-            out\_height = \left\lfloor\frac{height + top + bottom - dilation \times
-                          (kernel\ height - 1) - 1}{stride} + 1\right\rfloor
+    Raises:
+        TypeError: an argument has a type that PyTorch would not take either.
+        RuntimeError: sizes, types or devices do not fit together, as in PyTorch.
+        ValueError: ``precision`` or ``activation`` is none of those above.
+        fastconv.GpuUnavailable: the tensors are on a GPU, and this machine lacks what the kernels
+            need beside it.
+        fastconv.CompilationError: the compiler refuses a kernel.
+        fastconv.LaunchError: the CUDA driver refuses a kernel.
+
+    Examples:
+        >>> images, weight = torch.randn(8, 3, 32, 32), torch.randn(16, 3, 5, 9)
+        >>> fastconv.conv2d(images, weight, padding=(2, 4), stride=2).shape
+        torch.Size([8, 16, 16, 16])
+        >>> fastconv.conv2d(images, weight, padding=((4, 0), (8, 0))).shape  # above and to the left
+        torch.Size([8, 16, 32, 32])
+        >>> fused = fastconv.conv2d(images, weight, padding="same", activation="relu")
+        >>> bool((fused >= 0).all())
+        True
     """
     if not torch.compiler.is_compiling() and (host := native.conv2d) is not None:
         mode = _precision.override_untraced() if precision is None else precision

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 Pair = tuple[int, int]
 
@@ -34,14 +34,16 @@ class Epilogue(NamedTuple):
 
 NO_EPILOGUE = Epilogue()
 
-ACTIVATIONS = (
+ActivationName = Literal[
     "identity", "relu", "relu6", "leaky_relu", "silu", "gelu", "gelu_tanh", "hardswish", "sigmoid",
     "tanh",
-)  # fmt: skip
+]  # fmt: skip
 """Names of activations in ``torch.nn.functional``.
 
 ``gelu`` is computed by erf, ``gelu_tanh`` is its approximation by tanh.
 """
+
+ACTIVATIONS: tuple[ActivationName, ...] = get_args(ActivationName)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def _assert_same_function(first: nn.Conv2d, second: nn.Conv2d) -> None:
 def test_same_module_as_pytorchs(arguments: dict[str, Any]) -> None:
     ours, theirs = _make(fastconv.Conv2d, **arguments), _make(nn.Conv2d, **arguments)
     assert isinstance(ours, nn.Conv2d)
-    assert repr(ours) == repr(theirs)
+    assert repr(ours) == f"fastconv.{theirs!r}"
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     for name, tensor in theirs.state_dict().items():
         assert ours.state_dict()[name].equal(tensor), name
@@ -145,9 +145,32 @@ def test_copies(duplicate: Callable[[nn.Module], nn.Module], padding: Any) -> No
 def test_representation_names_what_is_beyond_pytorch() -> None:
     module = fastconv.Conv2d(4, 6, 3, padding=((1, 0), (2, 1)), precision="ieee")
     assert repr(module) == (
-        "Conv2d(4, 6, kernel_size=(3, 3), stride=(1, 1), "
-        "padding=((1, 0), (2, 1)), precision=ieee)"
+        "fastconv.Conv2d(4, 6, kernel_size=(3, 3), stride=(1, 1), "
+        "padding=((1, 0), (2, 1)), precision='ieee')"
     )  # fmt: skip
+
+
+def test_representation_tells_our_layers_from_others() -> None:
+    class Own(fastconv.Conv2d):
+        pass
+
+    model = nn.Sequential(
+        fastconv.Conv2d(4, 6, 3),
+        nn.Conv2d(4, 6, 3),
+        Own(4, 6, 3),
+        parametrizations.weight_norm(fastconv.Conv2d(4, 6, 3)),
+    )
+    names = [line.split("(")[1].split(": ")[1] for line in repr(model).split("\n")[1:5]]
+    assert names == ["fastconv.Conv2d", "Conv2d", "Own", "fastconv.ParametrizedConv2d"]
+
+
+def test_representation_of_a_fused_layer() -> None:
+    layer = fastconv.FusedConv2d(4, 6, 1, bias=False)
+    layer.activation, layer.takes_residual = ("leaky_relu", 0.2), True
+    assert repr(layer) == (
+        "fastconv.FusedConv2d(4, 6, kernel_size=(1, 1), stride=(1, 1), bias=False, "
+        "activation=('leaky_relu', 0.2), takes_residual=True)"
+    )
 
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])

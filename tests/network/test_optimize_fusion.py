@@ -44,6 +44,8 @@ def test_a_residual_network(model: ResNet, clock: Clock) -> None:
         "layers.2.conv1": "relu",
         "layers.2.conv2": "relu",
     }
+    added = {n for n, one in optimized.named_modules() if getattr(one, "takes_residual", False)}
+    assert added == {"layers.0.conv2", "layers.1.conv2", "layers.2.conv2"}
     targets = {str(node.target) for node in optimized.graph.nodes}
     assert not {"layers.0.relu", "<built-in function iadd>"} & targets
     residuals = [call for call in clock.seen if call.residual is not None]

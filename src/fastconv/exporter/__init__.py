@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from fastconv import files
-from fastconv.exporter.common import DTYPES, ExportError
+from fastconv.errors import ExportError
+from fastconv.exporter.common import DTYPES
 
 __all__ = ["DTYPES", "ExportError", "export"]
 
@@ -18,17 +20,18 @@ def export(
     reference: str | Path | None = None,
     output: str | Path | None = None,
     attribute: str | None = "conv2d",
-    dtypes: Sequence[str] = ("float32",),
+    dtypes: Sequence[Literal["float32", "float16", "bfloat16"]] = ("float32",),
 ) -> str:
-    """The text of one Python file whose ``ModelNew`` convolves with kernels of its own.
+    """Writes one Python file whose ``ModelNew`` convolves with kernels of its own.
 
     The file needs only PyTorch (2.0.1 or newer) and nvcc. It has tuned kernels for the exported
     convolutions on GPUs since Ampere, and portable kernels for all other geometries and for GPUs
-    since Volta: see ``docs/export.md``. Give one of ``workload``, ``shape`` and ``reference``.
+    since Volta. Give one of ``workload``, ``shape`` and ``reference``.
 
     Args:
         workload: the name of one of the benchmark's workloads, for example "dilated5x9".
-        shape: a shape as ``fastconv bench`` takes it.
+        shape: sizes of input and weight and, where they differ from PyTorch's defaults, stride,
+            padding, dilation and groups: ``"8x32x64x64 64x32x5x9 padding=2,4"``.
         reference: a Python file with a class ``Model``, and functions ``get_init_inputs`` and
             ``get_inputs`` that return the arguments of its constructor and of its ``forward``. The
             file is executed. ``ModelNew`` is its ``Model`` with every ``nn.Conv2d`` replaced.
@@ -39,10 +42,16 @@ def export(
         dtypes: the types to tune for, of "float32", "float16" and "bfloat16". The file computes
             correctly in all of them.
 
-    Raises:
-        ExportError: the convolution cannot be exported; the message says why.
+    Returns:
+        The text of the file.
 
-        >>> fastconv.export("dilated5x9", output="model.py")
+    Raises:
+        fastconv.ExportError: the convolution cannot be exported; the message says why.
+
+    Examples:
+        >>> text = fastconv.export(shape="2x3x16x16 8x3x3x3 padding=1", output="model.py")
+        >>> "class ModelNew" in text
+        True
     """
     # Imported here, because `import fastconv` does not need the planner.
     from fastconv.exporter import file, subject

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 from fastconv.backends.cuda import operands_of
-from fastconv.exporter.common import DTYPES, ExportError
+from fastconv.errors import ExportError
+from fastconv.exporter.common import DTYPES
 from fastconv.kernels import planner
 from fastconv.kernels.family import AnyMap, Argument, Constant, Gpu, Launch, Operands, Plan
 from fastconv.kernels.gpus import GPUS

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fastconv import files
-from fastconv.exporter.common import ExportError
+from fastconv.errors import ExportError
 from fastconv.problem import Padding, Problem
 from fastconv.workloads import SUITES, Workload, WorkloadError, parse_shape
 

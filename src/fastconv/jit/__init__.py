@@ -3,15 +3,13 @@
 Importing this package imports nothing of CUDA. What is missing is reported at first use.
 """
 
+from fastconv.errors import CompilationError, GpuUnavailable, LaunchError
 from fastconv.jit.compile import (
-    CompilationError,
     Compiled,
-    GpuUnavailable,
     build,
     compile_kernel,
     nvrtc_version,
 )
-from fastconv.jit.driver import LaunchError
 from fastconv.jit.launch import LoadedLaunches, load_launches
 from fastconv.jit.loading import architecture
 from fastconv.jit.pool import build_all

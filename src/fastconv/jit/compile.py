@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from fastconv.errors import CompilationError, GpuUnavailable
 from fastconv.jit import cache, nvrtc, processes, workers
 from fastconv.kernels.family import FOLDER, Kernel
 
@@ -29,14 +30,6 @@ _OPTIONS = (
     "-std=c++17",
     "--ptxas-options=-v",  # writes registers and spills to the log
 )
-
-
-class GpuUnavailable(RuntimeError):
-    """The GPU kernels cannot run on this machine; the message says what is missing."""
-
-
-class CompilationError(RuntimeError):
-    """The compiler refused a kernel; the message holds its log."""
 
 
 @dataclass(frozen=True)

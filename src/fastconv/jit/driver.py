@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fastconv.jit.compile import GpuUnavailable, binding, nvrtc_version
+from fastconv.errors import GpuUnavailable, LaunchError
+from fastconv.jit.compile import binding, nvrtc_version
 
 # What drivers return for machine code of a compiler that is newer than they are.
 _TOO_NEW = {
@@ -24,10 +25,6 @@ _KERNEL_FAULTS = {
     "CUDA_ERROR_LAUNCH_FAILED",
     "CUDA_ERROR_MISALIGNED_ADDRESS",
 }
-
-
-class LaunchError(RuntimeError):
-    """The CUDA driver refused to load or launch a kernel."""
 
 
 @functools.cache

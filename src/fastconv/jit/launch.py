@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from fastconv.errors import LaunchError
 from fastconv.jit import driver, loading, maps
 from fastconv.jit.compile import describe
-from fastconv.jit.driver import LaunchError, checked, describe_status
+from fastconv.jit.driver import checked, describe_status
 from fastconv.kernels.family import AnyMap, Argument, Launch
 
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from fastconv.errors import GpuUnavailable, LaunchError
 from fastconv.jit import driver, pool
-from fastconv.jit.compile import GpuUnavailable, describe
-from fastconv.jit.driver import LaunchError, checked
+from fastconv.jit.compile import describe
+from fastconv.jit.driver import checked
 from fastconv.kernels.family import Kernel, Launch
 
 # Compute capabilities whose fastest instructions, for example wgmma, compile only for the

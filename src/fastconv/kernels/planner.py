@@ -21,6 +21,7 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 from fastconv import bypass
+from fastconv.errors import FastconvError
 from fastconv.kernels import ampere, depthwise, direct, gpus, hopper
 from fastconv.kernels.ampere.coverage import ANATOMIES as AMPERE
 from fastconv.kernels.depthwise.coverage import ANATOMIES as DEPTHWISE
@@ -91,7 +92,7 @@ EVERY = Switch()
 """All families, for the GPU as it is: the switch that is set by default."""
 
 
-class SwitchError(ValueError):
+class SwitchError(FastconvError, ValueError):
     """An unknown family or GPU; the message names it, and lists those that are known."""
 
 

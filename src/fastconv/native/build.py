@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from fastconv.errors import FastconvError
 from fastconv.jit import cache, processes, trust
 from fastconv.native import compiler
 
@@ -39,7 +40,7 @@ _NOTES = 4
 _BUILD_ID = re.compile(rb"\x04\0\0\0(.)\0\0\0\x03\0\0\0GNU\0", re.DOTALL)
 
 
-class Unavailable(RuntimeError):
+class Unavailable(FastconvError, RuntimeError):
     """The native host path is not available; the message says what is missing."""
 
 

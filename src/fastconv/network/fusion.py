@@ -118,6 +118,7 @@ def fuse(
             if site.act is not None or site.addition is not None:
                 layer.__class__ = FusedConv2d
                 layer.activation = site.activation
+                layer.takes_residual = site.addition is not None
         slope = site.activation[1] if isinstance(site.activation, tuple) else 1.0
         rounding = Rounding(layer, shift, calls[name].dtype, slope)
         compared[name] = _Compared(parts, layer, rounding, site.words)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastconv.modules import PYTORCHS, Conv2d
+from fastconv.modules import PYTORCHS
 from fastconv.network import agreement, calls
 from fastconv.network.calls import Call
 from fastconv.network.dry_run import NeedsData, call_without_data, tensors_of
+from fastconv.network.exchange import reason_to_leave
 from fastconv.network.preparation import is_gpu
 from fastconv.network.sites import Site, sites
 from fastconv.network.subject import Subject, cloned
@@ -52,13 +53,12 @@ def exchangeable_layers(subject: Subject) -> dict[str, nn.Module]:
 
 
 def _reason_to_leave(module: Any) -> str | None:
-    """Why a layer cannot be exchanged, if it cannot."""
-    if isinstance(module, Conv2d):
-        return "fastconv's already"
+    """Why a layer cannot be exchanged or measured, if it cannot."""
+    reason = reason_to_leave(module)
+    if reason is not None:
+        return reason
     if type(module) is not PYTORCHS:
         return f"of another class, {type(module).__name__}"
-    if "forward" in vars(module) or "_conv_forward" in vars(module):
-        return "with a forward of their own"
     if module._parameters.get("weight") is None:
         return "with a weight that is computed"
     if not is_gpu(module.weight.device):

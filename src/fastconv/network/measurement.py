@@ -13,8 +13,9 @@ from torch import nn
 from fastconv import native, tables
 from fastconv.network import calls, preparation
 from fastconv.network.calls import Call, Times, Trial
+from fastconv.network.exchange import exchange, exchanged_back
 from fastconv.network.preparation import is_gpu
-from fastconv.network.proposal import Proposal, exchange, exchanged_back
+from fastconv.network.proposal import Proposal
 from fastconv.network.subject import Plans, Subject
 
 _BY_GPU_TIME = (

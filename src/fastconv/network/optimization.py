@@ -1,65 +1,53 @@
-"""``optimize`` and ``restore``: convolutions of a network exchanged for fastconv's, and back."""
+"""``optimize``: convolutions of a network exchanged for fastconv's where that is faster."""
 
 from __future__ import annotations
 
-import copy
 import time
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 
-from fastconv.modules import PYTORCHS, Conv2d, FusedConv2d
 from fastconv.network import ranks
 from fastconv.network.decision import decided, left_alone
 from fastconv.network.dry_run import tensors_of
-from fastconv.network.fusion import FOLDED
+from fastconv.network.exchange import Model, copied, exchange_for_good
 from fastconv.network.preparation import is_gpu
-from fastconv.network.proposal import exchange
-from fastconv.network.report import MeasuredLayer, Optimization
+from fastconv.network.report import REPORT, Optimization
 from fastconv.network.subject import Subject, cloned
-
-__all__ = ["MeasuredLayer", "Optimization", "optimize", "restore"]
-
-# The attribute of an optimized model that has its report.
-_REPORT = "fastconv_optimization"
-# The attribute that marks layers which optimize() has made fastconv's.
-_MARK = "_fastconv_exchanged"
 
 
 def optimize(
-    model: nn.Module,
+    model: Model,
     *example: Any,
     inplace: bool = False,
     fuse: bool = True,
     progress: bool | None = None,
     **named: Any,
-) -> nn.Module:
+) -> Model:
     """The model with those of its convolutions computed by fastconv that are faster that way.
 
     Each ``torch.nn.Conv2d`` is measured as the model calls it, on this GPU, by PyTorch and by
     fastconv; then the whole model is measured, before and after. A layer that gains nothing stays
     PyTorch's, and if the model as a whole is not faster, so do all of its layers.
 
-        >>> model = fastconv.optimize(model.cuda(), images)
-        >>> print(model.fastconv_optimization)
-
     Call it as the model will be called: in the same mode (``train``, ``eval``), under the same
-    ``autocast`` and :class:`fastconv.precision`, with an example of the same size, type and memory
+    ``autocast`` and ``fastconv.precision``, with an example of the same size, type and memory
     format. Gradients are measured where autograd would record them: for inference, call it
     within ``torch.no_grad()`` or ``torch.inference_mode()``.
 
     A layer that is exchanged stays the same object, with its parameters, hooks and state: only its
-    class becomes :class:`fastconv.Conv2d`. Layers of other classes than ``torch.nn.Conv2d`` itself
+    class becomes ``fastconv.Conv2d``. Layers of other classes than ``torch.nn.Conv2d`` itself
     are left as they are. A layer that is called with other sizes later keeps its choice.
 
     In inference, in ``eval`` mode, a copy is also fused: by ``torch.fx``, BatchNorms are folded
     into weights, and activations and additions become part of kernels. The result is then a
-    ``torch.fx.GraphModule`` for inference alone. A model that cannot be traced, or that sets
-    ``autocast`` or the like for a part of itself, is not fused. The graph has to give the model's
-    results, and each fused layer those of its parts, but for rounding.
+    ``torch.fx.GraphModule`` for inference alone, without the other methods and attributes of the
+    model's class, whatever its annotation says; ``fuse=False`` keeps the class. A model that cannot
+    be traced, or that sets ``autocast`` or the like for a part of itself, is not fused. The graph
+    has to give the model's results, and each fused layer those of its parts, but for rounding.
 
     Times are stored on disk beside the kernels, and the next process takes them from there. Where
     ``torch.distributed`` is initialized, all processes have to call it, and rank 0 decides.
@@ -68,27 +56,47 @@ def optimize(
 
     Args:
         model: on a GPU, if there is one. Wrap it (``torch.compile``, DDP, FSDP) afterwards.
-        example: what it will be called with.
+        *example: what it will be called with.
         inplace: change the model itself instead of a copy. An optimizer that was made before holds
             the parameters of the model, not those of a copy.
         fuse: whether to fuse in inference.
         progress: whether to show on stderr how far it is; by default, if that is a terminal.
-        named: the example's arguments by name.
+        **named: the example's arguments by name.
 
     Returns:
-        The model or the copy, with an :class:`Optimization` as ``fastconv_optimization``, which
+        The model or the copy, with a ``fastconv.Optimization`` as ``fastconv_optimization``, which
         says what was measured and done. A model that was optimized before comes back as it
-        is: :func:`restore` it first to decide anew.
+        is: ``fastconv.restore`` it first to decide anew.
 
     Raises:
+        TypeError: the model is no ``torch.nn.Module``.
         ValueError: there is no example, there is a GPU but the model or the example is not on it,
             the model is wrapped, or processes have different models.
+        RuntimeError: the model cannot be copied.
+        fastconv.CompilationError: the compiler refuses a kernel.
+        fastconv.GpuUnavailable: this machine lacks what the kernels need beside the GPU.
+        fastconv.LaunchError: the CUDA driver refuses a kernel.
+
+    Examples:
+        >>> device = "cuda" if torch.cuda.is_available() else "cpu"
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()).to(device)
+        >>> images = torch.randn(2, 3, 9, 9, device=device)
+        >>> with torch.no_grad():  # for inference
+        ...     fast = fastconv.optimize(model.eval(), images)
+        >>> print(fast.fastconv_optimization)  # with a GPU, a table of all layers
+        there is no GPU: nothing was measured, and the model is as it was
+        0 distinct calls measured, 0 known from earlier, ... s
+
+        For training, the model itself changes, so that its optimizer keeps its parameters:
+
+        >>> model = fastconv.optimize(model.train(), images, inplace=True)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     """
     start = time.perf_counter()
     ranks.in_each(lambda: _check(model, example, named))
-    target = model if inplace else ranks.in_each(lambda: _copied(model))
-    if ranks.same_in_all("has been optimized before", hasattr(model, _REPORT)):
-        setattr(target, _REPORT, getattr(model, _REPORT))  # copies of graphs lack it
+    target: Model = model if inplace else ranks.in_each(lambda: copied(model, "optimize"))
+    if ranks.same_in_all("has been optimized before", hasattr(model, REPORT)):
+        setattr(target, REPORT, getattr(model, REPORT))  # copies of graphs lack it
         return target
     subject = Subject(target, cloned(example), cloned(named), progress)
     reasons = ranks.gathered(lambda: _reason_not_to_measure(model))
@@ -98,41 +106,10 @@ def optimize(
     else:
         proposal, report = decided(subject, fuse=fuse and not inplace)
     # The model changes only here: if anything before raises, it stays as it was.
-    exchange(proposal.plain)
-    for layer in proposal.plain:
-        vars(layer)[_MARK] = True
+    exchange_for_good(proposal.plain)
     seconds = time.perf_counter() - start
-    setattr(proposal.model, _REPORT, Optimization(**report, seconds=seconds))
-    return proposal.model
-
-
-def restore(model: nn.Module) -> nn.Module:
-    """Undoes :func:`optimize`: layers that it exchanged become PyTorch's again, and no others.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: the model was fused. It is a copy; the model that it was made of is as it was.
-    """
-    fused = [name for name, module in model.named_modules() if _is_fused(module)]
-    if fused:
-        named = ", ".join(filter(None, fused[:4])) or "it"
-        raise ValueError(
-            "restore() cannot take a fused model apart: BatchNorms, additions or activations have "
-            f"become part of {named}{' ...' if len(fused) > 4 else ''}. It is a copy, and the "
-            "model that it was made of is as it was"
-        )
-    for module in model.modules():
-        state = vars(module)
-        if state.pop(_MARK, False) and type(module) is Conv2d:
-            module.__class__ = PYTORCHS
-        state.pop(_REPORT, None)
-    return model
-
-
-def _is_fused(module: nn.Module) -> bool:
-    return isinstance(module, FusedConv2d) or FOLDED in vars(module)
+    setattr(proposal.model, REPORT, Optimization(**report, seconds=seconds))
+    return cast(Model, proposal.model)
 
 
 def _check(model: nn.Module, example: Any, named: Any) -> None:
@@ -187,16 +164,6 @@ def _check_alone(model: nn.Module) -> None:
                 f"optimize() runs the model in one process, but {name} is a DTensor, which several "
                 "processes hold: optimize the model before it is distributed"
             )
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    try:
-        with torch.inference_mode(False):  # inference tensors could not be written to later
-            return copy.deepcopy(model)
-    except Exception as error:
-        raise RuntimeError(
-            f"optimize() cannot copy the model: {error}. With inplace=True it need not"
-        ) from error
 
 
 def _reason_not_to_measure(model: nn.Module) -> str | None:

@@ -33,18 +33,32 @@ _GPU = "cuda"  # the type of devices that kernels are compiled for
 
 
 class PreparedPass(NamedTuple):
-    """A pass that some of the network's layers have in common."""
+    """A pass that some of a network's layers have in common: one row of a ``Preparation``.
 
-    name: str  # "forward", "input_grad" or "weight_grad"
+    Attributes:
+        name: ``"forward"``, ``"input_grad"`` or ``"weight_grad"``.
+        problem: the sizes, stride, padding, dilation and groups.
+        dtype: the type of the tensors.
+        family: which kernels compute it: ``"hopper"``, ``"ampere"``, ``"depthwise"``, ``"direct"``.
+        calls: how often it is called in one step of the network.
+        epilogue: what a forward pass does to its accumulators: residual and activation.
+
+    Examples:
+        >>> report = fastconv.prepare(fastconv.Conv2d(3, 8, 3), torch.empty(2, 3, 9, 9))
+        >>> for one in report.passes:  # none on a CPU
+        ...     print(one.label, one.problem.input_shape, one.family)
+    """
+
+    name: str
     problem: Problem
     dtype: torch.dtype
-    family: str  # the kernels that compute it
-    calls: int  # in one step of the network
-    epilogue: Epilogue  # what a forward pass does to its accumulators
+    family: str
+    calls: int
+    epilogue: Epilogue
 
     @property
     def label(self) -> str:
-        """The name of the pass and of its epilogue: "forward+residual+relu"."""
+        """The name of the pass and of its epilogue: ``"forward+residual+relu"``."""
         residual = ["residual"] if self.epilogue.residual else []
         activation = self.epilogue.activation
         return "+".join((self.name, *residual, *([activation] if activation != "identity" else [])))
@@ -52,11 +66,23 @@ class PreparedPass(NamedTuple):
 
 @dataclass(frozen=True)
 class Preparation:
-    """What :func:`prepare` has done; as text, a table."""
+    """What ``fastconv.prepare`` has done. Printed, it is a table.
+
+    Attributes:
+        passes: the distinct passes of the network.
+        kernels: how many distinct kernels all passes have.
+        new_kernels: how many of them were not loaded before.
+        seconds: how long it took.
+
+    Examples:
+        >>> report = fastconv.prepare(fastconv.Conv2d(3, 8, 3), torch.empty(2, 3, 9, 9))
+        >>> print(report)  # with a model on a GPU, a table of all passes
+        no convolution of fastconv's on a GPU: there was nothing to prepare
+    """
 
     passes: tuple[PreparedPass, ...]
-    kernels: int  # distinct kernels of all passes
-    new_kernels: int  # those of them that were not loaded before
+    kernels: int
+    new_kernels: int
     seconds: float
 
     def __str__(self) -> str:
@@ -87,66 +113,95 @@ def prepare(
     on its first call, random numbers. Where gradients are enabled and the result requires them, the
     kernels of a backward pass are prepared as well.
 
-        >>> model = model.cuda()
-        >>> print(fastconv.prepare(model, torch.empty(64, 3, 224, 224, device="cuda")))
-
     Call it as the model will be called: in the same mode (``train``, ``eval``), under the same
-    ``autocast``, :class:`fastconv.precision` and ``no_grad``, with an example of the same size,
+    ``autocast``, ``fastconv.precision`` and ``no_grad``, with an example of the same size,
     type and memory format. Kernels are compiled for these alone. Layers of complex numbers are not
     prepared: they compile when first called.
 
     Args:
         model: a module, or any function of tensors.
-        example: what it will be called with. Tensors may be fake.
+        *example: what it will be called with. Tensors may be fake.
         progress: whether to show on stderr how far it is; by default, if that is a terminal.
-        named: the example's arguments by name.
+        **named: the example's arguments by name.
 
     Returns:
-        What was prepared; printed, a table.
+        What was prepared; printed, it is a table. The model stays as it was.
 
     Raises:
+        ValueError: there is no tensor in the example.
         RuntimeError: the model does something that takes data (``.item()``, a branch on a value, an
             operator without support of fake tensors), or its layers have no sizes yet: its first
             step then compiles what it needs. Or the model keeps tensors without data where that
             cannot be undone; the error says where.
-        CompilationError, GpuUnavailable, LaunchError: a kernel cannot be made, and why.
+        fastconv.CompilationError: the compiler refuses a kernel.
+        fastconv.GpuUnavailable: this machine lacks what the kernels need beside the GPU.
+        fastconv.LaunchError: the CUDA driver refuses a kernel.
+
+    Examples:
+        >>> device = "cuda" if torch.cuda.is_available() else "cpu"
+        >>> model = fastconv.convert(torch.nn.Conv2d(3, 64, 7, stride=2)).to(device)
+        >>> report = fastconv.prepare(model, torch.empty(64, 3, 224, 224, device=device))
+        >>> print(report)  # with a GPU, a table of all passes
+        no convolution of fastconv's on a GPU: there was nothing to prepare
     """
     start = time.perf_counter()
     return _prepared(needs_of(model, example, named, guard=True), start, progress)
 
 
 class Preparing:
-    """What :func:`preparing` gives its block: the report is there when the block has ended."""
+    """What ``fastconv.preparing`` gives its block.
+
+    Attributes:
+        report: what was prepared; None until the block has ended.
+
+    Examples:
+        >>> with fastconv.preparing() as step:
+        ...     output = fastconv.Conv2d(3, 8, 3)(torch.empty(2, 3, 9, 9))
+        >>> isinstance(step, fastconv.Preparing), isinstance(step.report, fastconv.Preparation)
+        (True, True)
+    """
 
     report: Preparation | None = None
 
 
 @contextmanager
 def preparing(*, progress: bool | None = None) -> Iterator[Preparing]:
-    """:func:`prepare` for whatever is in the block: several models, a loss, a backward pass.
+    """Prepares whatever is in the block: several models, a loss, a backward pass.
+
+    It does what ``fastconv.prepare`` does for a single model.
 
     In the block nothing is computed, and tensors that are made there have no data
     (``FakeTensorMode``). Tensors from outside are used for their form alone: they, and their
     ``.grad``, stay as they are. When the block ends, all kernels that its convolutions would have
     needed are compiled and loaded.
 
-        >>> with fastconv.preparing() as step:
-        ...     criterion(model(images), targets).backward()
-        >>> print(step.report)
-
-    What modules do to their Python state in the block is undone, as by :func:`prepare`. Other
+    What modules do to their Python state in the block is undone, as by ``fastconv.prepare``. Other
     objects that were there before, such as a ``GradScaler`` or a list, are put back only where they
     hold tensors without data. Variables that the block sets stay set.
 
     Args:
         progress: whether to show on stderr how far compiling is; by default, if that is a terminal.
 
+    Yields:
+        An object whose ``report`` is there when the block has ended.
+
     Raises:
         Exception: whatever the block raises. Code that takes data (``.item()`` of a tensor that was
             made there, a branch on its value) is an error of PyTorch's. Nothing is compiled then.
         RuntimeError: an object from before the block still holds tensors without data; the error
             names it.
-        CompilationError, GpuUnavailable, LaunchError: a kernel cannot be made, and why.
+        fastconv.CompilationError: the compiler refuses a kernel.
+        fastconv.GpuUnavailable: this machine lacks what the kernels need beside the GPU.
+        fastconv.LaunchError: the CUDA driver refuses a kernel.
+
+    Examples:
+        >>> model, images = fastconv.Conv2d(3, 8, 3), torch.randn(2, 3, 9, 9)
+        >>> with fastconv.preparing() as step:
+        ...     model(images).square().mean().backward()
+        >>> print(step.report)  # with a model on a GPU, a table of all passes
+        no convolution of fastconv's on a GPU: there was nothing to prepare
+        >>> model.weight.grad is None  # nothing was computed
+        True
     """
     start, found, recorder = time.perf_counter(), Preparing(), _Recorder()
     run = DryRun(FakeTensorMode(allow_non_fake_inputs=True), recorder)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from fastconv.modules import PYTORCHS, Conv2d
 from fastconv.network import fusion
 from fastconv.network.calls import Call
 from fastconv.network.sites import Site
@@ -56,18 +54,3 @@ def proposed(
     folded = sum(site.norm is not None for site in changed.values())
     fused = fusion.fuse(graph, changed, ours, {name: seen[name][0] for name in changed})
     return Proposal(fused.module, ours, plain, folded, fused)
-
-
-def exchange(layers: Iterable[nn.Module], back: bool = False) -> None:
-    """Makes PyTorch's layers fastconv's, or back."""
-    for layer in layers:
-        layer.__class__ = PYTORCHS if back else Conv2d
-
-
-@contextmanager
-def exchanged_back(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Makes layers PyTorch's at its end, whatever the block does."""
-    try:
-        yield
-    finally:
-        exchange(layers, back=True)

@@ -1,51 +1,140 @@
-"""The report of :func:`fastconv.optimize`: what it has measured and done, as values and as text."""
+"""The report of ``optimize``: what it has measured and done, as values and as text."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+from torch import nn
 
 from fastconv import tables
 from fastconv.network.calls import Call, Times
 from fastconv.problem import is_channels_last
 
+_Report = TypeVar("_Report")
+
+REPORT = "fastconv_optimization"
+"""The attribute of an optimized model that has its report."""
+
+
+def attached(model: nn.Module, attribute: str, kind: type[_Report]) -> _Report:
+    """The report of this kind that a model has as an attribute.
+
+    Raises:
+        ValueError: the model has none.
+    """
+    found = getattr(model, attribute, None)
+    if not isinstance(found, kind):
+        raise ValueError(f"the model has no report: no attribute {attribute} of a {kind.__name__}")
+    return found
+
+
+def left_lines(left: Mapping[str, str]) -> list[str]:
+    """A line of text for each reason why layers were left as they are."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in left.items():
+        by_reason.setdefault(reason, []).append(name)
+    return [f"left as they are, {why}: {', '.join(of)}" for why, of in by_reason.items()]
+
 
 class MeasuredLayer(NamedTuple):
-    """Layers of a model that are called alike."""
+    """Layers of a model that are called alike: one row of a ``fastconv.Optimization``.
+
+    Attributes:
+        call: sizes, types, memory formats and options of the call, and which gradients it needs.
+        followed_by: what fastconv's kernel computes in its epilogue, or folds into the weights.
+        layers: how many layers are called so.
+        calls: how many calls these are in one step of the model.
+        times: milliseconds of all passes of one call, as medians with their standard errors, by
+            PyTorch (``theirs``) and by fastconv (``ours``); None where nothing could be measured.
+        exchanged: how many of the layers are fastconv's now.
+        why: the reason in words.
+
+    Examples:
+        >>> model = torch.nn.Conv2d(3, 8, 3).to("cuda" if torch.cuda.is_available() else "cpu")
+        >>> images = torch.randn(2, 3, 9, 9, device=model.weight.device)
+        >>> for row in fastconv.Optimization.of(fastconv.optimize(model, images)).layers:
+        ...     print(row.call.geometry, row.times, row.exchanged, row.why)
+    """
 
     call: Call
-    followed_by: str  # what fastconv's kernel computes in its epilogue, or folds into weights
+    followed_by: str
     layers: int
     calls: int
-    times: Times | None  # all passes of one call
-    exchanged: int  # how many of the layers are fastconv's
+    times: Times | None
+    exchanged: int
     why: str
 
     def chosen_ms(self, times: Times) -> float:
-        """The time of all calls as the layers were chosen, given the times of one call."""
+        """The time of all calls as the layers were chosen, given the times of one call.
+
+        Args:
+            times: those of one call.
+
+        Returns:
+            Milliseconds.
+        """
         share = self.exchanged / self.layers
         return self.calls * (share * times.ours + (1 - share) * times.theirs)
 
 
 @dataclass(frozen=True)
 class Optimization:
-    """What :func:`fastconv.optimize` has measured and done; as text, a table."""
+    """What ``fastconv.optimize`` has measured and done. Printed, it is a table.
+
+    Attributes:
+        layers: a row for each distinct call of a layer.
+        exchanged: names of the layers that are fastconv's now.
+        folded: how many BatchNorms were folded into weights.
+        left: layers that were not measured, by name, and why.
+        before_ms: the time of the whole model before; None where nothing was to be exchanged.
+        after_ms: the time of the whole model after.
+        fused: whether the model is a graph with fused layers.
+        measured: how many times in ``layers`` are new; the others were stored on disk before.
+        notes: what else there is to say, in sentences.
+        seconds: how long it took.
+        task_seconds: how long planning, compiling, measuring and so on took of that.
+
+    Examples:
+        >>> model = torch.nn.Conv2d(3, 8, 3).to("cuda" if torch.cuda.is_available() else "cpu")
+        >>> images = torch.randn(2, 3, 9, 9, device=model.weight.device)
+        >>> report = fastconv.Optimization.of(fastconv.optimize(model, images))
+        >>> report.fused
+        False
+    """
 
     layers: tuple[MeasuredLayer, ...]
-    exchanged: tuple[str, ...]  # names of the layers that are fastconv's now
-    folded: int  # how many BatchNorms were folded into weights
-    left: Mapping[str, str]  # layers that were not measured, by name, and why
-    before_ms: float | None  # the whole model; None where nothing was to be exchanged
+    exchanged: tuple[str, ...]
+    folded: int
+    left: Mapping[str, str]
+    before_ms: float | None
     after_ms: float | None
-    fused: bool  # whether the model is a graph with fused layers
-    measured: int  # how many times in `layers` are new; the others were stored on disk before
+    fused: bool
+    measured: int
     notes: tuple[str, ...]
     seconds: float
-    task_seconds: Mapping[str, float] = field(default_factory=dict)  # planning, compiling, ...
+    task_seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Optimization:
+        """The report of a model that ``fastconv.optimize`` has returned.
+
+        It is ``model.fastconv_optimization``, with a type that type checkers know.
+
+        Args:
+            model: what ``fastconv.optimize`` has returned.
+
+        Returns:
+            The report.
+
+        Raises:
+            ValueError: the model has none.
+        """
+        return attached(model, REPORT, cls)
 
     def __str__(self) -> str:
-        lines = [*self._table(), *self._totals(), *self._left(), *self.notes]
+        lines = [*self._table(), *self._totals(), *left_lines(self.left), *self.notes]
         stored = sum(row.times is not None for row in self.layers) - self.measured
         tasks = ", ".join(f"{name} {took:.1f}" for name, took in self.task_seconds.items())
         lines.append(
@@ -87,12 +176,6 @@ class Optimization:
                 f"{self.before_ms / self.after_ms:.2f}x"
             )
         return lines
-
-    def _left(self) -> list[str]:
-        by_reason: dict[str, list[str]] = {}
-        for name, reason in self.left.items():
-            by_reason.setdefault(reason, []).append(name)
-        return [f"left as they are, {why}: {', '.join(of)}" for why, of in by_reason.items()]
 
 
 def _cells(row: MeasuredLayer) -> tuple[str, ...]:

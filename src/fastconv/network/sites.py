@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from fastconv.functional import Activation
 from fastconv.network.tracing import Traced, has_hooks
+from fastconv.problem import ActivationName
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def _residual(node: Node, site: Site, graph: Traced) -> Node | None:
     return residual
 
 
-_MODULES: dict[type[nn.Module], str] = {
+_MODULES: dict[type[nn.Module], ActivationName] = {
     nn.ReLU: "relu",
     nn.ReLU6: "relu6",
     nn.LeakyReLU: "leaky_relu",
@@ -154,7 +155,7 @@ _MODULES: dict[type[nn.Module], str] = {
     nn.Sigmoid: "sigmoid",
     nn.Tanh: "tanh",
 }
-_FUNCTIONS: dict[Any, str] = {
+_FUNCTIONS: dict[Any, ActivationName] = {
     functional.relu: "relu",
     torch.relu: "relu",
     torch.relu_: "relu",
@@ -171,7 +172,10 @@ _FUNCTIONS: dict[Any, str] = {
     torch.tanh: "tanh",
     torch.tanh_: "tanh",
 }
-_METHODS = {f"{name}{mark}": name for name in ("relu", "sigmoid", "tanh") for mark in ("", "_")}
+_ALSO_METHODS: tuple[ActivationName, ...] = ("relu", "sigmoid", "tanh")
+_METHODS = {f"{name}{mark}": name for name in _ALSO_METHODS for mark in ("", "_")}
+# The forms of GELU, by the values of its argument "approximate".
+_GELUS: dict[Any, ActivationName] = {"none": "gelu", "tanh": "gelu_tanh"}
 # The names of an activation function's positional arguments after the input.
 _ARGUMENTS = {"leaky_relu": ("negative_slope", "inplace")}
 
@@ -184,10 +188,11 @@ def _activation(node: Node, source: Node, modules: Mapping[str, nn.Module]) -> A
         module = modules.get(str(node.target))
         name = None if module is None or has_hooks(module) else _MODULES.get(type(module))
         options = {key: getattr(module, key, None) for key in ("negative_slope", "approximate")}
-        return name and _specified(name, options)
-    names: Mapping[Any, str] = {"call_function": _FUNCTIONS, "call_method": _METHODS}.get(
-        node.op, {}
-    )
+        return None if name is None else _specified(name, options)
+    names: Mapping[Any, ActivationName] = {
+        "call_function": _FUNCTIONS,
+        "call_method": _METHODS,
+    }.get(node.op, {})
     name = names.get(node.target)
     if name is None:
         return None
@@ -196,12 +201,12 @@ def _activation(node: Node, source: Node, modules: Mapping[str, nn.Module]) -> A
     return _specified(name, options)
 
 
-def _specified(name: str, options: Mapping[str, Any]) -> Activation | None:
+def _specified(name: ActivationName, options: Mapping[str, Any]) -> Activation | None:
     """An activation with its options as :func:`fastconv.conv2d` takes it."""
     if name == "leaky_relu":
         slope = options.get("negative_slope", 0.01)
-        return (name, float(slope)) if isinstance(slope, int | float) else None
+        return ("leaky_relu", float(slope)) if isinstance(slope, int | float) else None
     if name == "gelu":
         form = options.get("approximate", "none")
-        return {"none": "gelu", "tanh": "gelu_tanh"}.get(form) if isinstance(form, str) else None
+        return _GELUS.get(form) if isinstance(form, str) else None
     return name

@@ -27,7 +27,7 @@ from fastconv.ops.arguments import (
 )
 from fastconv.problem import ACTIVATIONS, NO_EPILOGUE, Epilogue, Problem, is_channels_last
 
-_DTYPES = frozenset((
+DTYPES = frozenset((
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.complex32, torch.complex64, torch.complex128,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -272,8 +272,8 @@ def _is_double_on_gpu(dtype: torch.dtype, device: torch.device) -> bool:
 def _check_alike(**forms: Form | None) -> None:
     """Raises unless all tensors have the same device and the same, supported dtype."""
     (first_name, first), *others = ((n, f) for n, f in forms.items() if f is not None)
-    if first.dtype not in _DTYPES:
-        supported = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in _DTYPES))
+    if first.dtype not in DTYPES:
+        supported = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in DTYPES))
         raise NotImplementedError(
             f"fastconv is not implemented for {first.dtype}; it takes {supported}"
         )

@@ -1,0 +1,152 @@
+"""A user's script that has every public name, for mypy alone: nothing runs it.
+
+``tests/api/test_types.py`` checks it as strictly as mypy can. A comment ``type: ignore`` marks what
+mypy has to refuse: one that is not needed is an error.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import assert_type
+
+import fastconv
+
+
+class Net(nn.Module):
+    """A network with an attribute of its own, to see that its type is kept."""
+
+    def __init__(self, padding: fastconv.LayerPadding, activation: fastconv.Activation) -> None:
+        super().__init__()
+        self.conv = fastconv.Conv2d(3, 8, (5, 9), padding=padding, precision="tf32")
+        self.activation: fastconv.Activation = activation
+        self.classes = 10
+
+    def forward(self, images: Tensor) -> Tensor:
+        return fastconv.conv2d(
+            images,
+            self.conv.weight,
+            self.conv.bias,
+            self.conv.stride,
+            self.conv.padding,  # PyTorch's type of it is str | tuple[int, ...]
+            self.conv.dilation,
+            self.conv.groups,
+            precision=self.conv.precision,
+            activation=self.activation,
+        )
+
+
+class Standardized(nn.Conv2d):
+    """A layer that computes its weight: the usual way to call the function."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return fastconv.conv2d(
+            input, weight, self.bias, self.stride, self.padding, self.dilation, self.groups
+        )
+
+
+def layers(images: Tensor) -> None:
+    layer = fastconv.Conv2d(3, 8, 3, 1, ((1, 0), (2, 1)), bias=False, dtype=torch.float16)
+    assert_type(layer.forward(images), Tensor)
+    plain: nn.Conv2d = layer
+    fastconv.conv2d(images, plain.weight, padding=[1, 2], stride=[2, 2])
+    fastconv.conv2d(images, plain.weight, padding=[[1, 0], [2, 1]])
+    fastconv.conv2d(images, plain.weight, activation=("leaky_relu", 0.2), residual=images)
+    fused = fastconv.FusedConv2d(3, 3, 1)
+    fused.activation = "gelu_tanh"
+    assert_type(fused.takes_residual, bool)
+    assert_type(fused.forward(images, images), Tensor)
+    padding: fastconv.PaddingLike = "same"
+    fastconv.conv2d(images, plain.weight, padding=padding)
+
+    fastconv.Conv2d(3, 8, 3, padding="sane")  # type: ignore[arg-type]
+    fastconv.Conv2d(3, 8, 3, padding=(1, 2, 3))  # type: ignore[arg-type]
+    fastconv.Conv2d(3, 8, 3, padding=((1, 2), (3,)))  # type: ignore[arg-type]
+    fastconv.Conv2d(3, 8, 3, padding_mode="mirror")  # type: ignore[arg-type]
+    fastconv.Conv2d(3, 8, 3, precision="fp32")  # type: ignore[arg-type]
+    fastconv.conv2d(images, plain.weight, activation="rleu")  # type: ignore[arg-type]
+    fastconv.conv2d(images, plain.weight, activation=("relu", 0.2))  # type: ignore[arg-type]
+    fastconv.conv2d(images, plain.weight, None, 1, 0, 1, 1, "tf32")  # type: ignore[call-arg]
+    fastconv.conv2d(images, plain.weight, padding=0.5)  # type: ignore[arg-type]
+    fused.activation = "rleu"  # type: ignore[assignment]
+    fastconv.conv2d(images)  # type: ignore[call-arg]
+
+
+def networks(images: Tensor) -> None:
+    net = Net(padding="same", activation="relu")
+    assert_type(fastconv.optimize(net, images, inplace=True, fuse=False, progress=True), Net)
+    assert_type(fastconv.optimize(net, images=images).classes, int)
+    assert_type(fastconv.convert(net), Net)
+    assert_type(fastconv.convert(net, inplace=True).classes, int)
+    assert_type(fastconv.restore(net), Net)
+    assert_type(fastconv.convert(nn.Conv2d(1, 1, 1)).weight, Tensor)
+
+    fastconv.convert("net")  # type: ignore[type-var]
+    fastconv.convert(net, True)  # type: ignore[call-arg]
+    fastconv.optimize(net, images, inplace="yes")  # type: ignore[arg-type]
+    fastconv.restore(net.forward)  # type: ignore[type-var]
+    fastconv.optimize(net, images).no_such_method()  # type: ignore[operator]
+
+
+def reports(net: Net, images: Tensor) -> None:
+    optimization = fastconv.Optimization.of(net)
+    assert_type(optimization, fastconv.Optimization)
+    rows: tuple[fastconv.MeasuredLayer, ...] = optimization.layers
+    for row in rows:
+        assert_type(row.layers, int)
+        assert_type(row.why, str)
+        if row.times is not None:
+            assert_type(row.times.ours, float)
+            assert_type(row.chosen_ms(row.times), float)
+    conversion = fastconv.Conversion.of(net)
+    assert_type(conversion.exchanged, tuple[str, ...])
+    for name, why in conversion.left.items():
+        assert_type(name + why, str)
+    preparation = fastconv.prepare(net, images, progress=False)
+    assert_type(preparation, fastconv.Preparation)
+    passes: tuple[fastconv.PreparedPass, ...] = preparation.passes
+    assert_type([one.label for one in passes], list[str])
+    with fastconv.preparing(progress=False) as step:
+        net(images)
+    assert_type(step, fastconv.Preparing)
+    assert_type(step.report, fastconv.Preparation | None)
+
+    optimization.exchanged = ()  # type: ignore[misc]
+    preparation.no_such_field  # type: ignore[attr-defined] # noqa: B018
+    step.report.seconds  # type: ignore[union-attr] # noqa: B018
+    fastconv.Conversion.of("net")  # type: ignore[arg-type]
+
+
+def contexts(mode: fastconv.Precision) -> None:
+    with fastconv.precision(mode), fastconv.frozen_weights():
+        pass
+    assert_type(fastconv.precision("ieee").mode, fastconv.Precision)
+
+    fastconv.precision("fp32")  # type: ignore[arg-type]
+    fastconv.frozen_weights(True)  # type: ignore[call-arg]
+    text: str = mode
+    fastconv.precision(text)  # type: ignore[arg-type]
+
+
+def exported() -> str:
+    fastconv.export("dilated5x9", dtypes=["float32", "bfloat16"])
+
+    fastconv.export("dilated5x9", dtypes=["fp32"])  # type: ignore[list-item]
+    fastconv.export(3)  # type: ignore[arg-type]
+    return fastconv.export(shape="8x4x9x9 6x4x3x3", attribute=None, output="model.py")
+
+
+def errors() -> None:
+    try:
+        exported()
+    except fastconv.ExportError as error:
+        as_value_error: ValueError = error
+        print(as_value_error)
+    except (fastconv.GpuUnavailable, fastconv.CompilationError, fastconv.LaunchError) as error:
+        as_runtime_error: RuntimeError = error
+        print(as_runtime_error)
+    except fastconv.FastconvError as error:
+        as_runtime_error = error  # type: ignore[assignment]
+    assert_type(fastconv.__version__, str)
+    fastconv.no_such_name  # type: ignore[attr-defined] # noqa: B018
