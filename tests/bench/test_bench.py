@@ -379,7 +379,7 @@ def test_dry_run_lists_rows_and_configurations(capsys: pytest.CaptureFixture[str
     arguments = ["bench", "--dry-run", "--suite", "founding", "--pass", "step", "--divisor", "1"]
     assert cli.main([*arguments, "--device", "cpu", "--commands"]) == 0
     shown = capsys.readouterr().out
-    assert "no GPU here" in shown
+    assert "with the kernels of an H200, since this machine has no GPU" in shown
     for workload in FOUNDING:
         assert f"{workload.name} step float32 ieee nchw: {workload.shape}" in shown
     for kernel in ("pack", "correlate", "weight_grad", "reduce"):

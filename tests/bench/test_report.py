@@ -207,7 +207,7 @@ def test_page_of_every_kind_of_results(results: Path, host_times: Path, tmp_path
         (second, '<td colspan="3">failed: out of memory</td>'),
         (third, '<td class="figure speedup" data-value="2.00x">2.00x</td>'),
         (third, "skipped: the time limit &lt;was&gt; reached"),
-        (third, "Training, 1 rows: speed-up 2.00x in the geometric mean"),
+        (third, "Training, 1 row: speed-up 2.00x in the geometric mean"),
     ):
         assert expected in part
     assert text.count("<svg") == 3  # Two plots of the first file, one of the networks.

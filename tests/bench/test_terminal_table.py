@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 
 import pytest
 
@@ -76,3 +78,14 @@ def test_columns_with_one_value_are_told() -> None:
     indices, words = terminal_table._fitting(COLUMNS, alike, 60)
     assert [COLUMNS.headings[at] for at in indices] == ["workload", "fastconv ms", "peer ms"]
     assert words.startswith("mode: float32 ieee; format: nchw; not shown in a terminal of 60")
+
+
+def test_progress_does_without_rich(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --json nothing needs rich, on a terminal either."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(console, "extra", lambda name: pytest.fail(f"imports {name}"))
+    assert console.work_through(["one"], str, lambda item: "done", quiet=False)
+    assert capsys.readouterr().err == "[1/1] one: done\n"

@@ -76,7 +76,7 @@ CHANGE_NOTES = {
     "peer's change": "peer's change: if it is as large, the machine changed, not fastconv",
 }
 UNSTEADY_NOTE = (
-    f"?: samples spread by more than {row_timing.UNSTEADY:.0%}, as on a busy machine: "
+    f"?: the samples spread by more than {row_timing.UNSTEADY:.0%}, as on a busy machine, so "
     "the figure says little"
 )
 LEFT = ("workload", "pass", "mode", "format")
@@ -334,8 +334,9 @@ def _overall_line(found: Overall) -> str:
     over = found.over_compiled
     compiled = "" if over is None else f"; {over:.2f}x over torch.compile, in the geometric mean"
     return (
-        f"{found.mode}, {found.rows} rows: speed-up {found.mean:.2f}x in the geometric mean, "
-        f"{found.of_sums:.2f}x of the sums of times, at least {found.least:.2f}x "
+        f"{found.mode}, {found.rows} row{'s' if found.rows > 1 else ''}: speed-up "
+        f"{found.mean:.2f}x in the geometric mean, {found.of_sums:.2f}x of the sums of times, "
+        f"at least {found.least:.2f}x "
         f"({found.least_of}){compiled}"
     )
 

@@ -130,7 +130,8 @@ def _dry_run(arguments: Namespace, selected: Sequence[Case], device: torch.devic
             ]
         )
         return status
-    print(f"{len(selected)} rows; kernels as on {'this GPU' if gpu else 'an H200: no GPU here'}")
+    of = "this GPU" if gpu else "an H200, since this machine has no GPU"
+    print(f"{len(selected)} rows, with the kernels of {of}")
     for case, (legal, failure) in planned.items():
         print(f"{case.label}: {case.workload.shape}")
         for configuration in legal:

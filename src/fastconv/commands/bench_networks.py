@@ -30,7 +30,7 @@ def bench_networks(arguments: Namespace) -> int:
     rows.refuse_options(arguments, "--networks have rows of their own", EXCLUDED, accepted)
     selected, device = _select_networks(arguments), common.select_device(arguments.device)
     if not is_gpu(device):
-        raise UsageError(f"fastconv.optimize measures on a GPU, and {device} is none")
+        raise UsageError(f"--networks measures fastconv.optimize on a GPU, and {device} is none")
     if not arguments.json:
         extra("rich")
     files.check_outputs([arguments.output])
