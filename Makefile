@@ -2,26 +2,33 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 # For the GPU targets: a Python whose PyTorch is a CUDA build, with cuda-bindings, pytest, hypothesis.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test lint types test-cpu test-corpus test-compile corpus test-gpu test-oldest-torch examples sanitize stress clean
+.PHONY: demo test lint types docs test-cpu test-corpus test-compile corpus test-gpu test-oldest-torch package test-package examples sanitize stress clean
 
 # Verifies a few layers, compares their speed with PyTorch's, and writes plots and a page to demo/.
 demo: .venv/demo-ready
 	$(BIN)/fastconv demo --folder demo
 
-test: lint types test-cpu
+test: lint types docs test-cpu
 
 lint: .venv/ready
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests docs/assets
+	$(BIN)/ruff format --check src tests docs/assets
 	find src tests -name '*.cuh' -o -name '*.h' -o -name '*.cc' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/python tests/check_markdown.py
 
 types: .venv/ready
 	$(BIN)/mypy
+
+# The site, in site/. A warning fails it: a broken link or anchor, a page outside of the navigation, a
+# docstring that cannot be read. The variable silences the theme's advertisement.
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python tests/check_site.py site
 
 # Two lanes of about equal length. What the first says comes last. A shell has what runs in the
 # background ignore Ctrl-C, which test_command and test_jit are about: they are in the other lane.
@@ -56,6 +63,27 @@ test-oldest-torch: examples
 	$(PYTHON) -m venv .venv-oldest-torch
 	.venv-oldest-torch/bin/pip install --quiet --disable-pip-version-check torch==2.0.1 'numpy<2'
 	.venv-oldest-torch/bin/python tests/api/exported_file.py examples/*.py
+
+# Wheel and source distribution, in dist. The wheel is made from the source distribution, so that a
+# file that is missing there is missed.
+package:
+	rm -rf dist
+	$(PYTHON) -m venv --clear .venv-package
+	.venv-package/bin/pip install --quiet --disable-pip-version-check build twine check-wheel-contents
+	.venv-package/bin/python -m build
+	.venv-package/bin/twine check --strict dist/*
+	.venv-package/bin/check-wheel-contents dist/*.whl
+
+# The wheel of `make package`: beside PyTorch and nothing else, then with what `verify` needs.
+test-package:
+	$(PYTHON) -m venv --clear .venv-package
+	.venv-package/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH)
+	.venv-package/bin/pip install --quiet --disable-pip-version-check dist/*.whl
+	.venv-package/bin/python tests/api/installed.py
+	.venv-package/bin/fastconv info
+	.venv-package/bin/pip install --quiet --disable-pip-version-check "$$(ls dist/*.whl)[bench]"
+	.venv-package/bin/pip check
+	.venv-package/bin/fastconv verify --device cpu --random 20
 
 # Version control has dilated5x9 alone: the others are large and much the same.
 examples: .venv/ready
@@ -97,13 +125,13 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints
 comma := ,
 .venv/demo-ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(INSTALL) torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+	$(INSTALL) torch==$(TORCH)
 	$(INSTALL) -e '.[bench$(if $(shell command -v nvidia-smi),$(comma)cuda)]'
 	touch $@
 
 .venv/ready: .venv/demo-ready
-	$(INSTALL) -e '.[bench,test]'
+	$(INSTALL) -e '.[bench,docs,test]'
 	touch $@
 
 clean:
-	rm -rf demo .venv .venv-oldest-torch .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf demo .venv .venv-oldest-torch .venv-package dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -17,7 +17,8 @@ from pathlib import Path
 from urllib.parse import unquote
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("docs", "examples", "src", "tests")  # searched for Markdown files, beside ROOT itself
+# Searched for Markdown files, beside ROOT itself.
+FOLDERS = (".github", "docs", "examples", "src", "tests")
 GENERATED = ROOT / "docs" / "results"
 WIDTH = 100  # columns
 

@@ -1,4 +1,4 @@
-"""What tools for whole networks see of our convolutions: docs/networks.md."""
+"""What tools for whole networks see of our convolutions: docs/deployment.md."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ def test_symbolic_trace_of_more_than_a_convolution(change: Callable[[_Network], 
 
 
 def _become(model: nn.Module, source: type[nn.Module], target: type[nn.Module]) -> None:
-    """The code of docs/networks.md."""
+    """The code of docs/deployment.md."""
     for module in model.modules():
         if type(module) is source:
             module.__class__ = target

@@ -1,7 +1,7 @@
 """Decompositions of the operators into PyTorch's own, for exported programs.
 
 ``torch.onnx.export`` looks up operators that it does not support in PyTorch's table of
-decompositions, and users may do so to get core ATen (docs/networks.md). Neither eager calls nor
+decompositions, and users may do so to get core ATen (docs/deployment.md). Neither eager calls nor
 ``torch.compile`` use the decompositions.
 """
 
