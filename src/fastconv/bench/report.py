@@ -36,9 +36,11 @@ NOTES = {
     "each row's time multiplied by its count; first layers have no input gradient and do not "
     "count there",
     "fastconv ms": "times: median of interleaved samples ± half the interquartile range",
+    "peer ms": "peer: PyTorch, as --peer selects it; *: in the other memory format",
     "speed-up": "speed-up: the peer's time over fastconv's",
-    "limit": "limit: what bounds the row on this machine, arithmetic (compute) or memory bandwidth",
-    "share": "share: the least time that this limit allows, over the measured time",
+    "limit": "limit: what bounds the row on this machine, arithmetic or memory bandwidth",
+    "share": "share: the least time that arithmetic and memory bandwidth allow, over the measured "
+    "time",
     "host µs": "host µs: time to queue a call, fastconv's / the peer's",
     "extra MiB": "extra MiB: peak memory beyond operands and results, likewise",
     "compile s": "compile s: time to compile the row's kernels",
