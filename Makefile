@@ -98,20 +98,20 @@ SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 1 --report-api-err
   --kernel-name kernel_substring=reduce --kernel-name kernel_substring=few_outputs \
   --kernel-name kernel_substring=wgrad_few_inputs --kernel-name kernel_substring=clear \
   --kernel-name kernel_substring=scale --kernel-name kernel_substring=implicit_gemm
-CORRELATE = --kernel-name kernel_substring=correlate
+CONVOLVE = --kernel-name kernel_substring=convolve
 sanitize:
 	for family in "" ampere depthwise direct; do \
 	  PYTHONPATH=src $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
 	done
 	for tool in memcheck synccheck; do for family in "" ampere depthwise; do \
-	  $(SANITIZER) $(CORRELATE) --tool $$tool $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
+	  $(SANITIZER) $(CONVOLVE) --tool $$tool $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
 	done; done
 	for family in ampere depthwise direct; do \
-	  $(SANITIZER) $(CORRELATE) --tool initcheck $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
+	  $(SANITIZER) $(CONVOLVE) --tool initcheck $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
 	done
 	$(SANITIZER) --tool racecheck $(GPU_PYTHON) tests/gpu/sanitize.py ampere
 	for family in depthwise direct; do \
-	  $(SANITIZER) $(CORRELATE) --tool racecheck $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
+	  $(SANITIZER) $(CONVOLVE) --tool racecheck $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
 	done
 
 # Processes that compile side by side, are killed, and find the cache folder in every state.

@@ -76,7 +76,7 @@ SOURCES["hopper/halo/kernel.cuh"] = r"""
 // holds its residues one after the other. A tap reads one of them, where the inputs of neighbouring
 // output pixels are neighbours.
 //
-// Strides with few input channels: space-to-depth (`fold`) turns the residues of both axes into
+// Strides with few input channels: space-to-depth (`s2d_*`) turns the residues of both axes into
 // channels of a convolution of stride 1 with a smaller kernel. The rearranged input exists only in
 // the halo tile.
 //
@@ -88,12 +88,12 @@ SOURCES["hopper/halo/kernel.cuh"] = r"""
 // row up to the end of the sector that both rows share (`wraps`).
 //
 // Input gradients with a column stride of 2, written to contiguous rows: the accumulators of both
-// columns (`column_sums`) share the 64 rows of M, with zero weights where only one column has a
+// columns (`stacked_columns`) share the 64 rows of M, with zero weights where only one column has a
 // tap; or only one column has taps at all, and the other is zero. Both columns are stored as one
 // row (`interleave`).
 //
 // Input gradients with a stride and few channels: the residues of both axes become output channels
-// (`out_fold`) of a convolution of stride 1, with zero weights where a residue has no tap. The
+// (`d2s_*`) of a convolution of stride 1, with zero weights where a residue has no tap. The
 // first step of the stride may begin before the image does. The residues of a position that are
 // neighbours in memory are stored together.
 //
@@ -109,13 +109,13 @@ SOURCES["hopper/halo/kernel.cuh"] = r"""
 // An input stage is either the halo tile of a chunk of input channels, or, with `rolling`, one row
 // of all channels: then a block walks down the image, and each row is loaded once.
 //
-// Scaled fp16 (`halves`): float32 is multiplied as float16 with powers of two where its range
+// Scaled fp16 (`scaled_fp16`): float32 is multiplied as float16 with powers of two where its range
 // allows, and a second kernel in TF32 (`repairs`) recomputes the images where it does not: see
 // device/tensor/scale.cuh.
 //
 // 3xTF32 (float32 with `parts` = 2): x = high + low, both with TF32's mantissa, and x y = low_x
 // high_y + high_x low_y + high_x high_y: three MMAs, and a fourth for low_x low_y if the sum has
-// few terms (`low_products`). The tensor core truncates as it accumulates, so accumulators are
+// few terms (`low_low_mma`). The tensor core truncates as it accumulates, so accumulators are
 // added to registers of their own after every stage of weights.
 #include "hopper/halo/multiply.cuh"
 #include "hopper/halo/stage.cuh"
@@ -152,7 +152,7 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, cons
       for (int half = 0; half < 2; ++half) {
         finish[half] = finish_of(bias, items, item, target, 16 * warp + lane / 4 + 8 * half);
       }
-      if constexpr (kUnfolds) {
+      if constexpr (kDepthToSpace) {
         store_residues(acc, finish, staging, target, warpgroup, warp, lane);
       } else if constexpr (C::out_channels_last) {
         store_pixels(acc, finish, staging, target, epilogue, warpgroup, warp, lane);
@@ -195,9 +195,9 @@ __device__ __forceinline__ void stream_weights(const unsigned char* packed, cons
   }
 }
 
-__device__ __forceinline__ void correlate(const Scalar* input, unsigned char* scratch,
-                                          const Scalar* bias, Scalar* output, int batch,
-                                          const Epilogue<C>& epilogue) {
+__device__ __forceinline__ void convolve(const Scalar* input, unsigned char* scratch,
+                                         const Scalar* bias, Scalar* output, int batch,
+                                         const Epilogue<C>& epilogue) {
   const Items items(scratch, batch);
   if (items.none()) return;
   if (items.first() >= items.count()) return;
@@ -239,9 +239,9 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
 }  // namespace fastconv
 
 __global__ void __launch_bounds__(384, 1)
-    correlate(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
-              Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
-  fastconv::hopper::correlate(input, scratch, bias, output, batch, FASTCONV_EPILOGUE(output));
+    convolve(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
+             Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
+  fastconv::hopper::convolve(input, scratch, bias, output, batch, FASTCONV_EPILOGUE(output));
 }
 """
 
@@ -250,7 +250,7 @@ SOURCES["ampere/halo/kernel.cuh"] = r"""
 // GEMM over a halo tile. Input gradients are forward convolutions with flipped and transposed
 // weights: one, or one for each residue of a stride.
 //
-// A warp multiplies product_rows output channels (M) by `pixels` output pixels (N), 32 bytes of
+// A warp multiplies register_tile_m output channels (M) by `pixels` output pixels (N), 32 bytes of
 // input channels at a time (K), and accumulates over taps. Both operands lie in shared memory in
 // rows of 16 bytes (device/tensor/tile.cuh). ldmatrix takes the address of each row from a lane, so
 // that a tap is just another start address, and a tile's pixels may lie anywhere in the halo tile:
@@ -366,9 +366,9 @@ __device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* outpu
 }
 
 // Runs a thread's role: consumer, producer of weights, or producer of input.
-__device__ __forceinline__ void correlate(const Scalar* input, unsigned char* scratch,
-                                          const Scalar* bias, Scalar* output, int batch,
-                                          const Epilogue<C>& epilogue) {
+__device__ __forceinline__ void convolve(const Scalar* input, unsigned char* scratch,
+                                         const Scalar* bias, Scalar* output, int batch,
+                                         const Epilogue<C>& epilogue) {
   const Items items(scratch, batch);
   if (items.none()) return;  // cheaper than to look for the first
   if (items.first() >= items.count()) return;
@@ -391,9 +391,9 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
 }  // namespace fastconv
 
 __global__ void __launch_bounds__(fastconv::ampere::kThreads, 1)
-    correlate(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
-              Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
-  fastconv::ampere::correlate(input, scratch, bias, output, batch, FASTCONV_EPILOGUE(output));
+    convolve(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
+             Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
+  fastconv::ampere::convolve(input, scratch, bias, output, batch, FASTCONV_EPILOGUE(output));
 }
 """
 
@@ -439,7 +439,7 @@ SOURCES["hopper/wgrad_halo/kernel.cuh"] = r"""
 // (`parts` = 2), they are first added to totals in registers, after every few columns. A second
 // kernel reduces the slots of all blocks in a fixed order, so results are the same bits every time.
 //
-// Where numbers are in float16's range, float32 is multiplied as scaled fp16 (`halves`), and
+// Where numbers are in float16's range, float32 is multiplied as scaled fp16 (`scaled_fp16`), and
 // filters for which they are not are computed again in TF32 (`repairs`): see scale.cuh.
 //
 // With `bias`, consumers also add up what they load of grad_output, before it is rounded: the
@@ -509,7 +509,7 @@ __global__ void __launch_bounds__(256)
 __global__ void __launch_bounds__(1024)
     scale(const Config::Scalar* grad_output, const Config::Scalar* input, float4* scratch,
           int batch) {
-  if constexpr (Config::halves) {
+  if constexpr (Config::scaled_fp16) {
     fastconv::hopper::find_powers(grad_output, input, {scratch}, batch);
   }
 }
@@ -717,11 +717,11 @@ SOURCES["direct/forward/kernel.cuh"] = r"""
 #include "device/epilogue.cuh"
 
 namespace fastconv {
-namespace correlate {
+namespace convolve {
 
 using C = Config;
 using Scalar = C::Scalar;
-using Sum = SumOf<Scalar>::type;
+using Acc = AccOf<Scalar>::type;
 
 // --- One axis -----------------------------------------------------------------------------------
 
@@ -828,7 +828,7 @@ constexpr int kInputElements = C::stage_channels * kRows * kPitch;
 constexpr int kWeightElements = C::stage_channels * kStageTaps * kTileM;
 constexpr int kInputBytes = round_up(kInputElements * static_cast<int>(sizeof(Scalar)), 16);
 constexpr int kStageBytes =
-    kInputBytes + round_up(kWeightElements * static_cast<int>(sizeof(Sum)), 16);
+    kInputBytes + round_up(kWeightElements * static_cast<int>(sizeof(Acc)), 16);
 static_assert(2 * kStageBytes == C::shared_bytes, "the launch reserves what the tile needs");
 static_assert(kLanesM * kLanesN == 32 && C::channels_per_thread % kGroup == 0, "whole warps");
 
@@ -916,7 +916,7 @@ __device__ __forceinline__ void load_input(Scalar* tile, const Scalar* image, in
 
 // Returns the weight of a group's output channel m and input channel k at a tap; zero past the
 // last channel, and past the last tap of the residue.
-__device__ __forceinline__ Sum weight_at(const Scalar* weight, const Rows& rows,
+__device__ __forceinline__ Acc weight_at(const Scalar* weight, const Rows& rows,
                                          const Columns& columns, int group, int m, int k, int tap_y,
                                          int tap_x) {
   if (m >= C::group_out || k >= C::group_in || tap_y >= rows.taps || tap_x >= columns.taps)
@@ -936,10 +936,10 @@ __device__ __forceinline__ PackedOffset packed_offset(int channel, int part, int
 }
 
 // Copies one stage's weights: for each channel a contiguous run of the packed array.
-__device__ __forceinline__ void load_packed(Sum* tile, const Sum* packed) {
-  constexpr int kVectorSum = 16 / static_cast<int>(sizeof(Sum));
+__device__ __forceinline__ void load_packed(Acc* tile, const Acc* packed) {
+  constexpr int kVectorAccs = 16 / static_cast<int>(sizeof(Acc));
   constexpr int kRun = kStageTaps * kTileM;
-  constexpr int kWidth = kRun % kVectorSum == 0 ? kVectorSum : 1;
+  constexpr int kWidth = kRun % kVectorAccs == 0 ? kVectorAccs : 1;
   for (int i = threadIdx.x; i < C::stage_channels * kRun / kWidth; i += kThreads) {
     const int channel = i / (kRun / kWidth);
     const int position = i % (kRun / kWidth) * kWidth;
@@ -950,7 +950,7 @@ __device__ __forceinline__ void load_packed(Sum* tile, const Sum* packed) {
 
 // Reads one stage's weights from the weight tensor itself. This is slower than load_packed, but
 // saves small problems the launch of `pack`.
-__device__ __forceinline__ void load_unpacked(Sum* tile, const Scalar* weight, const Rows& rows,
+__device__ __forceinline__ void load_unpacked(Acc* tile, const Scalar* weight, const Rows& rows,
                                               const Columns& columns, int group, int first_m,
                                               int first_channel, int first_tap_y, int first_tap_x) {
 #pragma unroll 1
@@ -980,7 +980,7 @@ struct Position {
   }
 };
 
-using Accumulators = Sum[C::channels_per_thread][kPixels];
+using Accumulators = Acc[C::channels_per_thread][kPixels];
 
 // Adds the accumulators to the second level and clears them.
 __device__ __forceinline__ void flush(Accumulators& acc, Accumulators& total_acc) {
@@ -996,7 +996,7 @@ __device__ __forceinline__ void flush(Accumulators& acc, Accumulators& total_acc
 
 // Multiplies a stage's input by its weights. Only tap_rows x tap_columns of the stage's taps exist;
 // the others are skipped although their weights are zero, because zero times infinity is NaN.
-__device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights,
+__device__ __forceinline__ void multiply(const Scalar* input, const Acc* weights,
                                          const Position& at, int tap_rows, int tap_columns,
                                          Accumulators& acc, Accumulators& total_acc) {
   constexpr bool kAllColumns = kParts == 1 && Columns::kAllTaps;
@@ -1010,17 +1010,17 @@ __device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights
       const int row = at.y * kRowStride + tap_row * Rows::kTapStep;
       const Scalar* pixels =
           input + (channel * kRows + row) * kPitch + at.x * kPixels * kColumnStride;
-      const Sum* taps = weights + (channel * C::stage_taps + tap_row) * C::part_taps * kTileM;
-      Sum window[kWindowPieces][4];
+      const Acc* taps = weights + (channel * C::stage_taps + tap_row) * C::part_taps * kTileM;
+      Acc window[kWindowPieces][4];
 #pragma unroll
       for (int piece = 0; piece < kWindowPieces; ++piece) load4(pixels + piece * 4, window[piece]);
 #pragma unroll
       for (int tap = 0; tap < C::part_taps; ++tap) {
         if (!kAllColumns && tap >= tap_columns) break;
-        Sum weight[C::channels_per_thread];
+        Acc weight[C::channels_per_thread];
 #pragma unroll
         for (int i = 0; i < kGroups; ++i) {
-          const auto group = *reinterpret_cast<const Vector<Sum, kGroup>*>(taps + tap * kTileM +
+          const auto group = *reinterpret_cast<const Vector<Acc, kGroup>*>(taps + tap * kTileM +
                                                                            at.channel(i * kGroup));
 #pragma unroll
           for (int j = 0; j < kGroup; ++j) weight[i * kGroup + j] = group.element[j];
@@ -1064,7 +1064,7 @@ __device__ __forceinline__ void store_first(Scalar* target, const Scalar (&eleme
 // An accumulator whose residual is still to be added. store_first loads all residuals before it
 // uses the first, so that their latencies overlap.
 struct Unfinished {
-  Sum acc;
+  Acc acc;
 };
 template <int kVectorOut, int kStep = 1, int kCount>
 __device__ __forceinline__ void store_first(Scalar* target,
@@ -1087,10 +1087,10 @@ __device__ __forceinline__ void store_first(Scalar* target,
 // What store_first takes: finished outputs, or accumulators if there is a residual to add.
 #ifdef FASTCONV_RESIDUAL
 using Value = Unfinished;
-__device__ __forceinline__ Value value_of(Sum acc) { return {acc}; }
+__device__ __forceinline__ Value value_of(Acc acc) { return {acc}; }
 #else
 using Value = Scalar;
-__device__ __forceinline__ Value value_of(Sum acc) {
+__device__ __forceinline__ Value value_of(Acc acc) {
   return narrow<Scalar>(Epilogue<C>::activated(acc));
 }
 #endif
@@ -1108,9 +1108,9 @@ __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const T
 #pragma unroll
   for (int i = 0; i < C::channels_per_thread; ++i) {
     const int m = tile.m * kTileM + at.channel(i);
-    const Sum shift = bias != nullptr && m < C::group_out
-                          ? Sum(widen(bias[tile.group * C::group_out + m]))
-                          : Sum(0);
+    const Acc shift = bias != nullptr && m < C::group_out
+                          ? Acc(widen(bias[tile.group * C::group_out + m]))
+                          : Acc(0);
 #pragma unroll
     for (int p = 0; p < kPixels; ++p) value[i][p] = value_of(acc[i][p] + shift);
   }
@@ -1144,12 +1144,12 @@ __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const T
   }
 }
 
-}  // namespace correlate
+}  // namespace convolve
 }  // namespace fastconv
 
-// Fills the output with zeros. Launched before `correlate` where that does not write every pixel.
+// Fills the output with zeros. Launched before `convolve` where that does not write every pixel.
 __global__ void clear(Config::Scalar* __restrict__ output, int batch) {
-  using namespace fastconv::correlate;
+  using namespace fastconv::convolve;
   constexpr int kCount = C::aligned ? 16 / static_cast<int>(sizeof(Scalar)) : 1;
   using Zeros = fastconv::Vector<Scalar, kCount>;
   const long long total = 1ll * batch * C::groups * C::group_out * C::out_height * C::out_width;
@@ -1161,11 +1161,11 @@ __global__ void clear(Config::Scalar* __restrict__ output, int batch) {
   for (long long i = total / kCount * kCount + thread; i < total; i += step) output[i] = Scalar{};
 }
 
-// Packs the weights in the order in which `correlate` reads them: [residue][group][channel tile]
+// Packs the weights in the order in which `convolve` reads them: [residue][group][channel tile]
 // [channel][part][tap row][tap column][kTileM], converted to the accumulators' type.
 __global__ void pack(const Config::Scalar* __restrict__ weight,
-                                fastconv::SumOf<Config::Scalar>::type* __restrict__ packed) {
-  using namespace fastconv::correlate;
+                                fastconv::AccOf<Config::Scalar>::type* __restrict__ packed) {
+  using namespace fastconv::convolve;
   constexpr long long kTotal = 1ll * kResidues * C::groups * kTilesM * kPackedTile;
   const long long step = 1ll * gridDim.x * blockDim.x;
   for (long long i = 1ll * blockIdx.x * blockDim.x + threadIdx.x; i < kTotal; i += step) {
@@ -1190,12 +1190,12 @@ __global__ void pack(const Config::Scalar* __restrict__ weight,
   }
 }
 
-__global__ void __launch_bounds__(fastconv::correlate::kThreads, Config::blocks_per_sm)
-    correlate(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
-              const fastconv::SumOf<Config::Scalar>::type* __restrict__ packed,
-              const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
-              int first_image, int images FASTCONV_RESIDUAL_PARAMETER) {
-  using namespace fastconv::correlate;
+__global__ void __launch_bounds__(fastconv::convolve::kThreads, Config::blocks_per_sm)
+    convolve(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
+             const fastconv::AccOf<Config::Scalar>::type* __restrict__ packed,
+             const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
+             int first_image, int images FASTCONV_RESIDUAL_PARAMETER) {
+  using namespace fastconv::convolve;
   const Tile tile(blockIdx.x, first_image, images);
   const Position at;
   const Rows rows(tile.residue / Columns::kResidues);
@@ -1217,7 +1217,7 @@ __global__ void __launch_bounds__(fastconv::correlate::kThreads, Config::blocks_
     return reinterpret_cast<Scalar*>(shared + stage % 2 * kStageBytes);
   };
   const auto weights = [&](int stage) {
-    return reinterpret_cast<Sum*>(shared + stage % 2 * kStageBytes + kInputBytes);
+    return reinterpret_cast<Acc*>(shared + stage % 2 * kStageBytes + kInputBytes);
   };
   // Stages go through the kernel's rows first, then through parts of rows, then through channels.
   const auto tap_row = [](int stage) { return stage % kTapChunks * C::stage_taps; };
@@ -1296,7 +1296,7 @@ namespace weight_grad {
 
 using C = Config;
 using Scalar = C::Scalar;
-using Sum = SumOf<Scalar>::type;
+using Acc = AccOf<Scalar>::type;
 using Unit = IndexOf<C::wide_units>::type;  // counts the stages of all images
 
 constexpr int kPixels = 4;  // neighbours in a row that a thread takes at a time
@@ -1407,8 +1407,8 @@ __device__ __forceinline__ long long slot(int block, int index, int thread) {
 }
 
 // Adds the slots of the threads that share a weight or a bias: its sum over a split's pixels.
-__device__ __forceinline__ Sum split_sum(const Sum* workspace, int block, int index, int m, int n) {
-  Sum total = 0;
+__device__ __forceinline__ Acc split_sum(const Acc* workspace, int block, int index, int m, int n) {
+  Acc total = 0;
   for (int k = 0; k < kThreadsK; ++k) {
     total += workspace[slot(block, index, thread_at(m, n, k))];
   }
@@ -1443,15 +1443,15 @@ __device__ __forceinline__ void load(Scalar* tile, const Scalar* image, int firs
   }
 }
 
-using Accumulators = Sum[C::channels_per_thread][C::inputs_per_thread][C::block_taps][kTaps];
-using Biases = Sum[C::channels_per_thread];
+using Accumulators = Acc[C::channels_per_thread][C::inputs_per_thread][C::block_taps][kTaps];
+using Biases = Acc[C::channels_per_thread];
 
 // Adds the products of four pixels, or of the first `left` of them if not kWhole. Pixels beyond the
 // image are skipped although the tiles hold zeros there, because zero times infinity is NaN.
 template <bool kWhole>
 __device__ __forceinline__ void multiply_quad(const Scalar* grad, const Scalar* input, int left,
                                               Accumulators& acc, Biases& bias) {
-  Sum window[C::inputs_per_thread][C::block_taps][kWindowPieces][4];
+  Acc window[C::inputs_per_thread][C::block_taps][kWindowPieces][4];
 #pragma unroll
   for (int i = 0; i < C::inputs_per_thread; ++i) {
 #pragma unroll
@@ -1465,7 +1465,7 @@ __device__ __forceinline__ void multiply_quad(const Scalar* grad, const Scalar* 
   }
 #pragma unroll
   for (int m = 0; m < C::channels_per_thread; ++m) {
-    Sum four[4];
+    Acc four[4];
     load4(grad + m * kThreadsM * C::stage_rows * kGradPitch, four);
 #pragma unroll
     for (int p = 0; p < kPixels; ++p) {
@@ -1512,7 +1512,7 @@ __device__ __forceinline__ void multiply(const Scalar* grad, const Scalar* input
 __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Config::blocks_per_sm)
     weight_grad(const Config::Scalar* __restrict__ grad_output,
                 const Config::Scalar* __restrict__ input,
-                fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace, int first_tile,
+                fastconv::AccOf<Config::Scalar>::type* __restrict__ workspace, int first_tile,
                 int tiles, int splits, int batch) {
   using namespace fastconv::weight_grad;
   const Tile tile(first_tile + blockIdx.x % tiles);
@@ -1562,8 +1562,8 @@ __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Config::block
   Biases bias = {};
   bool flushed = false;
   // Adds an accumulator to its slot and clears it.
-  const auto flush = [&](Sum& value, int index) {
-    Sum* target = workspace + slot(blockIdx.x, index, threadIdx.x);
+  const auto flush = [&](Acc& value, int index) {
+    Acc* target = workspace + slot(blockIdx.x, index, threadIdx.x);
     *target = flushed ? *target + value : value;
     value = 0;
   };
@@ -1602,7 +1602,7 @@ __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Config::block
 // The split-K reduction: adds up the slots of every weight, splits in order, and writes the sum
 // where the weight's strides say.
 __global__ void reduce(
-    const fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace,
+    const fastconv::AccOf<Config::Scalar>::type* __restrict__ workspace,
     Config::Scalar* __restrict__ grad, Config::Scalar* __restrict__ bias_grad, int first_tile,
     int tiles, int splits) {
   using namespace fastconv::weight_grad;
@@ -1623,7 +1623,7 @@ __global__ void reduce(
         tap >= C::kernel_width) {
       continue;
     }
-    Sum total = 0;
+    Acc total = 0;
     for (int split = 0; split < splits; ++split) {
       total += split_sum(workspace, split * tiles + block, index, m, n);
     }
@@ -1637,7 +1637,7 @@ __global__ void reduce(
       const Tile tile(first_tile + block);
       const int channel = tile.m * kTileM + i % kTileM;
       if (!tile.has_bias() || channel >= C::group_out) continue;
-      Sum total = 0;
+      Acc total = 0;
       for (int split = 0; split < splits; ++split) {
         total += split_sum(workspace, split * tiles + block, kAccumulators + index, m, 0);
       }
@@ -1720,7 +1720,7 @@ namespace fastconv {
 namespace hopper {
 
 constexpr int kPieces = C::k_steps * kLines;
-static_assert(!C::staged || (!C::in_channels_last && C::stride_width == 1 && !kFolded), "");
+static_assert(!C::staged || (!C::in_channels_last && C::stride_width == 1 && !kSpaceToDepth), "");
 
 // Iterates over the pieces of one warp: every kLoaderWarps-th, from stage to stage.
 struct PieceCursor : StageCursor {
@@ -1751,7 +1751,7 @@ struct Piece {
     const int line = index / C::k_steps;
     const int slot = kRowSlots == 1 ? 0 : line / kStageRows;
     const int y = source.row +
-                  C::dilation_height * (slot + (line - slot * kStageRows) * kRowPhases) -
+                  C::dilation_height * (slot + (line - slot * kStageRows) * kRowResidues) -
                   C::padding_top;
     const int x = source.column - C::padding_left;
     channel = source.channel + k_step * kPieceChannels;
@@ -1967,7 +1967,7 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
 """
 
 SOURCES["hopper/halo/store_residues.cuh"] = r"""
-// Epilogue of a strided input gradient whose residues are output channels (`out_fold`): a
+// Epilogue of a strided input gradient whose residues are output channels (`d2s_*`): a
 // consumer's accumulators go through shared memory to global memory, in lines.
 //
 // A line is a row of the image: of one channel, or of all channels if these are neighbours. Each
@@ -1981,9 +1981,11 @@ namespace hopper {
 constexpr int kStagedLines = C::stack * kStackLines;  // for each row of positions of the tile
 constexpr int kLineElements = C::image_width * kOutColumn;
 constexpr int kLineBegin = -C::column_begin * kOutColumn;  // in stored columns: see Line
-static_assert(!kUnfolds || (kLineBegin >= 0 && C::lead == 0 && !C::halves && !C::wraps), "");
-static_assert(!kUnfolds || !C::out_channels_last || C::groups == 1, "all channels are neighbours");
-static_assert(!kUnfolds || !C::bulk_stores || C::tile_rows == 1 ||
+static_assert(!kDepthToSpace || (kLineBegin >= 0 && C::lead == 0 && !C::scaled_fp16 && !C::wraps),
+              "");
+static_assert(!kDepthToSpace || !C::out_channels_last || C::groups == 1,
+              "all channels are neighbours");
+static_assert(!kDepthToSpace || !C::bulk_stores || C::tile_rows == 1 ||
                   (kLineElements % kVector == 0 && kStoredPitch % kVector == 0),
               "several rows are aligned alike");
 
@@ -1996,7 +1998,7 @@ struct Line {
 
   __device__ __forceinline__ Line(const Target& target, int index, int line) {
     const int output = target.outputs + index % kStackLines * C::interleave;
-    const UnfoldedChannel first(output);
+    const DepthToSpaceChannel first(output);
     const int row = target.row + kRowStep * (line + index / kStackLines);
     const int y = C::out_step_height * row + C::row_begin + first.row;
     exists = output < C::group_out && row < C::out_height && y >= 0 && y < C::image_height;
@@ -2018,7 +2020,7 @@ __device__ __forceinline__ bool is_reached(int residue, int last_tap, int taps, 
 // One of a thread's two rows of M.
 struct ResidueRow {
   static constexpr bool kAllReached =
-      C::weight_height >= C::out_fold_height && C::weight_width >= C::out_fold_width;
+      C::weight_height >= C::d2s_height && C::weight_width >= C::d2s_width;
   int index;    // index of its line
   int element;  // index among a position's elements
   bool exists;
@@ -2031,7 +2033,7 @@ struct ResidueRow {
     element = of_stack % C::interleave;
     exists = of_stack < kStackLines * C::interleave;
     if constexpr (!kAllReached) {
-      const UnfoldedChannel to(target.outputs + of_stack);
+      const DepthToSpaceChannel to(target.outputs + of_stack);
       reached = is_reached(to.row, C::last_tap_row, C::kernel_height, C::out_step_height,
                            C::weight_height) &&
                 is_reached(to.column, C::last_tap_column, C::kernel_width, C::out_step_width,
@@ -2140,28 +2142,28 @@ namespace tensor {
 constexpr int kSteps = kChunks * kTaps * C::k_steps;
 constexpr int kPackedVectors =
     C::groups * kOutputGroups * kSteps * C::channel_groups * 2 * kOutputs;
-constexpr int kResidues = C::fold_height * C::fold_width;
+constexpr int kResidues = C::s2d_height * C::s2d_width;
 // A sample of an image consists of pieces of 32 numbers: at least kImageSamples pieces of an
 // image, and one for every kProvenPixels pixels of a channel.
 constexpr int kImageSamples = 256;
 constexpr int kProvenPixels = 1 << 15;
 
 // The weight of one of the layer's taps, for an output and an input channel of the group. It is
-// zero for taps that the layer has only because it computes several positions of a step. `sum`
-// selects one of the two columns that a layer computes at once (`column_sums`); with
-// depth-to-space, an output channel is also a residue.
+// zero for taps that the layer has only because it computes several positions of a step.
+// `stacked_column` selects one of the two columns that share the rows of M (`stacked_columns`);
+// with depth-to-space, an output channel is also a residue.
 __device__ __forceinline__ Scalar tap_at(const Scalar* weight, int group, int out, int in, int row,
-                                         int column, int sum) {
+                                         int column, int stacked_column) {
   long long k = group * C::group_out + out;
   long long c = in;
   if constexpr (C::transposed) {
-    const UnfoldedChannel to(out);
+    const DepthToSpaceChannel to(out);
     k = group * C::group_in + in;
     c = to.channel;
     row = C::last_tap_row - C::tap_step_height * row + to.row;
-    column = C::last_tap_column - C::tap_step_width * column + sum + to.column;
-    if (kUnfolds && (row < 0 || row >= C::weight_height)) return Scalar{};
-    if ((kUnfolds || C::column_sums > 1) && (column < 0 || column >= C::weight_width)) {
+    column = C::last_tap_column - C::tap_step_width * column + stacked_column + to.column;
+    if (kDepthToSpace && (row < 0 || row >= C::weight_height)) return Scalar{};
+    if ((kDepthToSpace || C::stacked_columns > 1) && (column < 0 || column >= C::weight_width)) {
       return Scalar{};
     }
   }
@@ -2172,12 +2174,12 @@ __device__ __forceinline__ Scalar tap_at(const Scalar* weight, int group, int ou
 
 // The weight of a tap of the layer after space-to-depth, which adds taps with zero weights.
 __device__ __forceinline__ Scalar weight_at(const Scalar* weight, int group, int out, int in,
-                                            int row, int column, int sum) {
+                                            int row, int column, int stacked_column) {
   const SpaceToDepthChannel in_memory(in);
-  row = row * C::fold_height + in_memory.row;
-  column = column * C::fold_width + in_memory.column;
+  row = row * C::s2d_height + in_memory.row;
+  column = column * C::s2d_width + in_memory.column;
   if (row >= C::weight_height || column >= C::weight_width) return Scalar{};
-  return tap_at(weight, group, out, in_memory.channel, row, column, sum);
+  return tap_at(weight, group, out, in_memory.channel, row, column, stacked_column);
 }
 
 // A vector of packed weights. A chunk's taps are contiguous:
@@ -2199,7 +2201,7 @@ struct PackedVector {
     const int of_stack = row_of_column(m) % kStackRows;
     const int out =
         (part % kOutputGroups * C::channel_groups + channel_group) * kStackChannels + of_stack;
-    const int sum = m / 8 % C::column_sums;
+    const int stacked_column = m / 8 % C::stacked_columns;
     const int row = tap / C::kernel_width - stacked;
     const int column = tap % C::kernel_width;
     const int first = (chunk * kChunkPlanes + 2 * k_step + plane) * kVectorChannels;
@@ -2210,19 +2212,20 @@ struct PackedVector {
     for (int j = 0; j < kVectorChannels; ++j) {
       const bool valid = exists && first + j < C::group_in;
       elements[j] =
-          valid ? number_of(weight_at(weight, group, out, first + j, row, column, sum), first + j)
+          valid ? number_of(weight_at(weight, group, out, first + j, row, column, stacked_column),
+                            first + j)
                 : Scalar{};
     }
     return channels_of(elements);
   }
   __device__ __forceinline__ unsigned char* target(unsigned char* packed) const {
-    const long long product =
+    const long long operand =
         (static_cast<long long>(part) * kSteps + step) * (kWeightParts * C::channel_groups) +
         channel_group;
-    return packed + product * kProductBytes + (plane * kOutputs + m) * 16;
+    return packed + operand * kAOperandBytes + (plane * kOutputs + m) * 16;
   }
 };
-constexpr int kPartBytes = C::channel_groups * kProductBytes;  // bytes from a part to the next
+constexpr int kPartBytes = C::channel_groups * kAOperandBytes;  // bytes from a part to the next
 
 __device__ __forceinline__ void pack_all(const Scalar* weight, unsigned char* packed) {
   const int step = static_cast<int>(gridDim.x * blockDim.x);
@@ -2244,7 +2247,8 @@ __device__ __forceinline__ void pack_all(const Scalar* weight, unsigned char* pa
 }
 
 // The weight of the layer's `tap`-th tap; channels are the group's.
-static_assert(!C::halves || (C::column_sums == 1 && !kUnfolds), "one sum for each tap");
+static_assert(!C::scaled_fp16 || (C::stacked_columns == 1 && !kDepthToSpace),
+              "one sum for each tap");
 constexpr int kUsedTaps = C::weight_height * C::weight_width;
 __device__ __forceinline__ float used_weight(const Scalar* weight, int group, int out, int channel,
                                              int tap) {
@@ -2318,7 +2322,7 @@ __device__ __forceinline__ bool filters_fit(const Scalar* weight, int group, int
 __device__ __forceinline__ float pack_channel(const Scalar* weight, const float* columns,
                                               unsigned char* packed, int channel) {
   PackedVector vector;
-  const int of_product = channel % kStackChannels;
+  const int stack_channel = channel % kStackChannels;
   vector.channel_group = channel / kStackChannels % C::channel_groups;
   vector.part = channel / (kStackChannels * C::channel_groups);
   const int group = vector.part / kOutputGroups;
@@ -2336,7 +2340,7 @@ __device__ __forceinline__ float pack_channel(const Scalar* weight, const float*
   if (scale.scale == 0.0f || (exists && !filters_fit(weight, group, out, scale))) return 0.0f;
   Range range;
   for (int i = threadIdx.x; i < kSteps * 2 * C::stack; i += blockDim.x) {
-    vector.m = i % C::stack * kStackChannels + of_product;
+    vector.m = i % C::stack * kStackChannels + stack_channel;
     vector.plane = i / C::stack % 2;
     vector.step = i / (C::stack * 2);
     const Channels scaled = vector.load(weight, scale);
@@ -2379,7 +2383,7 @@ struct Samples {
 // Block-wide: finds the scale of an image, and what its channels' numbers are multiplied by.
 __device__ __forceinline__ float sample_image(const Scalar* image, const float* columns,
                                               float* powers) {
-  static_assert(!C::halves || !C::in_channels_last, "a channel's pixels are neighbours");
+  static_assert(!C::scaled_fp16 || !C::in_channels_last, "a channel's pixels are neighbours");
   constexpr int kPieces = Samples::kPieces;
   constexpr int kTogether = kPieces < 8 ? 8 / kPieces : 1;  // channels that a warp samples at once
   const Samples samples{image, columns, static_cast<int>(threadIdx.x) % 32};
@@ -2425,9 +2429,9 @@ __device__ __forceinline__ float sample_image(const Scalar* image, const float* 
 __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
                                      unsigned char* scratch, int batch) {
   unsigned char* const packed = scratch + C::packed_at;
-  if constexpr (C::halves) {
-    static_assert(!C::halves || C::table_channels ==
-                                    C::groups * kOutputGroups * C::channel_groups * kStackChannels,
+  if constexpr (C::scaled_fp16) {
+    static_assert(!C::scaled_fp16 || C::table_channels == C::groups * kOutputGroups *
+                                                              C::channel_groups * kStackChannels,
                   "a factor for each MMA row");
     const Tables tables{scratch, batch};
 #pragma unroll 1
@@ -2456,7 +2460,7 @@ __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
 __global__ void __launch_bounds__(1024)
     scale(const Config::Scalar* weight, unsigned char* scratch, int batch) {
   using namespace fastconv::tensor;
-  if constexpr (C::halves) find_columns(weight, Tables{scratch, batch}.columns());
+  if constexpr (C::scaled_fp16) find_columns(weight, Tables{scratch, batch}.columns());
 }
 
 __global__ void __launch_bounds__(256)
@@ -2494,7 +2498,7 @@ struct ChunkPowers {
 
   __device__ __forceinline__ void load(const Items& items, int image, int column) {
     const unsigned begin = static_cast<unsigned>(image) * C::table_columns + column;
-    if (!C::halves || at == begin) return;
+    if (!C::scaled_fp16 || at == begin) return;
     at = begin;
     const float* const source = items.tables.powers(image) + column;
     if constexpr (!kCopied) powers = source;
@@ -2706,7 +2710,8 @@ namespace hopper {
 
 constexpr int kPasses = ceil_div(C::pixels, C::pass_pixels);
 constexpr int kStoredPass = C::interleave * C::pass_pixels;
-static_assert(!C::bulk_stores || kUnfolds || C::out_step_width == C::interleave, "of whole rows");
+static_assert(!C::bulk_stores || kDepthToSpace || C::out_step_width == C::interleave,
+              "of whole rows");
 
 using Pair = decltype(narrow_pair(Scalar{}, 0.0f, 0.0f));
 
@@ -2815,7 +2820,7 @@ __device__ __forceinline__ void stage_rows(const float (&acc)[kAccumulators], Sc
         stage_wrapped(target, 8 * i + past, first, second);
       } else if constexpr (C::interleave == 1) {
         stage_pair(target, first, second);
-      } else if constexpr (C::column_sums == 2) {
+      } else if constexpr (C::stacked_columns == 2) {
         stage_pair(target, first, finish(acc[4 * j + 2]));
         stage_pair(target + 2, second, finish(acc[4 * j + 3]));
       } else {
@@ -2828,7 +2833,7 @@ __device__ __forceinline__ void stage_rows(const float (&acc)[kAccumulators], Sc
 
 // Whether every stored row, and every strip of one, starts at a multiple of 16 bytes.
 constexpr bool kRowsAligned = C::lead == 0 && kStoredWidth % kVector == 0 &&
-                              (kStrips == 1 || kStoredColumns % kVector == 0) && !kUnfolds;
+                              (kStrips == 1 || kStoredColumns % kVector == 0) && !kDepthToSpace;
 
 // Stores columns [begin, end) of a row: whole 16-byte vectors with a bulk copy, the rest element by
 // element.
@@ -2877,7 +2882,7 @@ struct Window {
   }
 };
 
-constexpr int kStoringLanes = kUnfolds ? 32 : 8;  // lanes of a warp that issue bulk stores
+constexpr int kStoringLanes = kDepthToSpace ? 32 : 8;  // lanes of a warp that issue bulk stores
 
 // Stores staged rows of 8 channels, each by one lane: the lanes' bulk copies start one after the
 // other, but their addresses are computed in parallel.
@@ -2923,7 +2928,7 @@ __device__ __forceinline__ void store_rows(const float (&acc)[kAccumulators],
                                            const Finish (&finish)[2], Scalar* staging,
                                            const Target& target, const Epilogue<C>& epilogue,
                                            int warp, int lane) {
-  constexpr int kRowHalves = 2 / C::column_sums;
+  constexpr int kRowHalves = 2 / C::stacked_columns;
   static_assert(kRowHalves * kPasses % C::buffers == 0, "tiles begin with the same buffer");
 #pragma unroll
   for (int half = 0; half < kRowHalves; ++half) {
@@ -3118,15 +3123,15 @@ constexpr int kAccumulators = C::pixels / 2;  // registers of a thread
 __device__ __forceinline__ int tap_offset(int stage, int first_row, int tap) {
   const int tap_row = tap / C::kernel_width;
   const int tap_column = tap % C::kernel_width;
-  const int column_slot = tap_column % kColumnPhases;
-  const int column = column_slot * kSlotPixels + tap_column * kColumnStep / kColumnPhases;
+  const int column_slot = tap_column % kColumnResidues;
+  const int column = column_slot * kSlotPixels + tap_column * kColumnStep / kColumnResidues;
   if constexpr (C::rolling) {
     int of_row = stage + first_row + tap_row;
     if (of_row >= C::input_stages) of_row -= C::input_stages;
     return of_row * (kInputBytes / 16) + column;
   } else {
-    return stage * (kInputBytes / 16) + tap_row % kRowPhases * (kColumnSlots * kSlotPixels) +
-           (first_row + tap_row / kRowPhases) * C::pitch + column;
+    return stage * (kInputBytes / 16) + tap_row % kRowResidues * (kColumnSlots * kSlotPixels) +
+           (first_row + tap_row / kRowResidues) * C::pitch + column;
   }
 }
 
@@ -3159,7 +3164,7 @@ struct Consumer {
     pixel_group = warpgroup / C::channel_groups;
     input_matrix = matrix(shared_memory() + kInputRing, kPlaneBytes, 128);
     weight_matrix =
-        matrix(shared_memory() + kWeightRing + channel_group * kProductBytes, kOutputs * 16, 128);
+        matrix(shared_memory() + kWeightRing + channel_group * kAOperandBytes, kOutputs * 16, 128);
   }
 
   // Waits for a chunk of a tile's input, except stages that an earlier tile has waited for. Returns
@@ -3232,7 +3237,7 @@ struct Consumer {
   // The MMAs low * low of one stage of weights.
   __device__ __forceinline__ void multiply_low(float (&acc)[kAccumulators], int weight_stage,
                                                int input_stage, int first_tap) const {
-    constexpr int kPart = C::channel_groups * kProductBytes / 16;
+    constexpr int kPart = C::channel_groups * kAOperandBytes / 16;
     const Matrix left = weight_matrix + weight_stage * (kWeightBytes / 16);
 #pragma unroll
     for (int j = 0; j < C::stage_taps; ++j) {
@@ -3250,7 +3255,7 @@ struct Consumer {
   // All other MMAs of one stage of weights.
   __device__ __forceinline__ void multiply(float (&acc)[kAccumulators], int weight_stage,
                                            int input_stage, int first_tap, bool accumulate) const {
-    constexpr int kPart = C::channel_groups * kProductBytes / 16;
+    constexpr int kPart = C::channel_groups * kAOperandBytes / 16;
     const Matrix left = weight_matrix + weight_stage * (kWeightBytes / 16);
     // The high * high MMAs come last, so that the small products are added to small accumulators.
 #pragma unroll
@@ -3268,7 +3273,7 @@ struct Consumer {
           } else {
             // Scaled fp16 stores the input's low part enlarged; a third part of the weights, the
             // high part made smaller, compensates.
-            const Matrix high = C::halves ? a + 2 * kPart : a;
+            const Matrix high = C::scaled_fp16 ? a + 2 * kPart : a;
             wgmma<C::pixels>(Factor{}, acc, high, b + kPartPixels, accumulate);
             wgmma<C::pixels>(Factor{}, acc, a + kPart, b, true);
           }
@@ -3285,8 +3290,8 @@ struct Consumer {
   __device__ __forceinline__ void multiply_split(float (&acc)[kAccumulators], int weight_stage,
                                                  int input_stage, int first_tap,
                                                  bool careful) const {
-    static_assert(!C::low_products || !C::compensated, "sums begin with the low parts' products");
-    if constexpr (C::low_products) {
+    static_assert(!C::low_low_mma || !C::compensated, "sums begin with the low parts' products");
+    if constexpr (C::low_low_mma) {
       if (careful) {
         wgmma_fence();
         multiply_low(acc, weight_stage, input_stage, first_tap);
@@ -3398,9 +3403,9 @@ constexpr int kOutColumn = C::out_channels_last ? kOutChannels : 1;
 constexpr int kStoredWidth = C::interleave == 1 ? C::out_width : C::image_width;
 constexpr int kStoredColumns = C::interleave * C::tile_columns;
 constexpr int kStoredPitch = C::interleave * C::pitch;
-static_assert(kUnfolds || C::interleave == 1 || (C::interleave == 2 && C::out_step_width == 2),
+static_assert(kDepthToSpace || C::interleave == 1 || (C::interleave == 2 && C::out_step_width == 2),
               "pairs");
-static_assert(kUnfolds || C::interleave == 1 || (!C::out_channels_last && C::lead == 0),
+static_assert(kDepthToSpace || C::interleave == 1 || (!C::out_channels_last && C::lead == 0),
               "contiguous rows");
 
 // Where stored rows and columns lie in the image. The output of a layer that computes one residue
@@ -3455,24 +3460,20 @@ struct Target {
   }
 
   // The channel of an MMA row, in its group.
-  __device__ int channel(int product_row) const {
-    return outputs + row_of_column(product_row) % kStackRows;
-  }
+  __device__ int channel(int m) const { return outputs + row_of_column(m) % kStackRows; }
   // The output row of an MMA row, for the tile's line-th row of pixels.
-  __device__ int output_row(int product_row, int line) const {
-    return row + kRowStep * (line + row_of_column(product_row) / kStackRows);
+  __device__ int output_row(int m, int line) const {
+    return row + kRowStep * (line + row_of_column(m) / kStackRows);
   }
-  __device__ bool exists(int product_row, int line) const {
-    return channel(product_row) < C::group_out && output_row(product_row, line) < C::out_height;
+  __device__ bool exists(int m, int line) const {
+    return channel(m) < C::group_out && output_row(m, line) < C::out_height;
   }
   // The image's row for an output row; i is row_at, or the offset of a row to clear.
-  __device__ int image_row(int product_row, int line, int i) const {
-    return C::out_step_height * output_row(product_row, line) + i;
+  __device__ int image_row(int m, int line, int i) const {
+    return C::out_step_height * output_row(m, line) + i;
   }
   // The element in column 0 of the image.
-  __device__ Scalar* row_start(int product_row, int y) const {
-    return channel_row(channel(product_row), y);
-  }
+  __device__ Scalar* row_start(int m, int y) const { return channel_row(channel(m), y); }
   __device__ Scalar* channel_row(int channel, int y) const {
     const int c = group * kOutGroup + channel;
     if constexpr (C::out_channels_last) {
@@ -3483,20 +3484,19 @@ struct Target {
   }
 
   // Where a forward pass, which has no residues, stores an output.
-  __device__ __forceinline__ Scalar* place(int product_row, int line, int column) const {
-    return row_start(product_row, output_row(product_row, line)) +
-           static_cast<OutOffset>(column) * kOutColumn;
+  __device__ __forceinline__ Scalar* place(int m, int line, int column) const {
+    return row_start(m, output_row(m, line)) + static_cast<OutOffset>(column) * kOutColumn;
   }
 
   // Stores an element or a vector of channels if it is `valid`, and clears the positions beside it.
   template <class Stored>
-  __device__ __forceinline__ void store(int product_row, int line, int stored_column,
-                                        const Stored& value, bool valid) const {
+  __device__ __forceinline__ void store(int m, int line, int stored_column, const Stored& value,
+                                        bool valid) const {
 #pragma unroll kStoredRowsAtOnce
     for (int i = C::row_begin; i < C::row_end; ++i) {
-      const int y = image_row(product_row, line, i);
+      const int y = image_row(m, line, i);
       if (!kFewStores && y >= C::image_height) break;
-      Scalar* const row = row_start(product_row, y);
+      Scalar* const row = row_start(m, y);
 #pragma unroll kStoredAtOnce
       for (int j = kStoredBegin; j < kStoredEnd; ++j) {
         const int x = kStoredStep * stored_column + j;
@@ -3528,10 +3528,11 @@ struct Finish {
 
   template <class Residual = Nothing>
   __device__ __forceinline__ float operator()(float acc, Residual residual = {}) const {
-    return Epilogue<C>::activated(C::halves ? fmaf(acc, factor, bias) : acc + bias, residual);
+    return Epilogue<C>::activated(C::scaled_fp16 ? fmaf(acc, factor, bias) : acc + bias, residual);
   }
 };
-static_assert(!kAddsResidual || (C::out_step_height == 1 && C::out_step_width == 1 && !kUnfolds),
+static_assert(!kAddsResidual ||
+                  (C::out_step_height == 1 && C::out_step_width == 1 && !kDepthToSpace),
               "forward passes alone have a residual");
 
 // The epilogue of the accumulators in one MMA row.
@@ -3540,9 +3541,9 @@ __device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& ite
   Finish finish;
   const int channel = target.channel(row);
   if (bias && channel < C::group_out) {
-    finish.bias = widen(bias[item.group * kOutGroup + UnfoldedChannel(channel).channel]);
+    finish.bias = widen(bias[item.group * kOutGroup + DepthToSpaceChannel(channel).channel]);
   }
-  if constexpr (C::halves) {
+  if constexpr (C::scaled_fp16) {
     constexpr int kOfGroup = C::table_channels / C::groups;
     finish.factor = items.tables.channels()[item.group * kOfGroup + channel] *
                     inverse(items.tables.images()[item.image]);  // the factor is a power of two
@@ -3568,10 +3569,10 @@ constexpr int kConsumers = 2;
 constexpr int kPixelGroups = kConsumers / C::channel_groups;
 constexpr int kGroupRows = C::tile_rows * C::stack;  // output rows of a consumer
 static_assert(kTileRows == kPixelGroups * kGroupRows, "");
-static_assert(C::stack == 1 || (C::tile_rows == 1 && kRowPhases == 1), "rows stacked in M alone");
-static_assert(!C::rolling || (kChunks == 1 && kRowPhases == 1 && C::tile_rows == 1), "see above");
+static_assert(C::stack == 1 || (C::tile_rows == 1 && kRowResidues == 1), "rows stacked in M alone");
+static_assert(!C::rolling || (kChunks == 1 && kRowResidues == 1 && C::tile_rows == 1), "see above");
 // N is a multiple of 8 pixels, so the last MMA may read a little beyond the tile's last row.
-constexpr int kReach = C::pixels + (C::kernel_width - 1) * kColumnStep / kColumnPhases;
+constexpr int kReach = C::pixels + (C::kernel_width - 1) * kColumnStep / kColumnResidues;
 constexpr int kSlack = kReach > C::tile_rows* C::pitch ? kReach - C::tile_rows * C::pitch : 0;
 static_assert(C::lead + C::tile_columns + (C::tile_rows - 1) * C::pitch <= C::pixels, "");
 constexpr int kInputBytes = (C::parts * kPartPixels + kSlack) * 16;
@@ -3580,7 +3581,7 @@ static_assert(kOutputs == 64, "rows of wgmma");
 
 // Staging buffers of the epilogue. Contiguous outputs: each warp has `buffers` buffers, with rows
 // of pass_pixels for 8 channels. Channels-last outputs: each warpgroup has one, with 64 channels of
-// pass_pixels. Residues as channels (`out_fold`): each warpgroup has one, with the lines of all
+// pass_pixels. Residues as channels (`d2s_*`): each warpgroup has one, with the lines of all
 // existing residues of pass_pixels. The pitches spread a warp's accesses over all banks.
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kRowPitch = round_up(C::interleave * C::pass_pixels + kVector - 8, 16) + 8;
@@ -3590,7 +3591,7 @@ constexpr int kLinePitch =
 constexpr int kStackLines =  // lines of a stacked output row
     min_of(kStackChannels, C::group_out) / C::interleave;
 constexpr int kStagingBytes =
-    kScalarBytes * (kUnfolds               ? C::stack * kStackLines * kLinePitch
+    kScalarBytes * (kDepthToSpace          ? C::stack * kStackLines * kLinePitch
                     : C::out_channels_last ? C::pass_pixels * kPixelPitch
                                            : 4 * C::buffers * 8 * kRowPitch);
 
@@ -3600,7 +3601,7 @@ static_assert(!C::wraps || (C::out_width > (kStrips - 1) * C::tile_columns &&
                                 (kStrips - 1) * C::tile_columns + C::pixels),
               "the last strip has room for a lead of the next row");
 static_assert(!C::wraps || (C::stride_height == 1 && C::stride_width == 1 &&
-                            C::fold_height * C::fold_width == 1 && C::out_step_height == 1),
+                            C::s2d_height * C::s2d_width == 1 && C::out_step_height == 1),
               "the next row reads the next row");
 static_assert(!C::wraps || !C::staged || (C::padding_left == 0 && C::in_width == kPaddedWidth),
               "neighbours in memory");
@@ -3624,7 +3625,7 @@ constexpr int kRawRing = kStaging + kConsumers * kStagingBytes;
 constexpr int kPowers = kRawRing + kRawSlots * kRawBytes;
 // Scaled fp16: each loading warp's copy of the powers of two that scale a chunk's channels. Bulk
 // copies fetch long lines, beside which reading the powers from global memory costs little.
-constexpr bool kPowersCopied = C::halves && !C::bulk_loads;
+constexpr bool kPowersCopied = C::scaled_fp16 && !C::bulk_loads;
 constexpr int kPowersBytes = kPowersCopied ? kChunkChannels * 4 : 0;
 constexpr int kBarriers = kPowers + kLoaderWarps * kPowersBytes;
 constexpr int kWatch =
@@ -4179,9 +4180,9 @@ __device__ __forceinline__ void wgmma_wait() {
 
 // Keeps the compiler from reading accumulators before the preceding wgmma_wait.
 template <int kCount>
-__device__ __forceinline__ void hold_registers(float (&sums)[kCount]) {
+__device__ __forceinline__ void hold_registers(float (&accs)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(accs[i])::"memory");
 }
 // Keeps the compiler from reusing the registers of wgmma's operands before the preceding
 // wgmma_wait.
@@ -4297,75 +4298,75 @@ __device__ __forceinline__ float hyperbolic_tangent(float x) { return tanhf(x); 
 __device__ __forceinline__ double hyperbolic_tangent(double x) { return tanh(x); }
 
 struct Identity {
-  template <class Sum>
-  __device__ __forceinline__ static Sum of(Sum x) {
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
     return x;
   }
 };
 
 struct Relu {
-  template <class Sum>
-  __device__ __forceinline__ static Sum of(Sum x) {
-    return x < Sum(0) ? Sum(0) : x;
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    return x < Acc(0) ? Acc(0) : x;
   }
 };
 
 struct Relu6 {
-  template <class Sum>
-  __device__ __forceinline__ static Sum of(Sum x) {
-    return x < Sum(0) ? Sum(0) : x > Sum(6) ? Sum(6) : x;
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    return x < Acc(0) ? Acc(0) : x > Acc(6) ? Acc(6) : x;
   }
 };
 
 // kSlope is the bit pattern of a double.
 template <unsigned long long kSlope>
 struct LeakyRelu {
-  template <class Sum>
-  __device__ __forceinline__ static Sum of(Sum x) {
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
     const double slope = __longlong_as_double(static_cast<long long>(kSlope));
-    return x > Sum(0) ? x : x * static_cast<Sum>(slope);
+    return x > Acc(0) ? x : x * static_cast<Acc>(slope);
   }
 };
 
 struct Sigmoid {
-  template <class Sum>
-  __device__ __forceinline__ static Sum of(Sum x) {
-    return Sum(1) / (Sum(1) + exponential(-x));
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    return Acc(1) / (Acc(1) + exponential(-x));
   }
 };
 
 struct Silu {
-  template <class Sum>
-  __device__ __forceinline__ static Sum of(Sum x) {
-    return x / (Sum(1) + exponential(-x));
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    return x / (Acc(1) + exponential(-x));
   }
 };
 
 struct Gelu {
-  template <class Sum>
-  __device__ __forceinline__ static Sum of(Sum x) {
-    return x * Sum(0.5) * (Sum(1) + error_function(x * Sum(0.70710678118654752440)));
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    return x * Acc(0.5) * (Acc(1) + error_function(x * Acc(0.70710678118654752440)));
   }
 };
 
 struct GeluTanh {
-  template <class Sum>
-  __device__ __forceinline__ static Sum of(Sum x) {
-    const Sum inner = Sum(0.79788456080286535588) * (x + Sum(0.044715) * x * x * x);
-    return Sum(0.5) * x * (Sum(1) + hyperbolic_tangent(inner));
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    const Acc inner = Acc(0.79788456080286535588) * (x + Acc(0.044715) * x * x * x);
+    return Acc(0.5) * x * (Acc(1) + hyperbolic_tangent(inner));
   }
 };
 
 struct Hardswish {
-  template <class Sum>
-  __device__ __forceinline__ static Sum of(Sum x) {
-    return x * Relu6::of(x + Sum(3)) * Sum(1.0 / 6.0);
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    return x * Relu6::of(x + Acc(3)) * Acc(1.0 / 6.0);
   }
 };
 
 struct Tanh {
-  template <class Sum>
-  __device__ __forceinline__ static Sum of(Sum x) {
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
     return hyperbolic_tangent(x);
   }
 };
@@ -4428,7 +4429,7 @@ struct ResidualOf<true, Scalar> {
 template <class Config>
 struct Epilogue {
   using Scalar = typename Config::Scalar;
-  using Sum = typename SumOf<Scalar>::type;
+  using Acc = typename AccOf<Scalar>::type;
   using Residual = typename ResidualOf<kAddsResidual, Scalar>::type;
 
 #ifdef FASTCONV_RESIDUAL
@@ -4484,17 +4485,17 @@ struct Epilogue {
   }
 
   // Applies the residual and the activation to one accumulator.
-  __device__ __forceinline__ static Sum activated(Sum acc, Nothing = {}) {
+  __device__ __forceinline__ static Acc activated(Acc acc, Nothing = {}) {
     return ActivationOf<Config>::type::of(acc);
   }
-  __device__ __forceinline__ static Sum activated(Sum acc, Scalar residual) {
-    return activated(acc + Sum(widen(residual)));
+  __device__ __forceinline__ static Acc activated(Acc acc, Scalar residual) {
+    return activated(acc + Acc(widen(residual)));
   }
 
   // Turns kCount accumulators into outputs, which are stored side by side at `target` if they are
   // `valid`.
   template <int kCount>
-  __device__ __forceinline__ Vector<Scalar, kCount> operator()(const Sum (&accs)[kCount],
+  __device__ __forceinline__ Vector<Scalar, kCount> operator()(const Acc (&accs)[kCount],
                                                                const Scalar* target,
                                                                bool valid = true) const {
     Vector<Scalar, kCount> vector;
@@ -4510,8 +4511,8 @@ struct Epilogue {
     }
     return vector;
   }
-  __device__ __forceinline__ Scalar operator()(Sum acc, const Scalar* target) const {
-    const Sum accs[1] = {acc};
+  __device__ __forceinline__ Scalar operator()(Acc acc, const Scalar* target) const {
+    const Acc accs[1] = {acc};
     return (*this)(accs, target).element[0];
   }
 };
@@ -4529,8 +4530,8 @@ namespace tensor {
 
 // Strides of the input, in elements. With space-to-depth, group_in counts a channel once for each
 // residue.
-constexpr bool kFolded = C::fold_height * C::fold_width > 1;
-constexpr int kInGroup = C::group_in / (C::fold_height * C::fold_width);
+constexpr bool kSpaceToDepth = C::s2d_height * C::s2d_width > 1;
+constexpr int kInGroup = C::group_in / (C::s2d_height * C::s2d_width);
 constexpr int kInColumn = C::in_channels_last ? C::groups * kInGroup : 1;
 constexpr int kInRow = C::in_width * kInColumn;
 constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
@@ -4539,12 +4540,12 @@ constexpr int kInImage = C::groups * kInGroup * C::in_height * C::in_width;
 // The farthest rows and columns that tiles reach, before or behind the input's first, and an index
 // type that reaches every element there.
 constexpr long long kFarInRow = max_of<long long>(
-    C::padding_top, elements_of(C::fold_height, C::stride_height, kRowStep) +
-                        elements_of(C::fold_height, C::dilation_height, kRowPhases,
+    C::padding_top, elements_of(C::s2d_height, C::stride_height, kRowStep) +
+                        elements_of(C::s2d_height, C::dilation_height, kRowResidues,
                                     kRowTiles* kTileRows + kHaloRows + C::kernel_height));
 constexpr long long kFarInColumn = max_of<long long>(
     C::padding_left + elements_of(C::lead, C::stride_width),
-    elements_of(C::fold_width, C::stride_width, kStrips* C::tile_columns + C::pitch + 1));
+    elements_of(C::s2d_width, C::stride_width, kStrips* C::tile_columns + C::pitch + 1));
 using InOffset = IndexTo<elements_of(kFarInRow, kInRow) + elements_of(kFarInColumn, kInColumn) +
                          elements_of(kChunks* kChunkChannels, kInChannel)>;
 static_assert(elements_of(C::groups, kInGroup, C::in_height, C::in_width) < kMostElements, "");
@@ -4622,7 +4623,7 @@ struct PixelUnit {
   __device__ static int plane(int index) { return index / kPlanePixels * kVectors; }
   __device__ static int pixel(int index) { return index % kPlanePixels; }
   __device__ void load(const Place& place, int channel) {
-    if constexpr (kFolded) {
+    if constexpr (kSpaceToDepth) {
       load_space_to_depth(place, channel);
       return;
     }
@@ -4700,7 +4701,7 @@ struct Source {
     group =
         input + static_cast<long long>(item.image) * kInImage + item.group * kInGroup * kInChannel;
     row = item.row_residue * C::stride_height +
-          C::dilation_height * (item.tile * kTileRows * kRowPhases + stage);
+          C::dilation_height * (item.tile * kTileRows * kRowResidues + stage);
     column = (item.column - C::lead) * C::stride_width;
   }
 
@@ -4719,10 +4720,10 @@ struct Source {
   __device__ __forceinline__ Place find_in_line(int index, int position) const {
     const int slot = index / kStageRows;
     const int line = index % kStageRows;
-    const int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowPhases);
-    const int column_residue = slot % kColumnSlots * kColumnStep % kColumnPhases;
-    const int x = column + kColumnUnit * (column_residue + position * kColumnPhases);
-    return {group, y * C::fold_height - C::padding_top, x * C::fold_width - C::padding_left, true};
+    const int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowResidues);
+    const int column_residue = slot % kColumnSlots * kColumnStep % kColumnResidues;
+    const int x = column + kColumnUnit * (column_residue + position * kColumnResidues);
+    return {group, y * C::s2d_height - C::padding_top, x * C::s2d_width - C::padding_left, true};
   }
   __device__ __forceinline__ int channel_of(int index) const {
     return channel + Unit::plane(index) * kVectorChannels;
@@ -4765,7 +4766,7 @@ namespace fastconv {
 namespace tensor {
 
 // Whether the kernel computes only some images of the batch.
-constexpr bool kSelects = C::halves || C::repairs;
+constexpr bool kSelects = C::scaled_fp16 || C::repairs;
 
 constexpr int kWeightExponent = 14;  // the exponent that the largest weight is scaled to
 
@@ -4782,7 +4783,7 @@ constexpr float kInputSize = C::parts == 2 ? 1.0f / (1 << 11) : 1.0f / (1 << 4);
 constexpr float kWeightSize = C::parts == 2 ? 1.0f : 1.0f / (1 << 4);
 
 // Columns of the tables are input channels after space-to-depth, one group after the other.
-constexpr int kGroupColumns = C::halves ? C::table_columns / C::groups : 1;
+constexpr int kGroupColumns = C::scaled_fp16 ? C::table_columns / C::groups : 1;
 
 // Tables of scales in the workspace.
 struct Tables {
@@ -4821,7 +4822,7 @@ struct Items {
     }
   }
   __device__ __forceinline__ bool has(int image) const {
-    if constexpr (C::halves) return tables.scratch && tables.images()[image] != 0.0f;
+    if constexpr (C::scaled_fp16) return tables.scratch && tables.images()[image] != 0.0f;
     if constexpr (C::repairs) {
       return !tables.scratch || tables.images()[image] == 0.0f || tables.marks()[image] != 0;
     }
@@ -4880,7 +4881,7 @@ struct Numbers {
   float number[8];
 };
 
-using Channels = Either<C::halves, Numbers, Words>::type;
+using Channels = Either<C::scaled_fp16, Numbers, Words>::type;
 
 __device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
 template <class Half>
@@ -4994,8 +4995,8 @@ struct LowRange : NoRange {
   __device__ bool finite() const { return is_finite(products); }
 };
 
-using Scale = Either<C::halves, Powers, NoPowers>::type;
-using Range = Either<C::halves, HalfRange, Either<kWatches, LowRange, NoRange>::type>::type;
+using Scale = Either<C::scaled_fp16, Powers, NoPowers>::type;
+using Range = Either<C::scaled_fp16, HalfRange, Either<kWatches, LowRange, NoRange>::type>::type;
 
 // Writes a vector of Words. float32 is rounded to TF32, or split into the two parts of 3xTF32,
 // which are part_bytes apart; 16-bit types are written as they are.
@@ -5159,7 +5160,7 @@ SOURCES["device/tensor/tile.cuh"] = r"""
 // Both operands consist of vectors of 16 bytes, channels that one MMA multiplies:
 //
 //   input   [16 bytes of channels][row][pixel][16 bytes]     a halo tile, loaded once for all taps
-//   weights [tap][2][product_rows output channels][16 bytes]
+//   weights [tap][2][register_tile_m output channels][16 bytes]
 #include "device/tensor/operand.cuh"
 #include "device/tensor/ring.cuh"
 #include "device/tile.cuh"
@@ -5168,24 +5169,24 @@ namespace fastconv {
 namespace tensor {
 
 // The MMA's operand type: the tensor's own, or scaled fp16 for float32 (see scale.cuh).
-using Factor = Either<C::halves, Float16, Operand>::type;
-constexpr int kVectorChannels = C::halves ? 8 : kVector;  // channels in 16 bytes
+using Factor = Either<C::scaled_fp16, Float16, Operand>::type;
+constexpr int kVectorChannels = C::scaled_fp16 ? 8 : kVector;  // channels in 16 bytes
 
 constexpr int kChunkPlanes = 2 * C::k_steps;
 constexpr int kChunkChannels = kChunkPlanes * kVectorChannels;
 constexpr int kChunks = ceil_div(C::group_in, kChunkChannels);
 
 // Input rows of a tile are grouped by their residue modulo the stride, and tap k reads residue k %
-// kRowPhases. Output rows of a tile are kRowStep apart.
-constexpr int kRowPhases = C::stride_height / gcd(C::stride_height, C::dilation_height);
+// kRowResidues. Output rows of a tile are kRowStep apart.
+constexpr int kRowResidues = C::stride_height / gcd(C::stride_height, C::dilation_height);
 constexpr int kRowStep = C::dilation_height / gcd(C::stride_height, C::dilation_height);
-constexpr int kRowSlots = C::kernel_height < kRowPhases ? C::kernel_height : kRowPhases;
+constexpr int kRowSlots = C::kernel_height < kRowResidues ? C::kernel_height : kRowResidues;
 
 // Columns are grouped by their residue likewise; output pixels of a tile are neighbours.
 constexpr int kColumnUnit = gcd(C::stride_width, C::dilation_width);
-constexpr int kColumnPhases = C::stride_width / kColumnUnit;
+constexpr int kColumnResidues = C::stride_width / kColumnUnit;
 constexpr int kColumnStep = C::dilation_width / kColumnUnit;
-constexpr int kColumnSlots = C::kernel_width < kColumnPhases ? C::kernel_width : kColumnPhases;
+constexpr int kColumnSlots = C::kernel_width < kColumnResidues ? C::kernel_width : kColumnResidues;
 
 constexpr int kTapRows = C::kernel_height + C::stack - 1;
 constexpr int kTaps = kTapRows * C::kernel_width;
@@ -5193,8 +5194,8 @@ constexpr int kWeightStages = kTaps / C::stage_taps;  // stages of one chunk's w
 static_assert(kTaps % C::stage_taps == 0, "stages hold whole taps");
 
 constexpr int kTileRows = C::block_rows;  // output rows of a tile
-constexpr int kHaloRows = kTileRows + (C::kernel_height - 1) / kRowPhases;
-static_assert(C::lead + C::tile_columns + (C::kernel_width - 1) * kColumnStep / kColumnPhases <=
+constexpr int kHaloRows = kTileRows + (C::kernel_height - 1) / kRowResidues;
+static_assert(C::lead + C::tile_columns + (C::kernel_width - 1) * kColumnStep / kColumnResidues <=
                   C::pitch,
               "a row holds its halo");
 
@@ -5207,37 +5208,40 @@ constexpr int kPlaneBytes = kPlanePixels * 16;
 constexpr int kPartPixels = kChunkPlanes * kPlanePixels;
 
 // Depth-to-space: the residues of a strided input gradient that are output channels of one layer
-// (`out_fold`), along both axes; and the output channels of a group in memory.
-constexpr int kOutResidues = C::out_fold_height * C::out_fold_width;
-constexpr bool kUnfolds = kOutResidues > 1;
+// (`d2s_*`), along both axes; and the output channels of a group in memory.
+constexpr int kOutResidues = C::d2s_height * C::d2s_width;
+constexpr bool kDepthToSpace = kOutResidues > 1;
 constexpr int kOutGroup = C::group_out / kOutResidues;
 
-constexpr int kOutputs = C::product_rows;
-constexpr int kStackRows = kOutputs / (C::stack * C::column_sums);  // MMA rows of one output row
+constexpr int kOutputs = C::register_tile_m;
+constexpr int kStackRows =
+    kOutputs / (C::stack * C::stacked_columns);  // MMA rows of one output row
 // Output channels of one output row. With depth-to-space, channels that are neighbours in memory
 // stay in one MMA.
-constexpr int kStackChannels = kUnfolds ? kStackRows / C::interleave * C::interleave : kStackRows;
-constexpr int kProductBytes = kOutputs * 32;
+constexpr int kStackChannels =
+    kDepthToSpace ? kStackRows / C::interleave * C::interleave : kStackRows;
+constexpr int kAOperandBytes = kOutputs * 32;
 // Scaled fp16 in two parts stores the high part of the weights a second time, multiplied by 2^-11,
 // unless consumers compute it from the first.
-constexpr bool kSmallerPart = C::halves && C::parts == 2 && C::smaller_part;
+constexpr bool kSmallerPart = C::scaled_fp16 && C::parts == 2 && C::smaller_part;
 constexpr int kWeightParts = C::parts + kSmallerPart;
-constexpr int kTapBytes = C::k_steps * kWeightParts * C::channel_groups * kProductBytes;
+constexpr int kTapBytes = C::k_steps * kWeightParts * C::channel_groups * kAOperandBytes;
 constexpr int kWeightBytes = C::stage_taps * kTapBytes;
 
 // The index of an MMA row among the rows of its output column. Two columns of a pixel, or two
 // neighbouring depth-to-space channels, are eight MMA rows apart, so that one thread has both.
-__device__ __forceinline__ int row_of_column(int product_row) {
-  if constexpr (kUnfolds) {
-    return product_row / 16 * 16 + product_row % 8 * 2 + product_row / 8 % 2;
+__device__ __forceinline__ int row_of_column(int m) {
+  if constexpr (kDepthToSpace) {
+    return m / 16 * 16 + m % 8 * 2 + m / 8 % 2;
   } else {
-    return C::column_sums == 1 ? product_row : product_row / 16 * 8 + product_row % 8;
+    return C::stacked_columns == 1 ? m : m / 16 * 8 + m % 8;
   }
 }
-static_assert(C::column_sums == 1 || (C::column_sums == 2 && C::interleave == 2 && !kUnfolds),
+static_assert(C::stacked_columns == 1 ||
+                  (C::stacked_columns == 2 && C::interleave == 2 && !kDepthToSpace),
               "pairs");
 static_assert(kStackRows >= 8, "eight rows of an MMA are neighbouring channels");
-static_assert(!kUnfolds || kStackChannels > 0, "a position's neighbours are in one MMA");
+static_assert(!kDepthToSpace || kStackChannels > 0, "a position's neighbours are in one MMA");
 
 // With a lead, a row's first strip begins up to lead - 1 columns before the image.
 constexpr int kStrips = ceil_div(C::out_width + (C::lead > 0 ? C::lead - 1 : 0), C::tile_columns);
@@ -5252,7 +5256,7 @@ constexpr int kPaddedWidth = C::out_width + kGap;
 // each other, and compensated ones. There, loaders mark stages that hold such a number, and
 // consumers of a marked stage replace intermediate values that are not finite by zero.
 constexpr bool kWatches = C::watches;
-static_assert(!kWatches || (C::parts == 2 && !C::halves), "");
+static_assert(!kWatches || (C::parts == 2 && !C::scaled_fp16), "");
 
 // --- Work items ----------------------------------------------------------------------------------
 
@@ -5298,27 +5302,27 @@ struct SpaceToDepthChannel {
   int channel, row, column;
 
   __device__ explicit SpaceToDepthChannel(int index)
-      : channel(index / (C::fold_height * C::fold_width)),
-        row(index / C::fold_width % C::fold_height),
-        column(index % C::fold_width) {}
+      : channel(index / (C::s2d_height * C::s2d_width)),
+        row(index / C::s2d_width % C::s2d_height),
+        column(index % C::s2d_width) {}
 };
 
 // A depth-to-space channel of the group's output: a channel in memory, at one residue of the
 // stride. Channels that are neighbours in memory have neighbouring indices.
-struct UnfoldedChannel {
+struct DepthToSpaceChannel {
   int channel, row, column;
 
-  __device__ __forceinline__ explicit UnfoldedChannel(int index) {
-    if constexpr (!kUnfolds) {
+  __device__ __forceinline__ explicit DepthToSpaceChannel(int index) {
+    if constexpr (!kDepthToSpace) {
       channel = index;
       row = column = 0;
     } else if constexpr (C::out_channels_last) {
       channel = index % kOutGroup;
-      column = index / kOutGroup % C::out_fold_width;
-      row = index / (kOutGroup * C::out_fold_width);
+      column = index / kOutGroup % C::d2s_width;
+      row = index / (kOutGroup * C::d2s_width);
     } else {
-      column = index % C::out_fold_width;
-      row = index / C::out_fold_width % C::out_fold_height;
+      column = index % C::d2s_width;
+      row = index / C::d2s_width % C::d2s_height;
       channel = index / kOutResidues;
     }
   }
@@ -5406,9 +5410,9 @@ __device__ __forceinline__ bool is_finite(float value) {
 
 // Replaces infinities and NaN by zero.
 template <int kCount>
-__device__ __forceinline__ void drop_infinite(float (&sums)[kCount]) {
+__device__ __forceinline__ void drop_infinite(float (&accs)[kCount]) {
 #pragma unroll
-  for (float& sum : sums) sum = is_finite(sum) ? sum : 0.0f;
+  for (float& acc : accs) acc = is_finite(acc) ? acc : 0.0f;
 }
 
 // The bits of an element, or zero if not `valid`.
@@ -5500,7 +5504,7 @@ struct alignas(16) Vector<double, 4> {
 
 // Loads four consecutive elements and widens them to the accumulator's type.
 template <class T>
-__device__ __forceinline__ void load4(const T* source, typename SumOf<T>::type (&target)[4]) {
+__device__ __forceinline__ void load4(const T* source, typename AccOf<T>::type (&target)[4]) {
   const Vector<T, 4> four = *reinterpret_cast<const Vector<T, 4>*>(source);
 #pragma unroll
   for (int i = 0; i < 4; ++i) target[i] = widen(four.element[i]);
@@ -5745,11 +5749,11 @@ struct bfloat16 {
 
 // The accumulator's type: products are computed and added in it.
 template <class T>
-struct SumOf {
+struct AccOf {
   using type = float;
 };
 template <>
-struct SumOf<double> {
+struct AccOf<double> {
   using type = double;
 };
 
@@ -5761,7 +5765,7 @@ __device__ __forceinline__ float widen(float value) { return value; }
 __device__ __forceinline__ double widen(double value) { return value; }
 
 template <class T>
-__device__ __forceinline__ T narrow(typename SumOf<T>::type value) {
+__device__ __forceinline__ T narrow(typename AccOf<T>::type value) {
   return value;
 }
 template <>
@@ -5981,7 +5985,7 @@ struct Finishes {
     const int source = eight % 4 * 8 + lane / 4;
     Finish finish;
     finish.bias = __shfl_sync(~0u, of[eight / 4].bias, source);
-    if constexpr (C::halves) finish.factor = __shfl_sync(~0u, of[eight / 4].factor, source);
+    if constexpr (C::scaled_fp16) finish.factor = __shfl_sync(~0u, of[eight / 4].factor, source);
     return finish;
   }
 };
@@ -6265,8 +6269,8 @@ __device__ __forceinline__ void clear(RegisterTile& acc) {
 __host__ __device__ constexpr int tap_offset(int tap) {
   const int row = tap / C::kernel_width;
   const int column = tap % C::kernel_width;
-  return ((row % kRowPhases * kColumnSlots + column % kColumnPhases) * kSlotPixels +
-          row / kRowPhases * C::pitch + column * kColumnStep / kColumnPhases) *
+  return ((row % kRowResidues * kColumnSlots + column % kColumnResidues) * kSlotPixels +
+          row / kRowResidues * C::pitch + column * kColumnStep / kColumnResidues) *
          16;
 }
 
@@ -6278,8 +6282,8 @@ constexpr bool kPrefetches = kThreads == 256;
 // distances in the halo tile are those of the first taps, so that offsets are constants: whole rows
 // of the kernel, or parts of one.
 constexpr int kUnrolledTaps = C::parts == 2 ? C::period_taps : C::stage_taps;
-constexpr bool kSteady = (kUnrolledTaps % C::kernel_width == 0 && kRowPhases == 1) ||
-                         (C::kernel_width % kUnrolledTaps == 0 && kColumnPhases == 1) ||
+constexpr bool kSteady = (kUnrolledTaps % C::kernel_width == 0 && kRowResidues == 1) ||
+                         (C::kernel_width % kUnrolledTaps == 0 && kColumnResidues == 1) ||
                          kUnrolledTaps == kTaps;
 static_assert(C::stage_taps % kUnrolledTaps == 0, "stages have whole periods");
 
@@ -6313,7 +6317,7 @@ struct Multiplier {
     lane = static_cast<int>(threadIdx.x) % 32;
     channel_group = warp % C::channel_groups;
     first_pixel = warp / C::channel_groups * C::pixels;
-    weights = channel_group * kProductBytes + (lane / 16 * kOutputs + lane % 16) * 16;
+    weights = channel_group * kAOperandBytes + (lane / 16 * kOutputs + lane % 16) * 16;
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
       int pixel = first_pixel + 16 * pair + lane / 16 * 8 + lane % 8;
@@ -6354,7 +6358,7 @@ struct Multiplier {
   __device__ __forceinline__ void multiply(RegisterTile& acc, const unsigned char* weight_stage,
                                            const Taps& taps) const {
     const auto step_weights = [&](int step) {
-      return weight_stage + step * (C::channel_groups * kProductBytes);
+      return weight_stage + step * (C::channel_groups * kAOperandBytes);
     };
     const auto planes = [&](int step) {
       return taps[step / C::k_steps] + step % C::k_steps * 2 * kPlaneBytes;
@@ -6418,7 +6422,7 @@ struct Multiplier {
   __device__ __forceinline__ void multiply_two_parts(RegisterTile& acc, RegisterTile& low,
                                                      const unsigned char* tap_weights,
                                                      const unsigned char* tap_input) const {
-    constexpr int kPart = C::channel_groups * kProductBytes;
+    constexpr int kPart = C::channel_groups * kAOperandBytes;
 #pragma unroll
     for (int k = 0; k < C::k_steps; ++k) {
       WeightFragment left, left_low;
@@ -6436,7 +6440,7 @@ struct Multiplier {
         // nothing after them.
         add(low, smaller, right_low, pair);
         add(low, left_low, right, pair);
-        if constexpr (C::low_products) add_low(low, left_low, right_low, pair);
+        if constexpr (C::low_low_mma) add_low(low, left_low, right_low, pair);
         add(acc, left, right, pair);
       }
     }
@@ -6467,7 +6471,7 @@ struct Multiplier {
     for (int i = 0; i < kRowMmas; ++i) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        smaller[i][k] = C::halves ? halves_by_2048th(left[i][k]) : left[i][k];
+        smaller[i][k] = C::scaled_fp16 ? halves_by_2048th(left[i][k]) : left[i][k];
       }
     }
   }
@@ -6517,9 +6521,9 @@ namespace ampere {
 
 using namespace tensor;
 
-static_assert(C::stack == 1 && C::column_sums == 1 && C::interleave == 1 && C::segment_tiles == 1 &&
-                  C::lead == 0 && !C::wraps && !C::rolling && !C::watches && !C::smaller_part &&
-                  !kUnfolds,
+static_assert(C::stack == 1 && C::stacked_columns == 1 && C::interleave == 1 &&
+                  C::segment_tiles == 1 && C::lead == 0 && !C::wraps && !C::rolling &&
+                  !C::watches && !C::smaller_part && !kDepthToSpace,
               "options of Hopper's tiles alone");
 
 // One of a block's warps streams weights, some load input, and the rest are consumers. Consumers
@@ -6554,7 +6558,7 @@ constexpr int kInputRing = 0;
 constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
 constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
 constexpr int kPowers = kStaging + C::warps * kStagingBytes;  // one copy for each loading warp
-constexpr int kPowersBytes = C::halves ? kChunkChannels * 4 : 0;
+constexpr int kPowersBytes = C::scaled_fp16 ? kChunkChannels * 4 : 0;
 static_assert(kPowers + C::loaders / 32 * kPowersBytes == C::shared_bytes, "as planned");
 static_assert(kStagingBytes % 16 == 0, "vectors are aligned");
 
@@ -6594,7 +6598,7 @@ using WeightStages = Stages<1 + 2 * C::input_stages, kWeightLaps, 32>;
 // The ring of input stages, as the producers in device/tensor/load.cuh use it.
 struct Input {
   static constexpr int kStages = C::input_stages;
-  static constexpr bool kPowersCopied = C::halves;
+  static constexpr bool kPowersCopied = C::scaled_fp16;
 
   __device__ __forceinline__ static unsigned char* stage(int stage) {
     return shared_memory() + kInputRing + stage * kInputBytes;
@@ -6819,7 +6823,7 @@ struct InputLoader {
           load_quad(source + (of_image * kImage + static_cast<long long>(below) * kInRow),
                     neighbour, exists ? count : 0);
     }
-    if constexpr (C::halves) {
+    if constexpr (C::scaled_fp16) {
       loaded.power = load_or_zero(tables.powers() + number(unit), valid);
     }
   }
@@ -6841,7 +6845,7 @@ struct InputLoader {
       }
       store_k_vector(ring_row + (vector + i * kNeighbour) * 16, members);
     }
-    if constexpr (C::halves) count_lossy(unit, loaded);
+    if constexpr (C::scaled_fp16) count_lossy(unit, loaded);
   }
 
   __device__ __forceinline__ void count_lossy(int unit, const Loaded& loaded) const {
@@ -6998,7 +7002,7 @@ struct ScaledTotals {
 // Reduces the slots of every weight, workers in order, and writes it where the strides say.
 __device__ __forceinline__ void reduce(const Tables& tables, Scalar* grad, int first_tile,
                                        int tiles, int workers) {
-  using Sum = Either<C::halves, ScaledTotals, Totals>::type;
+  using Reduced = Either<C::scaled_fp16, ScaledTotals, Totals>::type;
   constexpr int kBlockSlots = kConsumers * kSlots * 128;
   const int step = static_cast<int>(gridDim.x * blockDim.x);
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kBlockSlots; i += step) {
@@ -7010,7 +7014,7 @@ __device__ __forceinline__ void reduce(const Tables& tables, Scalar* grad, int f
 #pragma unroll
     for (int j = 0; j < 4; ++j) wanted = wanted || weight_of(j).is_wanted(tables, tile.group);
     if (!wanted) continue;
-    const Sum sum(tables.workspace() + i, tiles * kBlockSlots, workers);
+    const Reduced sum(tables.workspace() + i, tiles * kBlockSlots, workers);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const Weight weight = weight_of(j);
@@ -7212,7 +7216,7 @@ template <class Element>
 __device__ __forceinline__ void load_fragments(Fragments& fragments, Channels& channels,
                                                const unsigned char* stage, const FragmentRows& rows,
                                                int column) {
-  if constexpr (C::halves) {
+  if constexpr (C::scaled_fp16) {
     load_scaled(fragments, channels, stage, rows, column);
   } else if constexpr (sizeof(Element) == 4) {
     load_rounded(fragments, channels, stage, rows, column);
@@ -7261,7 +7265,7 @@ struct Consumer {
     const unsigned first = tile.group * C::group_out + tile.output + channel + thread % 32 / 4;
     origin = misalignment(grad_output) + first * kOutChannel +
              member_distance(thread % 4 * kLaneMembers);
-    if constexpr (C::halves) {
+    if constexpr (C::scaled_fp16) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int of_group = tile.channel(channel + thread % 32 / 4 + 8 * half);
@@ -7435,12 +7439,12 @@ struct Consumer {
         wgmma_fence();
         multiply<kLow, 0>(acc, fragments[group], starts, group * kGroupColumns, group > 0);
         multiply<0, kLow>(acc, fragments[group], starts, group * kGroupColumns, true);
-        if constexpr (!C::halves) {
+        if constexpr (!C::scaled_fp16) {
           multiply<0, 0>(acc, fragments[group], starts, group * kGroupColumns, true);
         }
         wgmma_commit();
       }
-      if constexpr (C::halves) {
+      if constexpr (C::scaled_fp16) {
         // Low parts are enlarged, so their products are accumulated separately.
         add_to_totals(totals, acc, 1.0f / kLowFactor);
         wgmma_fence();
@@ -7539,7 +7543,7 @@ __device__ __forceinline__ void consume(const Grad& grad_output, const Tables& t
   // With numbers in two parts, `more` collects the accumulators.
   Accumulators& totals = C::parts == 2 ? more : acc;
   clear(totals);
-  if constexpr (C::halves) counters()[0] = counters()[1] = 0u;
+  if constexpr (C::scaled_fp16) counters()[0] = counters()[1] = 0u;
   int steps = 0;  // since the last flush
   bool flushed = false;
   while (share.more()) {
@@ -7548,7 +7552,7 @@ __device__ __forceinline__ void consume(const Grad& grad_output, const Tables& t
 #pragma unroll 1
     for (int step = 0; step < run.steps; ++step) {
       consumer.wait_for_rows<kOldRows, C::kernel_rows>();
-      if constexpr (C::halves) {
+      if constexpr (C::scaled_fp16) {
         consumer.channels.counts_lossy = Consumer::has_turn(partition, run.output_row(step));
       }
       consumer.compute(acc, totals, run.image, run.output_row(step), partition.tile().of_class(),
@@ -7567,7 +7571,7 @@ __device__ __forceinline__ void consume(const Grad& grad_output, const Tables& t
   }
   if (steps > 0 || !flushed) flush(totals, slots, !flushed);
   if constexpr (C::bias) store_bias(consumer, tables.workspace(), partition);
-  if constexpr (C::halves) consumer.count_lossy(tables, partition.tile());
+  if constexpr (C::scaled_fp16) consumer.count_lossy(tables, partition.tile());
 }
 
 }  // namespace hopper
@@ -8038,7 +8042,7 @@ struct Tables {
 };
 
 __device__ __forceinline__ float scaled(float number, float power) {
-  return C::halves ? number * power : number;
+  return C::scaled_fp16 ? number * power : number;
 }
 template <class Half>
 __device__ __forceinline__ Half scaled(Half element, float) {
@@ -8309,14 +8313,15 @@ __device__ __forceinline__ Half load_element(const Half* source, bool valid) {
 // --- Weights: what a block computes --------------------------------------------------------------
 
 // The MMA's operand type: the tensor's own, or scaled fp16 for float32 (see scale.cuh).
-using Factor = Either<C::halves, Float16, Operand>::type;
+using Factor = Either<C::scaled_fp16, Float16, Operand>::type;
 __device__ __forceinline__ float round_factor(float value) {
   return C::ties_to_even ? round_to_even_tf32(value) : round_operand_to_tf32(value);
 }
-constexpr int kInterleave = C::halves ? 8 : kVector;
+constexpr int kInterleave = C::scaled_fp16 ? 8 : kVector;
 static_assert(C::interleaved_images * C::interleaved_strips == kInterleave,
               "members fill 16 bytes");
-static_assert(!C::halves || (kScalarBytes == 4 && !C::in_channels_last && !C::grad_channels_last),
+static_assert(!C::scaled_fp16 ||
+                  (kScalarBytes == 4 && !C::in_channels_last && !C::grad_channels_last),
               "contiguous float32");
 
 constexpr int kOutputs = 64;  // the M of a wgmma: output channels
@@ -8570,7 +8575,7 @@ struct Barriers {
   Barrier box_full[C::grad_stages];  // the box has arrived, but is not cleared
 };
 constexpr int kCounters = kBarriers + sizeof(Barriers);
-static_assert(kCounters + (C::halves ? sizeof(Counters) : 0) <= C::shared_bytes, "");
+static_assert(kCounters + (C::scaled_fp16 ? sizeof(Counters) : 0) <= C::shared_bytes, "");
 
 __device__ __forceinline__ Barriers& barriers() {
   return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);
@@ -10153,7 +10158,7 @@ def convolution_plan(geometry: Geometry, operands: Operands, transposed: bool) -
         arguments = ("input", "weight", "scratch", "bias", "output", first, images)
         launches.append(
             Launch(
-                code[0], "correlate", code[1], images * blocks, 32 * WARPS, shared_bytes, arguments
+                code[0], "convolve", code[1], images * blocks, 32 * WARPS, shared_bytes, arguments
             )
         )
     return Plan(tuple(launches), packed * 4)
@@ -10384,27 +10389,27 @@ TARGETS = {
 TUNED = {}
 
 SM_90A_FORWARD_FLOAT_TF32_0 = config(
-    Scalar="float", parts=1, halves=True, low_products=False, ties_to_even=False,
+    Scalar="float", parts=1, scaled_fp16=True, low_low_mma=False, ties_to_even=False,
     compensated=False, transposed=False, groups=1, group_in=32, group_out=64, in_height=512,
     in_width=512, out_height=508, out_width=496, kernel_height=5, kernel_width=9,
     stride_height=1, stride_width=1, dilation_height=2, dilation_width=3, padding_top=2,
     padding_left=4, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
-    weight_stride_width=1, fold_height=1, fold_width=1, out_fold_height=1, out_fold_width=1,
+    weight_stride_width=1, s2d_height=1, s2d_width=1, d2s_height=1, d2s_width=1,
     weight_height=5, weight_width=9, last_tap_row=0, last_tap_column=0, tap_step_height=1,
     tap_step_width=1, image_height=508, image_width=496, out_step_height=1, out_step_width=1,
-    row_at=0, row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
-    interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
-    staged=False, raw_slots=0, bulk_loads=False, vector_stores=False, bulk_stores=True,
-    channel_groups=1, stack=1, pixels=248, tile_rows=1, block_rows=2, product_rows=64,
-    loaders=96, unit_vectors=2, smaller_part=True, watches=False, tile_columns=248, pitch=272,
-    lead=0, joint_stores=False, wraps=False, turns=False, plane_padding=0, rolling=True,
-    segment_tiles=32, k_steps=2, stage_taps=3, input_stages=8, weight_stages=4, resident=False,
-    pass_pixels=128, buffers=1, batch=2, batches_ahead=2, producer_registers=136,
-    consumer_registers=184, shared_bytes=223824, packed_at=368640, tables_at=552960,
-    table_channels=64, table_columns=32, repairs=False,
+    row_at=0, row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1,
+    stacked_columns=1, interleave=1, in_channels_last=False, out_channels_last=False,
+    vector_loads=False, staged=False, raw_slots=0, bulk_loads=False, vector_stores=False,
+    bulk_stores=True, channel_groups=1, stack=1, pixels=248, tile_rows=1, block_rows=2,
+    register_tile_m=64, loaders=96, unit_vectors=2, smaller_part=True, watches=False,
+    tile_columns=248, pitch=272, lead=0, joint_stores=False, wraps=False, turns=False,
+    plane_padding=0, rolling=True, segment_tiles=32, k_steps=2, stage_taps=3, input_stages=8,
+    weight_stages=4, resident=False, pass_pixels=128, buffers=1, batch=2, batches_ahead=2,
+    producer_registers=136, consumer_registers=184, shared_bytes=223824, packed_at=368640,
+    tables_at=552960, table_channels=64, table_columns=32, repairs=False,
 )
 SM_90A_FORWARD_FLOAT_TF32_1 = config(
-    SM_90A_FORWARD_FLOAT_TF32_0, halves=False, staged=True, raw_slots=2, bulk_loads=True,
+    SM_90A_FORWARD_FLOAT_TF32_0, scaled_fp16=False, staged=True, raw_slots=2, bulk_loads=True,
     rolling=False, segment_tiles=1, k_steps=1, stage_taps=5, input_stages=2, weight_stages=3,
     batch=5, shared_bytes=223120, packed_at=0, repairs=True,
 )
@@ -10421,7 +10426,7 @@ TUNED["sm_90a", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/halo/kernel.cuh", "correlate", SM_90A_FORWARD_FLOAT_TF32_0,
+            "hopper/halo/kernel.cuh", "convolve", SM_90A_FORWARD_FLOAT_TF32_0,
             grid=128, block=384, shared_bytes=223824,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10431,7 +10436,7 @@ TUNED["sm_90a", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/halo/kernel.cuh", "correlate", SM_90A_FORWARD_FLOAT_TF32_1,
+            "hopper/halo/kernel.cuh", "convolve", SM_90A_FORWARD_FLOAT_TF32_1,
             grid=132, block=384, shared_bytes=223120,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10440,25 +10445,26 @@ TUNED["sm_90a", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
 )
 
 SM_80_FORWARD_FLOAT_TF32_0 = config(
-    Scalar="float", parts=1, halves=True, low_products=False, ties_to_even=False,
+    Scalar="float", parts=1, scaled_fp16=True, low_low_mma=False, ties_to_even=False,
     compensated=False, transposed=False, groups=1, group_in=32, group_out=64, in_height=512,
     in_width=512, out_height=508, out_width=496, kernel_height=5, kernel_width=9,
     stride_height=1, stride_width=1, dilation_height=2, dilation_width=3, padding_top=2,
     padding_left=4, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
-    weight_stride_width=1, fold_height=1, fold_width=1, out_fold_height=1, out_fold_width=1,
+    weight_stride_width=1, s2d_height=1, s2d_width=1, d2s_height=1, d2s_width=1,
     weight_height=5, weight_width=9, last_tap_row=0, last_tap_column=0, tap_step_height=1,
     tap_step_width=1, image_height=508, image_width=496, out_step_height=1, out_step_width=1,
-    row_at=0, row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
-    interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False, stack=1,
-    lead=0, segment_tiles=1, wraps=False, rolling=False, watches=False, smaller_part=False,
-    warps=8, product_rows=64, channel_groups=1, pixels=48, block_rows=16, tile_columns=24,
-    pitch=48, plane_padding=0, k_steps=1, stage_taps=9, period_taps=1, flush_taps=1,
-    input_stages=2, weight_stages=4, resident=False, loaders=96, unit_vectors=2, batch=3,
-    batches_ahead=1, pass_pixels=48, buffers=1, store_vector=4, shared_bytes=153792,
-    packed_at=368640, tables_at=552960, table_channels=64, table_columns=32, repairs=False,
+    row_at=0, row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1,
+    stacked_columns=1, interleave=1, in_channels_last=False, out_channels_last=False,
+    vector_loads=False, stack=1, lead=0, segment_tiles=1, wraps=False, rolling=False,
+    watches=False, smaller_part=False, warps=8, register_tile_m=64, channel_groups=1, pixels=48,
+    block_rows=16, tile_columns=24, pitch=48, plane_padding=0, k_steps=1, stage_taps=9,
+    period_taps=1, flush_taps=1, input_stages=2, weight_stages=4, resident=False, loaders=96,
+    unit_vectors=2, batch=3, batches_ahead=1, pass_pixels=48, buffers=1, store_vector=4,
+    shared_bytes=153792, packed_at=368640, tables_at=552960, table_channels=64,
+    table_columns=32, repairs=False,
 )
 SM_80_FORWARD_FLOAT_TF32_1 = config(
-    SM_80_FORWARD_FLOAT_TF32_0, halves=False, batch=5, shared_bytes=153600, packed_at=0,
+    SM_80_FORWARD_FLOAT_TF32_0, scaled_fp16=False, batch=5, shared_bytes=153600, packed_at=0,
     repairs=True,
 )
 TUNED["sm_80", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
@@ -10474,7 +10480,7 @@ TUNED["sm_80", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/halo/kernel.cuh", "correlate", SM_80_FORWARD_FLOAT_TF32_0,
+            "ampere/halo/kernel.cuh", "convolve", SM_80_FORWARD_FLOAT_TF32_0,
             grid=share(108), block=384, shared_bytes=153792,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10484,7 +10490,7 @@ TUNED["sm_80", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/halo/kernel.cuh", "correlate", SM_80_FORWARD_FLOAT_TF32_1,
+            "ampere/halo/kernel.cuh", "convolve", SM_80_FORWARD_FLOAT_TF32_1,
             grid=share(108), block=384, shared_bytes=153600,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10497,7 +10503,7 @@ SM_86_FORWARD_FLOAT_TF32_0 = config(
     weight_stages=3, batch=5, pass_pixels=64, buffers=2, shared_bytes=100544,
 )
 SM_86_FORWARD_FLOAT_TF32_1 = config(
-    SM_86_FORWARD_FLOAT_TF32_0, halves=False, batch=9, shared_bytes=100352, packed_at=0,
+    SM_86_FORWARD_FLOAT_TF32_0, scaled_fp16=False, batch=9, shared_bytes=100352, packed_at=0,
     repairs=True,
 )
 TUNED["sm_86", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
@@ -10513,7 +10519,7 @@ TUNED["sm_86", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/halo/kernel.cuh", "correlate", SM_86_FORWARD_FLOAT_TF32_0,
+            "ampere/halo/kernel.cuh", "convolve", SM_86_FORWARD_FLOAT_TF32_0,
             grid=share(82), block=256, shared_bytes=100544,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10523,7 +10529,7 @@ TUNED["sm_86", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/halo/kernel.cuh", "correlate", SM_86_FORWARD_FLOAT_TF32_1,
+            "ampere/halo/kernel.cuh", "convolve", SM_86_FORWARD_FLOAT_TF32_1,
             grid=share(82), block=256, shared_bytes=100352,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10532,7 +10538,7 @@ TUNED["sm_86", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
 )
 
 SM_90A_INPUT_GRAD_FLOAT_TF32_0 = config(
-    SM_90A_FORWARD_FLOAT_TF32_1, halves=True, transposed=True, group_in=64, group_out=32,
+    SM_90A_FORWARD_FLOAT_TF32_1, scaled_fp16=True, transposed=True, group_in=64, group_out=32,
     in_height=508, in_width=496, out_height=512, out_width=512, padding_top=6, padding_left=20,
     last_tap_row=4, last_tap_column=8, image_height=512, image_width=512, raw_slots=1, stack=2,
     pixels=256, block_rows=4, tile_columns=256, pitch=280, stage_taps=3, pass_pixels=48,
@@ -10540,8 +10546,8 @@ SM_90A_INPUT_GRAD_FLOAT_TF32_0 = config(
     table_columns=64, repairs=False,
 )
 SM_90A_INPUT_GRAD_FLOAT_TF32_1 = config(
-    SM_90A_INPUT_GRAD_FLOAT_TF32_0, halves=False, weight_stages=4, pass_pixels=128, batch=5,
-    shared_bytes=230152, packed_at=0, repairs=True,
+    SM_90A_INPUT_GRAD_FLOAT_TF32_0, scaled_fp16=False, weight_stages=4, pass_pixels=128,
+    batch=5, shared_bytes=230152, packed_at=0, repairs=True,
 )
 TUNED["sm_90a", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
@@ -10556,7 +10562,7 @@ TUNED["sm_90a", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/halo/kernel.cuh", "correlate", SM_90A_INPUT_GRAD_FLOAT_TF32_0,
+            "hopper/halo/kernel.cuh", "convolve", SM_90A_INPUT_GRAD_FLOAT_TF32_0,
             grid=132, block=384, shared_bytes=230776,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10566,7 +10572,7 @@ TUNED["sm_90a", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/halo/kernel.cuh", "correlate", SM_90A_INPUT_GRAD_FLOAT_TF32_1,
+            "hopper/halo/kernel.cuh", "convolve", SM_90A_INPUT_GRAD_FLOAT_TF32_1,
             grid=132, block=384, shared_bytes=230152,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10577,12 +10583,12 @@ TUNED["sm_90a", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
 SM_80_INPUT_GRAD_FLOAT_TF32_0 = config(
     SM_80_FORWARD_FLOAT_TF32_0, transposed=True, group_in=64, group_out=32, in_height=508,
     in_width=496, out_height=512, out_width=512, padding_top=6, padding_left=20, last_tap_row=4,
-    last_tap_column=8, image_height=512, image_width=512, warps=4, product_rows=32, pixels=96,
-    block_rows=6, tile_columns=64, pitch=88, loaders=224, batch=2, pass_pixels=32, buffers=2,
-    shared_bytes=103872, table_channels=32, table_columns=64,
+    last_tap_column=8, image_height=512, image_width=512, warps=4, register_tile_m=32,
+    pixels=96, block_rows=6, tile_columns=64, pitch=88, loaders=224, batch=2, pass_pixels=32,
+    buffers=2, shared_bytes=103872, table_channels=32, table_columns=64,
 )
 SM_80_INPUT_GRAD_FLOAT_TF32_1 = config(
-    SM_80_INPUT_GRAD_FLOAT_TF32_0, halves=False, warps=8, tile_columns=128, pitch=152,
+    SM_80_INPUT_GRAD_FLOAT_TF32_0, scaled_fp16=False, warps=8, tile_columns=128, pitch=152,
     loaders=96, batch=6, buffers=1, shared_bytes=144384, packed_at=0, repairs=True,
 )
 TUNED["sm_80", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
@@ -10598,7 +10604,7 @@ TUNED["sm_80", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/halo/kernel.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_TF32_0,
+            "ampere/halo/kernel.cuh", "convolve", SM_80_INPUT_GRAD_FLOAT_TF32_0,
             grid=share(108), block=384, shared_bytes=103872,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10608,7 +10614,7 @@ TUNED["sm_80", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/halo/kernel.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_TF32_1,
+            "ampere/halo/kernel.cuh", "convolve", SM_80_INPUT_GRAD_FLOAT_TF32_1,
             grid=share(108), block=384, shared_bytes=144384,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10620,7 +10626,7 @@ SM_86_INPUT_GRAD_FLOAT_TF32_0 = config(
     SM_80_INPUT_GRAD_FLOAT_TF32_0, weight_stages=3, shared_bytes=94656,
 )
 SM_86_INPUT_GRAD_FLOAT_TF32_1 = config(
-    SM_86_INPUT_GRAD_FLOAT_TF32_0, halves=False, batch=4, shared_bytes=94208, packed_at=0,
+    SM_86_INPUT_GRAD_FLOAT_TF32_0, scaled_fp16=False, batch=4, shared_bytes=94208, packed_at=0,
     repairs=True,
 )
 TUNED["sm_86", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
@@ -10636,7 +10642,7 @@ TUNED["sm_86", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/halo/kernel.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_TF32_0,
+            "ampere/halo/kernel.cuh", "convolve", SM_86_INPUT_GRAD_FLOAT_TF32_0,
             grid=share(82), block=384, shared_bytes=94656,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10646,7 +10652,7 @@ TUNED["sm_86", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/halo/kernel.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_TF32_1,
+            "ampere/halo/kernel.cuh", "convolve", SM_86_INPUT_GRAD_FLOAT_TF32_1,
             grid=share(82), block=384, shared_bytes=94208,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10660,7 +10666,7 @@ SM_90A_WEIGHT_GRAD_FLOAT_TF32_0 = config(
     stride_height=1, stride_width=1, dilation_height=2, dilation_width=3, padding_top=2,
     padding_left=4, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
     weight_stride_width=1, in_channels_last=False, grad_channels_last=False, parts=1,
-    halves=True, repairs=False, ties_to_even=True, slots_at=560, vector_input=True,
+    scaled_fp16=True, repairs=False, ties_to_even=True, slots_at=560, vector_input=True,
     grad_vector=4, grad_bulk=True, grad_boxes=True, plane_classes=1, lead=0, channel_groups=1,
     kernel_rows=5, mma_taps=9, mma_octets=1, segments=5, interleaved_images=8,
     interleaved_strips=1, steps=254, stage_columns=16, strip_stages=4, strip_weight=990,
@@ -10668,7 +10674,7 @@ SM_90A_WEIGHT_GRAD_FLOAT_TF32_0 = config(
     producer_registers=56, consumer_registers=224, shared_bytes=226464,
 )
 SM_90A_WEIGHT_GRAD_FLOAT_TF32_1 = config(
-    SM_90A_WEIGHT_GRAD_FLOAT_TF32_0, halves=False, repairs=True, interleaved_images=4,
+    SM_90A_WEIGHT_GRAD_FLOAT_TF32_0, scaled_fp16=False, repairs=True, interleaved_images=4,
     strip_stages=5, strip_weight=1102, last_strip_weight=249, input_stages=6, grad_stages=4,
     flush_steps=12, shared_bytes=226496,
 )
@@ -10780,7 +10786,7 @@ SM_90A_FORWARD_FLOAT_IEEE_0 = config(
     consumer_registers=208, shared_bytes=227904, packed_at=737280, tables_at=1290240,
 )
 SM_90A_FORWARD_FLOAT_IEEE_1 = config(
-    SM_90A_FORWARD_FLOAT_IEEE_0, halves=False, rolling=False, segment_tiles=1, k_steps=1,
+    SM_90A_FORWARD_FLOAT_IEEE_0, scaled_fp16=False, rolling=False, segment_tiles=1, k_steps=1,
     stage_taps=5, input_stages=2, weight_stages=2, buffers=2, producer_registers=72,
     consumer_registers=216, shared_bytes=227408, packed_at=0, repairs=True,
 )
@@ -10797,7 +10803,7 @@ TUNED["sm_90a", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/halo/kernel.cuh", "correlate", SM_90A_FORWARD_FLOAT_IEEE_0,
+            "hopper/halo/kernel.cuh", "convolve", SM_90A_FORWARD_FLOAT_IEEE_0,
             grid=128, block=384, shared_bytes=227904,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10807,7 +10813,7 @@ TUNED["sm_90a", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/halo/kernel.cuh", "correlate", SM_90A_FORWARD_FLOAT_IEEE_1,
+            "hopper/halo/kernel.cuh", "convolve", SM_90A_FORWARD_FLOAT_IEEE_1,
             grid=132, block=384, shared_bytes=227408,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10816,12 +10822,12 @@ TUNED["sm_90a", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
 )
 
 SM_80_FORWARD_FLOAT_IEEE_0 = config(
-    SM_80_FORWARD_FLOAT_TF32_0, parts=2, product_rows=32, channel_groups=2, pixels=32,
+    SM_80_FORWARD_FLOAT_TF32_0, parts=2, register_tile_m=32, channel_groups=2, pixels=32,
     block_rows=8, tile_columns=16, pitch=40, period_taps=3, flush_taps=3, weight_stages=2,
     pass_pixels=32, shared_bytes=145600, packed_at=737280, tables_at=1105920,
 )
 SM_80_FORWARD_FLOAT_IEEE_1 = config(
-    SM_80_FORWARD_FLOAT_IEEE_0, halves=False, warps=4, channel_groups=1, weight_stages=4,
+    SM_80_FORWARD_FLOAT_IEEE_0, scaled_fp16=False, warps=4, channel_groups=1, weight_stages=4,
     batch=5, buffers=2, shared_bytes=145408, packed_at=0, repairs=True,
 )
 TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
@@ -10837,7 +10843,7 @@ TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/halo/kernel.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_0,
+            "ampere/halo/kernel.cuh", "convolve", SM_80_FORWARD_FLOAT_IEEE_0,
             grid=share(108), block=384, shared_bytes=145600,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10847,7 +10853,7 @@ TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/halo/kernel.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_1,
+            "ampere/halo/kernel.cuh", "convolve", SM_80_FORWARD_FLOAT_IEEE_1,
             grid=share(108), block=256, shared_bytes=145408,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10859,7 +10865,7 @@ SM_86_FORWARD_FLOAT_IEEE_0 = config(
     SM_80_FORWARD_FLOAT_IEEE_0, stage_taps=3, shared_bytes=96448,
 )
 SM_86_FORWARD_FLOAT_IEEE_1 = config(
-    SM_80_FORWARD_FLOAT_IEEE_1, warps=8, product_rows=16, channel_groups=4, pixels=48,
+    SM_80_FORWARD_FLOAT_IEEE_1, warps=8, register_tile_m=16, channel_groups=4, pixels=48,
     block_rows=6, stage_taps=3, weight_stages=2, pass_pixels=48, buffers=1, shared_bytes=94208,
 )
 TUNED["sm_86", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
@@ -10875,7 +10881,7 @@ TUNED["sm_86", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/halo/kernel.cuh", "correlate", SM_86_FORWARD_FLOAT_IEEE_0,
+            "ampere/halo/kernel.cuh", "convolve", SM_86_FORWARD_FLOAT_IEEE_0,
             grid=share(82), block=384, shared_bytes=96448,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10885,7 +10891,7 @@ TUNED["sm_86", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/halo/kernel.cuh", "correlate", SM_86_FORWARD_FLOAT_IEEE_1,
+            "ampere/halo/kernel.cuh", "convolve", SM_86_FORWARD_FLOAT_IEEE_1,
             grid=share(82), block=384, shared_bytes=94208,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10900,8 +10906,8 @@ SM_90A_INPUT_GRAD_FLOAT_IEEE_0 = config(
     tables_at=3096576,
 )
 SM_90A_INPUT_GRAD_FLOAT_IEEE_1 = config(
-    SM_90A_INPUT_GRAD_FLOAT_IEEE_0, halves=False, compensated=True, pixels=104, watches=True,
-    tile_columns=104, pitch=128, stage_taps=6, weight_stages=2, pass_pixels=112,
+    SM_90A_INPUT_GRAD_FLOAT_IEEE_0, scaled_fp16=False, compensated=True, pixels=104,
+    watches=True, tile_columns=104, pitch=128, stage_taps=6, weight_stages=2, pass_pixels=112,
     producer_registers=72, consumer_registers=216, shared_bytes=211032, packed_at=0,
     repairs=True,
 )
@@ -10918,7 +10924,7 @@ TUNED["sm_90a", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/halo/kernel.cuh", "correlate", SM_90A_INPUT_GRAD_FLOAT_IEEE_0,
+            "hopper/halo/kernel.cuh", "convolve", SM_90A_INPUT_GRAD_FLOAT_IEEE_0,
             grid=132, block=384, shared_bytes=229664,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10928,7 +10934,7 @@ TUNED["sm_90a", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/halo/kernel.cuh", "correlate", SM_90A_INPUT_GRAD_FLOAT_IEEE_1,
+            "hopper/halo/kernel.cuh", "convolve", SM_90A_INPUT_GRAD_FLOAT_IEEE_1,
             grid=132, block=384, shared_bytes=211032,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10942,9 +10948,9 @@ SM_80_INPUT_GRAD_FLOAT_IEEE_0 = config(
     tables_at=1105920,
 )
 SM_80_INPUT_GRAD_FLOAT_IEEE_1 = config(
-    SM_80_INPUT_GRAD_FLOAT_TF32_1, parts=2, compensated=True, product_rows=16, channel_groups=2,
-    pixels=48, tile_columns=32, pitch=56, stage_taps=5, period_taps=5, flush_taps=5,
-    pass_pixels=48, shared_bytes=131072, tables_at=1105920,
+    SM_80_INPUT_GRAD_FLOAT_TF32_1, parts=2, compensated=True, register_tile_m=16,
+    channel_groups=2, pixels=48, tile_columns=32, pitch=56, stage_taps=5, period_taps=5,
+    flush_taps=5, pass_pixels=48, shared_bytes=131072, tables_at=1105920,
 )
 TUNED["sm_80", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
@@ -10959,7 +10965,7 @@ TUNED["sm_80", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/halo/kernel.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_IEEE_0,
+            "ampere/halo/kernel.cuh", "convolve", SM_80_INPUT_GRAD_FLOAT_IEEE_0,
             grid=share(108), block=384, shared_bytes=155840,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10969,7 +10975,7 @@ TUNED["sm_80", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/halo/kernel.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_IEEE_1,
+            "ampere/halo/kernel.cuh", "convolve", SM_80_INPUT_GRAD_FLOAT_IEEE_1,
             grid=share(108), block=384, shared_bytes=131072,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10982,8 +10988,8 @@ SM_86_INPUT_GRAD_FLOAT_IEEE_0 = config(
     weight_stages=4, loaders=224, batch=2, buffers=2, shared_bytes=92608,
 )
 SM_86_INPUT_GRAD_FLOAT_IEEE_1 = config(
-    SM_80_INPUT_GRAD_FLOAT_IEEE_1, product_rows=32, channel_groups=1, pixels=16, block_rows=4,
-    weight_stages=3, batch=5, pass_pixels=16, shared_bytes=98304,
+    SM_80_INPUT_GRAD_FLOAT_IEEE_1, register_tile_m=32, channel_groups=1, pixels=16,
+    block_rows=4, weight_stages=3, batch=5, pass_pixels=16, shared_bytes=98304,
 )
 TUNED["sm_86", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
@@ -10998,7 +11004,7 @@ TUNED["sm_86", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/halo/kernel.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_IEEE_0,
+            "ampere/halo/kernel.cuh", "convolve", SM_86_INPUT_GRAD_FLOAT_IEEE_0,
             grid=share(82), block=384, shared_bytes=92608,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -11008,7 +11014,7 @@ TUNED["sm_86", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/halo/kernel.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_IEEE_1,
+            "ampere/halo/kernel.cuh", "convolve", SM_86_INPUT_GRAD_FLOAT_IEEE_1,
             grid=share(82), block=384, shared_bytes=98304,
             arguments=("input", "scratch", "bias", "output", 8),
         ),

@@ -128,7 +128,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Iterable[Loads]:
     monkeypatch.setattr(launch, "load_launches", found.load_launches)
     monkeypatch.setattr(preparation, "_GPU", "cpu")
     monkeypatch.setattr(cuda, "gpu", lambda index: H200)
-    monkeypatch.setattr(native, "begin", lambda: None)
+    monkeypatch.setattr(native, "start_build", lambda: None)
     cuda._ready.cache_clear()
     yield found
     cuda._ready.cache_clear()

@@ -304,7 +304,7 @@ def test_blocks_are_as_many_as_the_gpu_has_room_for(target: str, sm_count: int) 
     both = (planned("forward", count).launches for count in (sm_count, others))
     for ours, theirs in zip(*both, strict=True):
         assert ours.grid * others == theirs.grid * (
-            sm_count if ours.entry == "correlate" else others
+            sm_count if ours.entry == "convolve" else others
         )
     plan, other = (planned("weight_grad", count) for count in (sm_count, others))
     (sums, added), (other_sums, _) = plan.launches, other.launches

@@ -152,7 +152,7 @@ def _uncompiled(launches: Any, *_: Any) -> Any:
 def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors get plans for an H200, which are not compiled."""
     monkeypatch.setattr(cuda, "gpu", lambda index: H200)
-    monkeypatch.setattr(native, "begin", lambda: None)
+    monkeypatch.setattr(native, "start_build", lambda: None)
     monkeypatch.setattr(launch, "load_launches", _uncompiled)
     monkeypatch.setattr(torch, "device", lambda *_: None)
     cuda._ready.cache_clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from fastconv.bench.row_timing import Timing
 from fastconv.commands import common
 from fastconv.jit import launch as jit_launch
 from fastconv.kernels import planner
-from fastconv.kernels.family import Kernel, Launch, Plan
+from fastconv.kernels.family import FOLDER, Kernel, Launch, Plan
 from fastconv.kernels.gpus import H200
 from fastconv.workloads import (
     FOUNDING,
@@ -75,10 +76,10 @@ def _plan(family: str, *constants: dict[str, Any]) -> Plan:
     [
         ("bfloat16", [{}], ("bfloat16", 1)),
         ("float16", [{"parts": 1}], ("float16", 1)),
-        ("float32", [{"parts": 1, "halves": False}], ("tf32", 1)),
+        ("float32", [{"parts": 1, "scaled_fp16": False}], ("tf32", 1)),
         ("float32", [{}, {"parts": 2}], ("tf32", 3)),
-        ("float32", [{"parts": 2, "halves": True}], ("float16", 3)),
-        ("float32", [{"parts": 1, "halves": True}, {"parts": 2}], ("float16", 1)),
+        ("float32", [{"parts": 2, "scaled_fp16": True}], ("float16", 3)),
+        ("float32", [{"parts": 1, "scaled_fp16": True}, {"parts": 2}], ("float16", 1)),
     ],
 )
 def test_what_is_multiplied(
@@ -87,13 +88,22 @@ def test_what_is_multiplied(
     assert limits.multiplied(_plan("ampere", *constants), dtype) == expected
 
 
+@pytest.mark.parametrize(("precision", "mmas"), [("tf32", 1), ("ieee", 3)])
+def test_what_plans_multiply(precision: str, mmas: int) -> None:
+    """The constants are read by the names that planners give them."""
+    for direction in PASSES:
+        one = Case(FOUNDING[0], direction, "float32", precision, "nchw")
+        (found,) = configurations.planned(one, H200)
+        assert limits.multiplied(found.plan, "float32") == ("float16", mmas)
+
+
 def test_the_limit_of_mma_sync() -> None:
     mma = {"tf32": 30.0, "float16": 60.0, "bfloat16": 60.0}
     ceilings = Ceilings({"float32 ieee": 50.0}, copy_tb_s=4.0, mma_tflops=mma)
     one = Case(FOUNDING[0], "forward", "float32", "ieee", "nchw")
     ampere, scaled_fp16 = (
         _plan("ampere", {"parts": 2}),
-        _plan("ampere", {"parts": 2, "halves": True}),
+        _plan("ampere", {"parts": 2, "scaled_fp16": True}),
     )
     for plan, tflops in ((ampere, 10), (scaled_fp16, 20)):
         found = limits.mma_limit(one, ceilings, [plan])
@@ -382,12 +392,18 @@ def test_dry_run_lists_rows_and_configurations(capsys: pytest.CaptureFixture[str
     assert "with the kernels of an H200, since this machine has no GPU" in shown
     for workload in FOUNDING:
         assert f"{workload.name} step float32 ieee nchw: {workload.shape}" in shown
-    for kernel in ("pack", "correlate", "weight_grad", "reduce"):
+    for kernel in ("pack", "convolve", "weight_grad", "reduce"):
         assert shown.count(f" {kernel} of ") >= 3
     assert shown.count("fastconv bench --shape") == 3
     assert cli.main([*arguments, "--device", "cpu", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert [len(row["configurations"]) for row in listed] == [3, 3, 3]
+
+
+def test_shown_constants_are_some_that_kernels_read() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in FOLDER.rglob("*.cuh")]
+    read = {name for text in texts for name in re.findall(r"\b(?:C|Config)::(\w+)", text)}
+    assert set(configurations._CHOSEN) <= read
 
 
 def test_configurations_depend_on_the_memory_format() -> None:
@@ -469,7 +485,7 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
         "nvrtc",
         "cache",
         "direct",
-        "correlate of direct/forward: grid",
+        "convolve of direct/forward: grid",
         "does not take",
     ):
         assert text in shown

@@ -10,18 +10,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from fastconv import cli
-from fastconv.bench import isolation, population, trials, verify
+from fastconv.bench import configurations, isolation, population, trials, verify
 from fastconv.bench.cases import PASSES, Case
 from fastconv.bench.isolation import Pattern
 from fastconv.bench.trials import PLACED, Data, Limits, Results, Trial
+from fastconv.kernels.gpus import H200
 from fastconv.problem import Problem
-from fastconv.workloads import parse_shape
+from fastconv.workloads import FOUNDING, parse_shape
 
 CPU = torch.device("cpu")
 SHAPE = "3x6x9x8 4x3x3x2 padding=1,2 stride=2,1 groups=2"
@@ -411,3 +413,13 @@ def test_unknown_tensors_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main([*COMMAND, "--shape", SHAPE, "--misaligned", "gradient"])
     assert stop.value.code == 2
     assert "invalid choice: 'gradient'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("direction", PASSES)
+def test_scaled_fp16_may_change_arithmetic(direction: str) -> None:
+    """Plans with scaled fp16 are known by a constant of their kernels."""
+    pattern = mock.Mock(spec=Pattern, whole_planes=False, other_images=False)
+    for dtype, expected in (("float32", True), ("bfloat16", False)):
+        one = Case(FOUNDING[0], direction, dtype, "tf32", "nchw")
+        (found,) = configurations.planned(one, H200)
+        assert isolation.may_change_arithmetic(found.plan, direction, pattern) is expected

@@ -28,7 +28,7 @@ from fastconv.problem import Problem
 
 FORCED = "*"
 GEMM = "gemm"
-HALVES = "halves"
+SCALED = "scaled"
 MIRRORED = "mirrored"
 MOST_TILES = 1000
 
@@ -45,7 +45,7 @@ class Forced:
     direction: str
     tile: tuple[int, ...] = ()
 
-    halves = False  # whether a weight gradient multiplies float32 as scaled fp16
+    scaled_fp16 = False  # whether a weight gradient multiplies float32 as scaled fp16
 
     @property
     def __name__(self) -> str:
@@ -98,7 +98,7 @@ class Forced:
         if not self.tile:
             return found
         of_choice = operator.attrgetter(
-            "team.warps", "team.loaders", "team.product_rows", "team.channel_groups",
+            "team.warps", "team.loaders", "team.register_tile_m", "team.channel_groups",
             "team.pixels", "patch.rows", "patch.columns",
         )  # fmt: skip
         chosen = tuple(tile for tile in found if of_choice(tile) == self.tile)
@@ -108,9 +108,11 @@ class Forced:
 
     def _tile(self, problem: Problem, operands: Operands, gpu: Gpu) -> Any:
         if not self.tile:
-            return hopper_wgrad_halo.choose_tile(problem, operands, gpu, halves=self.halves)
+            return hopper_wgrad_halo.choose_tile(
+                problem, operands, gpu, scaled_fp16=self.scaled_fp16
+            )
         *sizes, plane_classes = self.tile if len(self.tile) > 8 else (*self.tile, 1)
-        layer = hopper_wgrad_halo.Layer(problem, operands, self.halves)
+        layer = hopper_wgrad_halo.Layer(problem, operands, self.scaled_fp16)
         if plane_classes > 1:
             layer = hopper_wgrad_halo.in_plane_classes(layer)
             if layer is None or layer.plane_classes != plane_classes:
@@ -127,14 +129,14 @@ class Forced:
 class ScaledFp16(Forced):
     """Plans a weight gradient that multiplies float32 as scaled fp16."""
 
-    halves = True
+    scaled_fp16 = True
 
     @property
     def word(self) -> str:
-        return f"{self.direction}{FORCED}{HALVES}{','.join(map(str, self.tile))}"
+        return f"{self.direction}{FORCED}{SCALED}{','.join(map(str, self.tile))}"
 
     def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        if not hopper_wgrad_halo.takes_halves(problem, operands):
+        if not hopper_wgrad_halo.takes_scaled_fp16(problem, operands):
             raise Declined("tensors other than contiguous float32")
         return super().__call__(problem, operands, gpu)
 
@@ -197,11 +199,11 @@ def tile_of(kernel: Kernel) -> tuple[int, ...]:
 @contextmanager
 def _free_scaled_fp16(halo: ModuleType) -> Iterator[None]:
     """Makes the planner of a halo kernel prefer scaled fp16 for float32, at no cost."""
-    costs = halo.HALVES_COST
+    costs = halo.SCALED_FP16_COST
     free = -1.0 if isinstance(costs, float) else dict.fromkeys(costs, -1.0)
     with (
-        mock.patch.object(halo, "HALVES_CYCLES", 0.0),
-        mock.patch.object(halo, "HALVES_COST", free),
+        mock.patch.object(halo, "SCALED_FP16_CYCLES", 0.0),
+        mock.patch.object(halo, "SCALED_FP16_COST", free),
     ):
         yield
 
@@ -212,7 +214,7 @@ def planner_of(word: str) -> Planner:
     if not forced:
         chosen: Planner = getattr(planner, direction)
         return chosen
-    kinds = {GEMM: Gemm, HALVES: ScaledFp16, MIRRORED: Mirrored}
+    kinds = {GEMM: Gemm, SCALED: ScaledFp16, MIRRORED: Mirrored}
     name = next((name for name in kinds if tile.startswith(name)), "")
     sizes = tile.removeprefix(name)
     kind = kinds.get(name, Forced)
@@ -235,7 +237,7 @@ TILE_CONSTANTS = {
         "tile_columns", "strip_columns", "step_rows", "slice_mmas", "rolling",
     ),
     "ampere/halo/kernel.cuh": (
-        "warps", "loaders", "product_rows", "channel_groups", "pixels", "block_rows",
+        "warps", "loaders", "register_tile_m", "channel_groups", "pixels", "block_rows",
         "tile_columns",
     ),
     implicit_gemm_nhwc.SOURCE: ("consumers", "tile_columns", "blocks"),
@@ -254,7 +256,7 @@ def kind_of(kernel: Kernel) -> type[Forced]:
         mirrored = kernel.source == wgrad_implicit_gemm.SOURCE and _is_mirrored(kernel)
         return Mirrored if mirrored else Gemm
     is_weight_grad = kernel.source == "hopper/wgrad_halo/kernel.cuh"
-    return ScaledFp16 if is_weight_grad and dict(kernel.constants)["halves"] else Forced
+    return ScaledFp16 if is_weight_grad and dict(kernel.constants)["scaled_fp16"] else Forced
 
 
 def _is_mirrored(kernel: Kernel) -> bool:

@@ -59,11 +59,13 @@ def _ways(direction: str, problem: Problem, operands: Operands) -> list[list[Lay
     return input_grad_ways(layer, problem, most_together=1)
 
 
-def planner_of(direction: str, choice: Choice | None = None, halves: bool = False) -> Planner:
+def planner_of(direction: str, choice: Choice | None = None, scaled_fp16: bool = False) -> Planner:
     """A planner with the best tile that ``choice`` accepts, even where other kernels are faster."""
 
     def planner(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        ways = [way for way in _ways(direction, problem, operands) if way[0].halves == halves]
+        ways = [
+            way for way in _ways(direction, problem, operands) if way[0].scaled_fp16 == scaled_fp16
+        ]
         all_tiles = halo._tiles
 
         def tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
@@ -83,8 +85,8 @@ def planner_of(direction: str, choice: Choice | None = None, halves: bool = Fals
 def _case(direction: str, conv: Conv, mode: str, **options: Any) -> PassCase:
     dtype, precision = MODES[mode]
     options.setdefault("gpu", FEW)
-    choice, halves = options.pop("choice", None), options.pop("halves", False)
-    planner = planner_of(direction, choice, halves)
+    choice, scaled_fp16 = options.pop("choice", None), options.pop("scaled_fp16", False)
+    planner = planner_of(direction, choice, scaled_fp16)
     return PassCase(conv, planner, dtype=dtype, precision=precision, **options)
 
 
@@ -103,7 +105,7 @@ def _streamed(tile: Tile) -> bool:
 
 def _of(warps: int, loaders: int, rows: int, pixels: int, groups: int) -> Choice:
     wanted = (warps, loaders, rows, pixels, groups)
-    of_team = attrgetter("warps", "loaders", "product_rows", "pixels", "channel_groups")
+    of_team = attrgetter("warps", "loaders", "register_tile_m", "pixels", "channel_groups")
     return lambda tile: wanted == of_team(tile.team)
 
 
@@ -171,10 +173,10 @@ CASES = [
     *(_forward(TINY, mode) for mode in ("tf32", "ieee")),
     *SPLIT,
     # Float32 as scaled fp16, and its repair.
-    *(_forward(EVERYWHERE, mode, halves=True) for mode in ("tf32", "ieee")),
-    _input_grad(EVERYWHERE, "ieee", halves=True),
-    _forward(Conv("groups", (2, 40, 6, 9), (48, 20, 3, 3), groups=2), "ieee", halves=True),
-    _forward(WIDE, "tf32", halves=True),
+    *(_forward(EVERYWHERE, mode, scaled_fp16=True) for mode in ("tf32", "ieee")),
+    _input_grad(EVERYWHERE, "ieee", scaled_fp16=True),
+    _forward(Conv("groups", (2, 40, 6, 9), (48, 20, 3, 3), groups=2), "ieee", scaled_fp16=True),
+    _forward(WIDE, "tf32", scaled_fp16=True),
 ]  # fmt: skip
 RUN = some(CASES, one_in=12)
 ALONE = [_forward(replace(WIDE, input=(1, 20, 5, 41)), "bfloat16", gpu=LITTLE)]
@@ -195,12 +197,12 @@ def test_against_float64(case: PassCase) -> None:
 def test_cases_cover_all_branches() -> None:
     of = [dict(case.plan.launches[-1].kernel.constants) for case in CASES]
     flags = (
-        *("low_products", "compensated", "transposed", "in_channels_last", "out_channels_last"),
+        *("low_low_mma", "compensated", "transposed", "in_channels_last", "out_channels_last"),
         *("vector_loads", "resident", "ties_to_even", "repairs"),
     )
     for name in flags:
         assert {one[name] for one in of} == {False, True}, name
-    assert {one["product_rows"] for one in of} == {16, 32, 64}
+    assert {one["register_tile_m"] for one in of} == {16, 32, 64}
     assert {one["store_vector"] for one in of} >= {1, 4, 8}
     assert {one["channel_groups"] for one in of} == {1, 2, 4, 8}
     assert {(one["warps"], one["loaders"] // 32) for one in of} == set(TEAMS)
@@ -225,7 +227,7 @@ def test_all_tiles_give_the_same_bits() -> None:
 
 def test_split_cases_are_all_kinds() -> None:
     of = [dict(case.plan.launches[-1].kernel.constants) for case in SPLIT]
-    kinds = [(one["low_products"], one["compensated"]) for one in of]
+    kinds = [(one["low_low_mma"], one["compensated"]) for one in of]
     assert kinds == [(True, False), (False, False), (False, True)]
 
 

@@ -177,6 +177,6 @@ def test_images_that_several_launches_share_out(
     case = in_batch(PassCase(CONVS[2], planner))
     whole = case.plan.launches[-1].grid[0]
     monkeypatch.setattr(limits, "MOST_BLOCKS", whole * 2 // BATCH)
-    launches = [launch for launch in case.plan.launches if launch.kernel.entry == "correlate"]
+    launches = [launch for launch in case.plan.launches if launch.kernel.entry == "convolve"]
     assert [launch.arguments[-2:] for launch in launches] == [(0, 2), (2, 2), (4, 1)]
     check(case)

@@ -117,7 +117,7 @@ def test_every_activation_and_kernel_is_run() -> None:
 @pytest.mark.parametrize("case", REPAIRED, ids=str)
 def test_what_is_repaired_has_its_epilogue_once(case: PassCase) -> None:
     entries = [launch.kernel.entry for launch in case.plan.launches]
-    assert entries == ["scale", "pack", "correlate", "pack", "correlate"]
+    assert entries == ["scale", "pack", "convolve", "pack", "convolve"]
     tensors = Tensors.random(case)
     tensors.input.mul_(2.0**-80)
     tensors.weight.mul_(2.0**80)  # beyond what scales can bring into float16's range

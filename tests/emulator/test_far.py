@@ -102,7 +102,7 @@ def test_wide_places_give_the_same_bits() -> None:
 PACKED = """
 #include "direct/forward/kernel.cuh"
 extern "C" __global__ void offsets(const int* rows, long long* offset) {
-  offset[threadIdx.x] = fastconv::correlate::packed_offset(0, 0, rows[threadIdx.x]);
+  offset[threadIdx.x] = fastconv::convolve::packed_offset(0, 0, rows[threadIdx.x]);
 }
 """
 

@@ -118,7 +118,7 @@ def test_all_branches_are_taken() -> None:
     assert ("fastconv::float16", False, False, False) in loads
     assert {of["lead"] for of in taken} == {0, 1}
     assert {of["warpgroups"] for of in taken} == {2, 3}
-    assert {(of["low_products"], of["compensated"]) for of in taken if of["parts"] == 2} == {
+    assert {(of["low_low_mma"], of["compensated"]) for of in taken if of["parts"] == 2} == {
         (False, False), (True, False), (False, True),
     }  # fmt: skip
     assert any(of["group_in"] > of["unit_steps"] * 64 // 4 for of in taken)  # several units

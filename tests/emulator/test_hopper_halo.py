@@ -49,16 +49,19 @@ Choice = Callable[[list[Plan]], Plan]
 
 
 def planner_of(
-    direction: str, choose: Choice | None = None, halves: bool = False, unfolds: bool = False
+    direction: str,
+    choose: Choice | None = None,
+    scaled_fp16: bool = False,
+    depth_to_space: bool = False,
 ) -> Planner:
     """A planner for the halo kernel, even where the family has a faster one."""
 
     def planner(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        kind = (halves, unfolds)
+        kind = (scaled_fp16, depth_to_space)
         ways = [
             way
             for way in WAYS[direction](problem, operands)
-            if (way[0].halves, way[0].unfolds) == kind
+            if (way[0].scaled_fp16, way[0].depth_to_space) == kind
         ]
         if choose is None:
             return halo.plan(ways, gpu)
@@ -348,7 +351,7 @@ TIES = {
 def _all_constants(case: PassCase) -> list[dict[str, Any]]:
     """The constants of each halo kernel of the plan, one for each residue."""
     kernels = (launch.kernel for launch in case.plan.launches)
-    return [dict(kernel.constants) for kernel in kernels if kernel.entry == "correlate"]
+    return [dict(kernel.constants) for kernel in kernels if kernel.entry == "convolve"]
 
 
 def constants_of(case: PassCase) -> dict[str, Any]:
@@ -384,7 +387,7 @@ def test_cases_cover_all_branches() -> None:
         *("in_channels_last", "out_channels_last", "vector_loads", "staged", "bulk_loads"),
         *("vector_stores", "bulk_stores", "joint_stores", "wraps", "turns"),
         *("rolling", "resident", "transposed"),
-        *("low_products", "compensated"),
+        *("low_low_mma", "compensated"),
     ):
         assert values(name) == {False, True}, name
     assert values("channel_groups") == values("parts") == {1, 2}
@@ -394,10 +397,10 @@ def test_cases_cover_all_branches() -> None:
         assert min(values(name)) == 0 < max(values(name)), name
     for name in (
         *("tile_rows", "k_steps", "stage_taps", "segment_tiles", "groups", "buffers"),
-        *("fold_height", "fold_width", "stride_height", "stride_width"),
+        *("s2d_height", "s2d_width", "stride_height", "stride_width"),
     ):
         assert min(values(name)) == 1 < max(values(name)), name
-    assert values("column_sums") == values("interleave") == {1, 2}
+    assert values("stacked_columns") == values("interleave") == {1, 2}
     assert values("out_step_height") >= {1, 2, 3, 4, 70}
     assert values("out_step_width") >= {1, 2, 3, 4, 6, 10}
     # Kernels clear rows, columns or both beside an output, in every way of storing.
@@ -406,7 +409,7 @@ def test_cases_cover_all_branches() -> None:
             constants["out_channels_last"],
             constants["bulk_stores"],
             constants["row_end"] - constants["row_begin"] > 1,
-            constants["column_end"] - constants["column_begin"] > constants["column_sums"],
+            constants["column_end"] - constants["column_begin"] > constants["stacked_columns"],
         )
         for constants in everything
     }
@@ -419,7 +422,7 @@ def test_cases_cover_all_branches() -> None:
         sides = {(c[f"{axis}_at"] > c[f"{axis}_begin"], c[f"{axis}_at"] + 1 < c[f"{axis}_end"])
                  for c in everything}  # fmt: skip
         assert sides >= {(False, False), (True, False), (False, True)}, axis
-    assert max(c["stack"] for c in everything if c["column_sums"] == 2) > 1
+    assert max(c["stack"] for c in everything if c["stacked_columns"] == 2) > 1
     # Tiles of several rows, several passes or both, in every way of storing.
     stored = {
         (

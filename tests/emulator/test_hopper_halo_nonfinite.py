@@ -85,7 +85,7 @@ SPLIT = [SHORT, MIDDLE, LONG, SHORT_ROLLING]
 
 
 def test_split_cases_are_all_kinds() -> None:
-    kinds = [(of["low_products"], of["compensated"]) for of in map(constants_of, SPLIT)]
+    kinds = [(of["low_low_mma"], of["compensated"]) for of in map(constants_of, SPLIT)]
     assert kinds == [(True, False), (False, False), (False, True), (True, False)]
     assert [constants_of(case)["rolling"] for case in SPLIT] == [False, False, False, True]
 

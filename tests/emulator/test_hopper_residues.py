@@ -35,7 +35,7 @@ SMALLER = Gpu("sm_90a", 4, 60000, 61024)
 def _case(conv: Conv, mode: str, choose: Choice | None = None, **options: Any) -> PassCase:
     dtype, precision = MODES[mode]
     options.setdefault("gpu", FEW)
-    planner = planner_of("input_grad", choose, unfolds=True)
+    planner = planner_of("input_grad", choose, depth_to_space=True)
     return PassCase(conv, planner, dtype=dtype, precision=precision, **options)
 
 
@@ -152,7 +152,9 @@ def _with_other_tiles(case: PassCase) -> list[PassCase]:
     def choice(number: int) -> Callable[[list[Plan]], Plan]:
         return lambda plans: plans[number * (len(plans) - 1) // 3]
 
-    planners = (planner_of("input_grad", choice(number), unfolds=True) for number in (1, 2, 3))
+    planners = (
+        planner_of("input_grad", choice(number), depth_to_space=True) for number in (1, 2, 3)
+    )
     return [replace(case, planner=planner) for planner in planners]
 
 
@@ -181,7 +183,7 @@ def test_cases_cover_all_branches() -> None:
     both = {*product((False, True), repeat=2)}
     assert pairs("interleave") == {("residues",)}
     for name in ("pairs", "early", "idle rows", "empty residues", "stacked", "rows", "grouped",
-                 "several strips", "16 bits", "staged", "bulk_loads", "low_products",
+                 "several strips", "16 bits", "staged", "bulk_loads", "low_low_mma",
                  "compensated", "resident", "row step"):  # fmt: skip
         assert pairs(name) == {(False,), (True,)}, name
     assert pairs("lines") == pairs("passes") == {(1,), (2,)}

@@ -52,7 +52,9 @@ def _case(
     **options: Any,
 ) -> PassCase:
     options.setdefault("gpu", FEW)
-    return PassCase(conv, planner_of(direction, choose, halves=True), precision=mode, **options)
+    return PassCase(
+        conv, planner_of(direction, choose, scaled_fp16=True), precision=mode, **options
+    )
 
 
 CASES = [
@@ -105,12 +107,12 @@ def test_blocks_that_pack_several(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cases_cover_all_branches() -> None:
     planned = [case.plan.launches for case in CASES]
-    assert all([launch.kernel.entry for launch in one] == ["scale", *["pack", "correlate"] * 2]
+    assert all([launch.kernel.entry for launch in one] == ["scale", *["pack", "convolve"] * 2]
                for one in planned)  # fmt: skip
     first = [dict(one[2].kernel.constants) for one in planned]
     second = [dict(one[4].kernel.constants) for one in planned]
-    assert all(one["halves"] and not one["repairs"] for one in first)
-    assert all(one["repairs"] and not one["halves"] for one in second)
+    assert all(one["scaled_fp16"] and not one["repairs"] for one in first)
+    assert all(one["repairs"] and not one["scaled_fp16"] for one in second)
     loads = ("staged", "bulk_loads", "rolling", "resident")
     for name in (*loads, "turns", "wraps", "transposed", "out_channels_last"):
         assert {one[name] for one in first} == {False, True}, name

@@ -41,10 +41,10 @@ GPU = Gpu("sm_90a", 3, 232448, 233472)
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     """Plans with this kernel, even where it is not the fastest, and with float32 in TF32."""
-    return by_tiles.plan(by_tiles.choose_tile(problem, operands, gpu, halves=False), gpu)
+    return by_tiles.plan(by_tiles.choose_tile(problem, operands, gpu, scaled_fp16=False), gpu)
 
 
-def _in_stages_of(columns: int, halves: bool = False, boxes: bool = False) -> Planner:
+def _in_stages_of(columns: int, scaled_fp16: bool = False, boxes: bool = False) -> Planner:
     """A planner with stages of ``columns`` columns, even where others are faster.
 
     With ``boxes``, each stage is one TMA box.
@@ -62,7 +62,7 @@ def _in_stages_of(columns: int, halves: bool = False, boxes: bool = False) -> Pl
             mock.patch.object(wgrad_tiles, "ROW_STAGE_COLUMNS", (columns,)),
             mock.patch.object(by_tiles, "_groups", wanted),
         ):
-            tile = by_tiles.choose_tile(problem, operands, gpu, halves=halves)
+            tile = by_tiles.choose_tile(problem, operands, gpu, scaled_fp16=scaled_fp16)
         assert tile.stage_columns == columns
         assert tile.grad_boxes or not boxes
         return by_tiles.plan(tile, gpu)
@@ -73,8 +73,8 @@ def _in_stages_of(columns: int, halves: bool = False, boxes: bool = False) -> Pl
 # Stages of so few columns that lanes copy them, and of enough columns for bulk copies.
 BY_LANES, IN_BULK = _in_stages_of(16), _in_stages_of(32)
 IN_BOXES = {
-    (columns, halves): _in_stages_of(columns, halves, boxes=True)
-    for columns, halves in product((16, 32, 64), (False, True))
+    (columns, scaled_fp16): _in_stages_of(columns, scaled_fp16, boxes=True)
+    for columns, scaled_fp16 in product((16, 32, 64), (False, True))
 }
 
 

@@ -51,19 +51,19 @@ mirrored = _mirrored()
 def with_tile(
     *wanted: int,
     grid: int,
-    products: int = tiles.FLUSH_PRODUCTS,
+    mmas: int = tiles.FLUSH_MMAS,
     teams: tuple[int, int] | None = None,
 ) -> Planner:
     """A planner for a tile with the ``wanted`` sizes.
 
     These are row groups, column groups, columns of an MMA and positions of a step. ``grid`` blocks
-    share the steps, and flush their accumulators after ``products`` MMAs. If ``teams`` is given,
+    share the steps, and flush their accumulators after ``mmas`` MMAs. If ``teams`` is given,
     it is the number of producer teams and the warps of each.
     """
 
     def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         tile = _tile(wanted, problem, operands, gpu, teams)
-        with mock.patch.object(tiles, "FLUSH_PRODUCTS", products):
+        with mock.patch.object(tiles, "FLUSH_MMAS", mmas):
             return wgrad_implicit_gemm.plan(replace(tile, grid=grid), gpu)
 
     return weight_grad
@@ -128,10 +128,10 @@ def _case(
 CASES = [
     _case(POINTWISE, "bfloat16", True, True),
     _case(POINTWISE, "float16", True, False, with_tile(2, 1, 128, 64, grid=5)),
-    _case(POINTWISE, "bfloat16", True, True, with_tile(1, 2, 64, 32, grid=4, products=4)),
+    _case(POINTWISE, "bfloat16", True, True, with_tile(1, 2, 64, 32, grid=4, mmas=4)),
     _case(TAPS, "bfloat16", True, False, with_tile(1, 3, 192, 32, grid=3)),
     _case(TAPS, "float16", True, True, with_tile(2, 1, 256, 64, grid=7)),
-    _case(TAPS, "bfloat16", True, True, with_tile(1, 1, 64, 64, grid=50, products=4)),
+    _case(TAPS, "bfloat16", True, True, with_tile(1, 1, 64, 64, grid=50, mmas=4)),
     # A block has one or several whole tiles.
     _case(TAPS, "bfloat16", True, True, with_tile(1, 1, 64, 64, grid=42)),
     _case(POINTWISE, "float16", True, True, with_tile(1, 1, 64, 64, grid=3)),
@@ -145,7 +145,7 @@ CASES = [
     _case(ONE_PIXEL, "bfloat16", False, False),
     _case(SINGLE, "bfloat16", True, True),
     _case(PLANES, "tf32", False, True),
-    _case(PLANES, "tf32", False, False, with_tile(3, 1, 80, 32, grid=4, products=8)),
+    _case(PLANES, "tf32", False, False, with_tile(3, 1, 80, 32, grid=4, mmas=8)),
     _case(PLANES, "tf32", False, False, with_tile(2, 2, 40, 32, grid=40)),
     _case(POINTWISE, "bfloat16", False, True),
     _case(POINTWISE, "float16", False, False, with_tile(1, 1, 64, 64, grid=7)),
@@ -158,7 +158,7 @@ CASES = [
     _case(STRIDED_PLANES, "float16", False, True),
     _case(PADDED, "tf32", False, True),
     _case(PADDED, "tf32", False, False, with_tile(2, 1, 192, 32, grid=3, teams=(2, 4))),
-    _case(TAPS, "tf32", False, False, with_tile(1, 2, 64, 32, grid=5, products=4, teams=(1, 8))),
+    _case(TAPS, "tf32", False, False, with_tile(1, 2, 64, 32, grid=5, mmas=4, teams=(1, 8))),
     _case(RAGGED, "tf32", False, False),
     _case(RAGGED, "bfloat16", False, True),
     _case(PADDED, "bfloat16", False, True),
@@ -169,7 +169,7 @@ CASES = [
     _case(FIRST, "tf32", False, False, with_tile(1, 1, 64, 32, grid=3)),
     _case(FIRST, "bfloat16", False, True),
     _case(FIRST, "bfloat16", True, True, with_tile(1, 1, 128, 64, grid=5, teams=(2, 4))),
-    _case(FIRST, "float16", True, False, with_tile(1, 2, 64, 64, grid=2, products=8)),
+    _case(FIRST, "float16", True, False, with_tile(1, 2, 64, 64, grid=2, mmas=8)),
     _case(ONE_CHANNEL, "tf32", False, False),
     _case(ONE_CHANNEL, "float16", True, True),
     _case(WIDE_GROUPS, "tf32", False, True),
@@ -205,7 +205,7 @@ CASES += CLUSTERS
 PARTS = [
     _case(POINTWISE, "ieee", False, True),
     _case(PADDED, "ieee", False, False, with_tile(2, 1, 64, 32, grid=3, teams=(2, 4))),
-    _case(TAPS, "ieee", False, True, with_tile(1, 2, 64, 32, grid=5, products=4, teams=(1, 8))),
+    _case(TAPS, "ieee", False, True, with_tile(1, 2, 64, 32, grid=5, mmas=4, teams=(1, 8))),
     _case(FIRST, "ieee", False, True),
     _case(NARROW_GROUPS, "ieee", False, True),
     _case(PADDED, "ieee", False, False, in_clusters(2, 1, 128, 32, cluster=4)),
@@ -316,7 +316,7 @@ def test_clusters_that_cannot_be() -> None:
     few = tile(ONE_PIXEL, (1, 1), 64, 32)  # 3 steps
     assert few.in_clusters(2) is not None
     assert few.in_clusters(4) is None
-    with mock.patch.object(tiles, "FLUSH_PRODUCTS", 2):
+    with mock.patch.object(tiles, "FLUSH_MMAS", 2):
         assert few.in_clusters(2) is None
     wide = tile(Conv("large", (8, 256, 16, 16), (256, 256, 1, 1)), (2, 1), 256, 64)
     assert wide.in_clusters(2) is not None

@@ -44,7 +44,7 @@ PRECISIONS = ("tf32", "ieee")
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     """Plans with scaled fp16, even where it is not the fastest."""
-    return by_tiles.plan(by_tiles.choose_tile(problem, operands, gpu, halves=True), gpu)
+    return by_tiles.plan(by_tiles.choose_tile(problem, operands, gpu, scaled_fp16=True), gpu)
 
 
 def _case(conv: Conv, precision: str, aligned: bool = True, bias: bool = False) -> PassCase:
@@ -104,8 +104,8 @@ def test_cases_cover_all_branches() -> None:
     assert all([launch.kernel.entry for launch in one] == entries for one in planned)
     first = [dict(one[1].kernel.constants) for one in planned]
     second = [dict(one[3].kernel.constants) for one in planned]
-    assert all(one["halves"] and not one["repairs"] for one in first)
-    assert all(one["repairs"] and not one["halves"] and not one["bias"] for one in second)
+    assert all(one["scaled_fp16"] and not one["repairs"] for one in first)
+    assert all(one["repairs"] and not one["scaled_fp16"] and not one["bias"] for one in second)
     for name, parts in product(("bias", "grad_bulk", "vector_input"), (1, 2)):
         assert {one[name] for one in first if one["parts"] == parts} == {False, True}, name
     assert {one["interleaved_images"] for one in first} == {1, 8}
@@ -368,7 +368,7 @@ def test_tiles_in_rounds() -> None:
     """A tile's channels are marked when the tile is complete, by its own counts."""
     conv = Conv("many outputs", (1, 16, 5, 9), (200, 16, 3, 3))
     case = _case(conv, "tf32")
-    tile = by_tiles.choose_tile(conv.problem, _operands(conv), GPU, halves=True)
+    tile = by_tiles.choose_tile(conv.problem, _operands(conv), GPU, scaled_fp16=True)
     assert tile.count > 1
     with mock.patch.object(tiles, "WORKSPACE_BYTES", tile.block_bytes):
         planned = case.plan
@@ -383,7 +383,7 @@ def test_numbers_are_counted_once() -> None:
     """Blocks of a launch with the same output channels divide the counting among themselves."""
     conv = Conv("many inputs", (3, 80, 7, 20), (16, 80, 3, 3))
     case = _case(conv, "tf32")
-    tile = by_tiles.choose_tile(conv.problem, _operands(conv), GPU, halves=True)
+    tile = by_tiles.choose_tile(conv.problem, _operands(conv), GPU, scaled_fp16=True)
     assert tile.count > 2
     tensors = Tensors.random(case)
     tensors.grad_output[:, 4, :, ::5] *= 2.0**-30
@@ -406,13 +406,13 @@ def test_only_where_it_is_faster() -> None:
     small = Conv("small", (8, 32, 16, 16), (64, 32, 5, 9))
     h200 = replace(GPU, sm_count=132)
 
-    def halves(conv: Conv, **changes: Any) -> bool:
+    def scaled_fp16(conv: Conv, **changes: Any) -> bool:
         operands = replace(_operands(conv), **changes)
-        return by_tiles.choose_tile(conv.problem, operands, h200).layer.halves
+        return by_tiles.choose_tile(conv.problem, operands, h200).layer.scaled_fp16
 
-    assert halves(large)
-    assert halves(large, precision="ieee")
-    assert not halves(small)
-    assert not halves(large, input_channels_last=True)
-    assert not halves(large, output_channels_last=True)
-    assert not halves(large, scalar="fastconv::bfloat16", scalar_bytes=2)
+    assert scaled_fp16(large)
+    assert scaled_fp16(large, precision="ieee")
+    assert not scaled_fp16(small)
+    assert not scaled_fp16(large, input_channels_last=True)
+    assert not scaled_fp16(large, output_channels_last=True)
+    assert not scaled_fp16(large, scalar="fastconv::bfloat16", scalar_bytes=2)

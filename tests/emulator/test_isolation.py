@@ -304,8 +304,8 @@ MUTANTS = [
         "sm_90a/1 forward* bfloat16 nhwc/nhwc: 2x24x5x6 16x12x3x3 padding=1,1 groups=2",
         Fault(
             "device/tensor/target.cuh",
-            "UnfoldedChannel(channel).channel]);",
-            "(UnfoldedChannel(channel).channel + 1) % kOutGroup]);",
+            "DepthToSpaceChannel(channel).channel]);",
+            "(DepthToSpaceChannel(channel).channel + 1) % kOutGroup]);",
         ),
     ),
     Mutant(

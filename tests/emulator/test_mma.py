@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from small_products import CASES, Case, Rounds
+from small_mmas import CASES, Case, Rounds
 
 from . import EmulatorError, precompile, run, run_both_orders
 from .faults import Changed

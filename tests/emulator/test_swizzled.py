@@ -8,66 +8,66 @@ import pytest
 import torch
 
 from fastconv.kernels.family import Launch
-from swizzled_products import CASES, Case
+from swizzled_mmas import CASES, Case
 
 from . import EmulatorError, precompile, run, run_both_orders
 from .faults import Changed
 
-ALONG = Case("Float16", 24)
-ACROSS = Case("Float16", 72, left_across=True, right_across=True)
+K_MAJOR = Case("Float16", 24)
+MN_MAJOR = Case("Float16", 72, left_mn_major=True, right_mn_major=True)
 
 # A case, the change to its kernel, and a pattern of the error message.
 FAULTY = {
     "start": (
-        ALONG,
+        K_MAJOR,
         ("swizzled_matrix(tile,", "swizzled_matrix(tile + 128,"),
         "swizzled matrix from byte 128 of shared memory, .* 96 after a multiple of 1024",
     ),
     "last_bytes_of_a_row": (
-        ALONG,
+        K_MAJOR,
         ("kStepBytes = 32", "kStepBytes = 48"),
         "from byte 144 of shared memory, .* 96 after",
     ),
-    "start_across": (
-        ACROSS,
+    "start_mn_major": (
+        MN_MAJOR,
         ("swizzled_matrix(tile,", "swizzled_matrix(tile + 32,"),
         "from byte 32 of shared memory, at most 0 after",
     ),
     "stride": (
-        ALONG,
+        K_MAJOR,
         ("kLeftBytes, kPieces * kPiece, kPiece)", "kLeftBytes, 0, 512)"),
         "with offsets 0 and 512, not multiples of 1024",
     ),
     "leading": (
-        ACROSS,
+        MN_MAJOR,
         ("kLeftBytes, kPieces * kPiece, kPiece)", "kLeftBytes, 512, kPiece)"),
         "with offsets 512 and 1024, not multiples of 1024",
     ),
     "not_swizzled": (
-        ACROSS,
+        MN_MAJOR,
         ("right = swizzled_matrix", "right = matrix"),
-        "a matrix that is contiguous across K and not swizzled",
+        "an MN-major matrix that is not swizzled",
     ),
     "other_swizzle": (
-        ALONG,
+        K_MAJOR,
         ("const Matrix right = ", "const Matrix right = 1ull << 63 | "),
         "does not describe a matrix in shared memory",
     ),
     "outside": (
-        ALONG,
+        K_MAJOR,
         ("kLeftBytes, kPieces * kPiece, kPiece)", "kLeftBytes, 0, 2 * kPiece)"),
         "24 rows from byte 8192 to byte 13312 of shared memory, which has 11272",
     ),
-    "outside_across": (
-        ACROSS,
+    "outside_mn_major": (
+        MN_MAJOR,
         ("kLeftBytes, kPieces * kPiece, kPiece)", "kLeftBytes, 16 * kPiece, kPiece)"),
         "72 rows from byte 8192 to byte 26624 of shared memory, which has 24584",
     ),
     "another_order_in_a_warpgroup": (
-        replace(ACROSS, columns=64),
+        replace(MN_MAJOR, columns=64),
         (
             "    multiply(",
-            "    if (thread == 9) wgmma<kColumns>(Config::Kind{}, sums, left, right, true); else"
+            "    if (thread == 9) wgmma<kColumns>(Config::Kind{}, acc, left, right, true); else"
             "    multiply(",
         ),
         "threads 0 and 9 of a warpgroup executed different wgmma",
@@ -91,7 +91,7 @@ def _compiled() -> None:
 def test_wgmma(case: Case) -> None:
     tensors = case.tensors()
     run_both_orders([case.launch], tensors)
-    assert torch.equal(tensors["products"], case.expected())
+    assert torch.equal(tensors["results"], case.expected())
 
 
 @pytest.mark.parametrize("name", FAULTY)

@@ -32,7 +32,7 @@ from fastconv.kernels import ampere, planner, plans
 from fastconv.kernels.ampere.halo import plan as ampere_halo
 from fastconv.kernels.ampere.wgrad_halo import plan as ampere_wgrad
 from fastconv.kernels.family import Declined
-from fastconv.kernels.hopper.halo import plan as hopper_correlate
+from fastconv.kernels.hopper.halo import plan as hopper_halo
 from fastconv.kernels.hopper.wgrad_halo import plan as hopper_weight_grad
 from fastconv.problem import Problem
 
@@ -66,9 +66,9 @@ TENSOR_CORE_PROBLEMS = {
     "narrow": ((2, 24, 9, 7), (72, 24, 2, 3), (1, 1), (1, 0, 1, 1), (1, 1), 1),
     "stacked": ((1, 16, 12, 21), (16, 16, 4, 2), (1, 1), (0, 0, 1, 1), (1, 1), 1),
     "strided": ((1, 16, 13, 18), (64, 16, 3, 2), (2, 2), (1, 1, 0, 0), (1, 1), 1),
-    "phases": ((1, 64, 9, 16), (24, 64, 3, 3), (2, 2), (1, 1, 1, 1), (1, 1), 1),
+    "residues": ((1, 64, 9, 16), (24, 64, 3, 3), (2, 2), (1, 1, 1, 1), (1, 1), 1),
     "zeros": ((1, 64, 8, 16), (24, 64, 1, 1), (2, 2), (0, 0, 0, 0), (1, 1), 1),
-    "folded": ((1, 3, 14, 18), (64, 3, 4, 4), (2, 2), (1, 1, 1, 1), (1, 1), 1),
+    "space_to_depth": ((1, 3, 14, 18), (64, 3, 4, 4), (2, 2), (1, 1, 1, 1), (1, 1), 1),
     "blocks": ((1, 16, 12, 64), (64, 16, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1),
     "deep": ((1, 72, 5, 6), (130, 72, 2, 1), (1, 1), (0, 0, 0, 0), (1, 1), 1),
     "strips": ((1, 24, 3, 301), (64, 24, 1, 3), (1, 1), (0, 0, 0, 0), (1, 1), 1),
@@ -239,8 +239,8 @@ def tensor_core_checks() -> list[bool]:
         mock.patch.object(hopper_weight_grad, "portable_cycles", return_value=math.inf),
         mock.patch.object(ampere_wgrad, "portable_cycles", return_value=math.inf),
         mock.patch.object(ampere.block, "PORTABLE_SHARE", 0.0),
-        mock.patch.object(hopper_correlate, "HALVES_CYCLES", 0.0),
-        mock.patch.object(ampere_halo, "HALVES_CYCLES", 0.0),
+        mock.patch.object(hopper_halo, "SCALED_FP16_CYCLES", 0.0),
+        mock.patch.object(ampere_halo, "SCALED_FP16_CYCLES", 0.0),
     ):
         for index, arguments in enumerate(TENSOR_CORE_PROBLEMS.values()):
             for turn, memory_format in enumerate(FORMATS):
@@ -261,7 +261,7 @@ def gemm_checks() -> list[bool]:
     few = replace(cuda.gpu(torch.cuda.current_device()), sm_count=2)
     with (
         mock.patch.object(cuda, "gpu", return_value=few),
-        mock.patch.object(hopper_correlate, "image_cycles", return_value=math.inf),
+        mock.patch.object(hopper_halo, "image_cycles", return_value=math.inf),
         mock.patch.object(hopper_weight_grad, "portable_cycles", return_value=math.inf),
         mock.patch.object(hopper_weight_grad, "choose_tile", side_effect=Declined("others")),
     ):

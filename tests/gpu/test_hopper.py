@@ -65,7 +65,7 @@ pytestmark = [
 @pytest.fixture(autouse=True, scope="module")
 def _float16_for_small_images() -> Iterator[None]:
     """Lets the planner choose scaled fp16 for small images too, which gain nothing by it."""
-    with mock.patch.object(halo, "HALVES_CYCLES", 0.0):
+    with mock.patch.object(halo, "SCALED_FP16_CYCLES", 0.0):
         backend._ready.cache_clear()
         yield
     backend._ready.cache_clear()

@@ -34,11 +34,11 @@ PROBLEMS = {
     "dilated": Problem(2, 32, 64, (90, 301), (5, 9), (1, 1), Padding(0, 0, 0, 0), (2, 3), 1),
     "deep": Problem(2, 256, 128, (28, 28), (3, 3), (1, 1), SIDE, (1, 1), 1),
     "groups": Problem(2, 96, 128, (40, 70), (3, 3), (1, 1), SIDE, (1, 1), 2),
-    "folded": Problem(2, 20, 64, (65, 67), (5, 5), (2, 2), Padding(2, 2, 2, 2), (1, 1), 1),
+    "space_to_depth": Problem(2, 20, 64, (65, 67), (5, 5), (2, 2), Padding(2, 2, 2, 2), (1, 1), 1),
 }
 PASSES = [
     *((name, "forward") for name in PROBLEMS),
-    *((name, "input_grad") for name in PROBLEMS if name != "folded"),
+    *((name, "input_grad") for name in PROBLEMS if name != "space_to_depth"),
 ]
 MODES = ("tf32", "ieee")
 
@@ -47,7 +47,7 @@ MODES = ("tf32", "ieee")
 def _float16_for_all() -> Iterator[None]:
     """Lets the planner choose scaled fp16 wherever it is possible, not only where it is faster."""
     faster = {1: -0.9, 2: -0.9}
-    with mock.patch.multiple(halo, HALVES_CYCLES=0.0, HALVES_COST=faster):
+    with mock.patch.multiple(halo, SCALED_FP16_CYCLES=0.0, SCALED_FP16_COST=faster):
         backend._ready.cache_clear()
         yield
     backend._ready.cache_clear()
@@ -55,7 +55,7 @@ def _float16_for_all() -> Iterator[None]:
 
 @contextmanager
 def _without_float16() -> Iterator[None]:
-    with mock.patch.object(layers, "_fits_halves", return_value=False):
+    with mock.patch.object(layers, "_fits_scaled_fp16", return_value=False):
         backend._ready.cache_clear()
         yield
     backend._ready.cache_clear()

@@ -8,7 +8,7 @@ import torch
 from fastconv import jit
 from fastconv.bench import limits, mma_rate
 from gpu.helpers import CUDA
-from small_products import CASES, ROUNDS, Case, Rounds
+from small_mmas import CASES, ROUNDS, Case, Rounds
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0),
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("case", [*CASES, *ROUNDS], ids=str)
-def test_products(case: Case | Rounds) -> None:
+def test_mma_sync(case: Case | Rounds) -> None:
     tensors = case.tensors()
     there = {name: tensor.to(CUDA) for name, tensor in tensors.items()}
     prepared = jit.load_launches([case.launch], CUDA, there)

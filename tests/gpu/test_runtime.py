@@ -386,9 +386,9 @@ def _attempt(launch: Launch) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"shared_bytes": 10**6}, r"giving 1000000 bytes of shared memory to correlate .*cuda:0"),
-        ({"block": 2048}, r"correlate of .* on cuda:0 runs with \d+ threads .* not with 2048"),
-        ({"grid": (1, 1 << 17, 1)}, r"correlate of .* a grid has at most .*, not \(1, 131072, 1\)"),
+        ({"shared_bytes": 10**6}, r"giving 1000000 bytes of shared memory to convolve .*cuda:0"),
+        ({"block": 2048}, r"convolve of .* on cuda:0 runs with \d+ threads .* not with 2048"),
+        ({"grid": (1, 1 << 17, 1)}, r"convolve of .* a grid has at most .*, not \(1, 131072, 1\)"),
     ],
     ids=["shared memory", "block", "grid"],
 )

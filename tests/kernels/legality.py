@@ -27,13 +27,13 @@ def assert_legal(plan: Plan, gpu: Gpu) -> None:
         return
     layers = packed_layers(plan)
     packed = [_legal_packed_bytes(*layer, gpu) for layer in layers]
-    if not layers[0][2]["halves"]:
+    if not layers[0][2]["scaled_fp16"]:
         assert plan.scratch_bytes == max(packed)
         return
     # The workspace holds the weights of the repair, the other weights, a number for each output and
     # input channel, and for each image two numbers and one for each of its channels.
     (pack, _, first), (_, _, second) = layers
-    assert (first["repairs"], second["repairs"], second["halves"]) == (False, True, False)
+    assert (first["repairs"], second["repairs"], second["scaled_fp16"]) == (False, True, False)
     assert (second["packed_at"], first["packed_at"], first["tables_at"]) == (
         0, packed[1], sum(packed)
     )  # fmt: skip
@@ -46,8 +46,8 @@ def assert_legal(plan: Plan, gpu: Gpu) -> None:
     assert columns // first["groups"] % 16 == first["tables_at"] % 16 == 4 * channels % 16 == 0
     scale = plan.launches[0]
     assert scale.kernel.entry == "scale"
-    folded = first["fold_height"] * first["fold_width"]
-    inputs = first["groups"] * first["group_in"] // folded
+    s2d = first["s2d_height"] * first["s2d_width"]
+    inputs = first["groups"] * first["group_in"] // s2d
     assert scale.grid == (min(inputs, launches.MOST_PACK_BLOCKS), 1, 1)
     assert pack.grid[0] == min(channels + batch, launches.MOST_PACK_BLOCKS)
     assert plan.scratch_bytes == sum(packed) + 4 * (channels + columns + batch * (columns + 2))
@@ -66,49 +66,49 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
 
     scalar_bytes = 4 if c["Scalar"] == "float" else 2
     vector = 16 // scalar_bytes
-    channels_of_vector = 8 if c["halves"] else vector
-    weight_parts = 3 if c["halves"] and c["parts"] == 2 else c["parts"]
-    assert not c["halves"] or (c["Scalar"] == "float" and not c["in_channels_last"])
+    channels_of_vector = 8 if c["scaled_fp16"] else vector
+    weight_parts = 3 if c["scaled_fp16"] and c["parts"] == 2 else c["parts"]
+    assert not c["scaled_fp16"] or (c["Scalar"] == "float" and not c["in_channels_last"])
     chunks = ceil_div(c["group_in"], 2 * c["k_steps"] * channels_of_vector)
     if c["turns"]:
         assert c["resident"]
         assert c["rolling"] or chunks <= c["input_stages"]
     row_unit = gcd(c["stride_height"], c["dilation_height"])
-    row_phases, row_step = c["stride_height"] // row_unit, c["dilation_height"] // row_unit
+    row_residues, row_step = c["stride_height"] // row_unit, c["dilation_height"] // row_unit
     column_unit = gcd(c["stride_width"], c["dilation_width"])
-    column_phases = c["stride_width"] // column_unit
+    column_residues = c["stride_width"] // column_unit
     column_step = c["dilation_width"] // column_unit
-    slots = min(c["kernel_height"], row_phases) * min(c["kernel_width"], column_phases)
+    slots = min(c["kernel_height"], row_residues) * min(c["kernel_width"], column_residues)
 
     taps = (c["kernel_height"] + c["stack"] - 1) * c["kernel_width"]
     assert taps % c["stage_taps"] == 0
     assert c["stack"] in (1, 2, 4, 8)
-    assert c["stack"] == 1 or (c["tile_rows"] == 1 and row_phases == 1)
-    halo = (c["kernel_width"] - 1) * column_step // column_phases
+    assert c["stack"] == 1 or (c["tile_rows"] == 1 and row_residues == 1)
+    halo = (c["kernel_width"] - 1) * column_step // column_residues
     assert c["lead"] + c["tile_columns"] + halo <= c["pitch"]
     assert c["lead"] == 0 or (c["tile_rows"] == 1 and c["bulk_stores"])
-    fold = c["out_fold_height"] * c["out_fold_width"]
-    out_channels = c["group_out"] // fold
-    assert fold > 1 or c["interleave"] in (1, 2)
-    assert c["stack"] * c["column_sums"] <= 8
-    assert c["column_sums"] == 1 or c["interleave"] == 2
+    d2s = c["d2s_height"] * c["d2s_width"]
+    out_channels = c["group_out"] // d2s
+    assert d2s > 1 or c["interleave"] in (1, 2)
+    assert c["stack"] * c["stacked_columns"] <= 8
+    assert c["stacked_columns"] == 1 or c["interleave"] == 2
     passes = ceil_div(c["pixels"], c["pass_pixels"])
-    assert 2 // c["column_sums"] * passes % c["buffers"] == 0
-    if fold > 1:
+    assert 2 // c["stacked_columns"] * passes % c["buffers"] == 0
+    if d2s > 1:
         neighbours = out_channels if c["out_channels_last"] else 1
-        assert c["interleave"] == c["out_fold_width"] * neighbours <= 64 // c["stack"]
+        assert c["interleave"] == c["d2s_width"] * neighbours <= 64 // c["stack"]
         assert c["stack"] * c["group_out"] <= 64 or c["stack"] == 1
         assert c["groups"] == 1 or not c["out_channels_last"]
-        assert c["lead"] == c["halves"] == c["joint_stores"] == c["vector_stores"] == 0
-        assert (c["column_sums"], c["buffers"]) == (1, 1)
+        assert c["lead"] == c["scaled_fp16"] == c["joint_stores"] == c["vector_stores"] == 0
+        assert (c["stacked_columns"], c["buffers"]) == (1, 1)
         for axis, size in (("row", "height"), ("column", "width")):
             assert c[f"{axis}_begin"] <= 0 < c[f"{axis}_end"]
-            assert c[f"{axis}_end"] - c[f"{axis}_begin"] == c[f"out_fold_{size}"]
+            assert c[f"{axis}_end"] - c[f"{axis}_begin"] == c[f"d2s_{size}"]
     elif c["interleave"] == 2:
         assert c["out_step_width"] == 2
         assert c["lead"] == c["out_channels_last"] == 0
     rows = 2 // c["channel_groups"] * c["tile_rows"] * c["stack"]
-    halo_rows = rows + (c["kernel_height"] - 1) // row_phases
+    halo_rows = rows + (c["kernel_height"] - 1) // row_residues
     assert c["pixels"] in range(8, 257, 8)
     assert c["pass_pixels"] % 16 == 0
     assert c["lead"] + c["tile_columns"] + (c["tile_rows"] - 1) * c["pitch"] <= c["pixels"]
@@ -121,7 +121,7 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
         last = c["out_width"] - (strips - 1) * c["tile_columns"]
         assert last > 0
         assert last + halo + 2 * c["lead"] - 1 <= c["pixels"] <= c["pass_pixels"]
-        steps = ("stride_height", "stride_width", "fold_height", "fold_width")
+        steps = ("stride_height", "stride_width", "s2d_height", "s2d_width")
         assert {c[name] for name in (*steps, "out_step_height", "out_step_width")} == {1}
         assert scalar_bytes == 4 or not c["vector_loads"]
         if c["staged"]:
@@ -131,7 +131,7 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
     if c["joint_stores"]:
         assert c["out_channels_last"]
         assert c["channel_groups"] == 2
-        assert c["stack"] == c["column_sums"] == 1
+        assert c["stack"] == c["stacked_columns"] == 1
         assert not c["turns"]
 
     # Pipeline stages: no warp waits for a stage that is released only after the wait.
@@ -140,7 +140,7 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
     assert not c["resident"] or c["groups"] == 1
     assert c["weight_stages"] >= min(2, per_tile)
     if c["rolling"]:
-        assert chunks == row_phases == c["tile_rows"] == 1
+        assert chunks == row_residues == c["tile_rows"] == 1
         assert c["input_stages"] >= halo_rows
     else:
         assert c["input_stages"] >= min(2, chunks)
@@ -151,7 +151,7 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
     input_bytes = 16 * (c["parts"] * 2 * c["k_steps"] * plane + slack)
     tap_bytes = c["k_steps"] * weight_parts * c["channel_groups"] * 64 * 32
     row = c["interleave"] * c["pass_pixels"]
-    if fold > 1:
+    if d2s > 1:
         channels = min(64 // c["stack"] // c["interleave"] * c["interleave"], c["group_out"])
         lines = c["stack"] * channels // c["interleave"]
         staged = lines * (round_up(row + vector - 1, 2 * vector) + vector)
@@ -171,10 +171,10 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
         + 3 * c["raw_slots"] * (2 * channels_of_vector * line + 8)
     )
     assert used <= c["shared_bytes"]
-    product_channels = 64 // (c["stack"] * c["column_sums"])
-    if fold > 1:
-        product_channels -= product_channels % c["interleave"]
-    outputs = ceil_div(c["group_out"], c["channel_groups"] * product_channels)
+    mma_channels = 64 // (c["stack"] * c["stacked_columns"])
+    if d2s > 1:
+        mma_channels -= mma_channels % c["interleave"]
+    outputs = ceil_div(c["group_out"], c["channel_groups"] * mma_channels)
     packed_bytes: int = c["groups"] * outputs * chunks * taps * tap_bytes
 
     # Registers of the producer warpgroup and of two consumer warpgroups.
@@ -182,8 +182,8 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
     assert producer % 8 == consumer % 8 == 0
     assert 24 <= producer <= REGISTERS <= consumer <= 232
     assert 128 * producer + 256 * consumer <= 384 * REGISTERS
-    sums = c["pixels"] // 2 * c["parts"]  # Split numbers have a second set of accumulators.
-    assert sums < consumer
+    accumulators = c["pixels"] // 2 * c["parts"]  # 3xTF32 has a second set of them.
+    assert accumulators < consumer
 
     # Work items, and elements of an image, are counted in 32 bits.
     tiles = ceil_div(ceil_div(c["out_height"], row_step), rows)
@@ -191,8 +191,8 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
     items = outputs * strips * segments * row_step * c["groups"] * main.arguments[-1]
     assert main.grid[0] <= items < 2**31
     assert packed_bytes // 16 < 2**31
-    folded = c["fold_height"] * c["fold_width"]
-    for size, channels in (("in", c["group_in"] // folded), ("image", out_channels)):
+    s2d = c["s2d_height"] * c["s2d_width"]
+    for size, channels in (("in", c["group_in"] // s2d), ("image", out_channels)):
         assert c["groups"] * channels * c[f"{size}_height"] * c[f"{size}_width"] < 2**30
 
     # Copies of 16 bytes need aligned rows.
@@ -201,11 +201,11 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
     assert c["staged"] or not c["bulk_loads"]
     if c["staged"]:
         assert not c["in_channels_last"]
-        assert c["stride_width"] == folded == 1
+        assert c["stride_width"] == s2d == 1
     assert not c["vector_stores"] or (c["out_channels_last"] and c["group_out"] % vector == 0)
-    assert fold > 1 or not (c["bulk_stores"] and c["out_channels_last"])
+    assert d2s > 1 or not (c["bulk_stores"] and c["out_channels_last"])
     if c["bulk_stores"]:
-        assert fold > 1 or c["out_step_width"] == c["interleave"]
+        assert d2s > 1 or c["out_step_width"] == c["interleave"]
         stored = c["image_width"] * (out_channels if c["out_channels_last"] else 1)
         if c["tile_rows"] > 1:
             assert stored % vector == c["interleave"] * c["pitch"] % vector == 0
@@ -316,10 +316,10 @@ def _assert_legal_nchw(plan: Plan, gpu: Gpu) -> None:
     assert launch.grid[0] in range(1, gpu.sm_count + 1)
 
     axes = [_planes_axis(c, side) for side in ("height", "width")]
-    phases, sums, units, unit_taps = (prod(of) for of in zip(*axes, strict=True))
-    assert phases <= 16
+    residues, reached, units, unit_taps = (prod(of) for of in zip(*axes, strict=True))
+    assert residues <= 16
     assert c["columns"] % 8 == 0
-    assert sums * c["row_tiles"] * c["columns"] <= 256
+    assert reached * c["row_tiles"] * c["columns"] <= 256
     assert c["tile_pixels"] <= 128 * c["row_tiles"]
     assert c["vector"] in (1, 2 * c["row_tiles"])
     if c["vector"] > 1:

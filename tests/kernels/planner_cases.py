@@ -77,10 +77,10 @@ def packed_layers(plan: Plan) -> list[tuple[Launch, Launch, dict[str, Any]]]:
     launch that finds the scales comes first, and is left out.
     """
     launches = [launch for launch in plan.launches if launch.kernel.entry != "scale"]
-    packs, correlates = launches[::2], launches[1::2]
+    packs, convolves = launches[::2], launches[1::2]
     return [
         (pack, halo, dict(halo.kernel.constants))
-        for pack, halo in zip(packs, correlates, strict=True)
+        for pack, halo in zip(packs, convolves, strict=True)
     ]
 
 

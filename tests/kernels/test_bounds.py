@@ -61,7 +61,7 @@ def test_no_halo_tile_takes_less_than_its_shape() -> None:
     assert count > 1000
 
 
-def test_a_correlation_might_take_what_it_takes() -> None:
+def test_a_convolution_might_take_what_it_takes() -> None:
     count = 0
     for way in (way for seed in SEEDS for way in _ways(seed)):
         with suppress(Declined):

@@ -119,7 +119,7 @@ def test_portable_sums_have_short_levels() -> None:
         for gpu in GPUS.values():
             work = replace(drawn, gpu=gpu, planner=PASSES[drawn.direction][0])
             c: dict[str, Any] = dict(work.plan.launches[-1].kernel.constants)
-            terms = c["group_in"] * _phase_taps(c, "height") * _phase_taps(c, "width")
+            terms = c["group_in"] * _residue_taps(c, "height") * _residue_taps(c, "width")
             first = terms
             if c["two_level"]:
                 products = c["flush_channels"] * c["flush_rows"] * c["part_taps"]
@@ -128,7 +128,7 @@ def test_portable_sums_have_short_levels() -> None:
             assert longest <= max(600, 1.5 * terms**0.5), (str(drawn), str(gpu), longest)
 
 
-def _phase_taps(c: dict[str, Any], axis: str) -> int:
+def _residue_taps(c: dict[str, Any], axis: str) -> int:
     """The most taps along an axis that an output has."""
     stride, dilation = c[f"stride_{axis}"], c[f"dilation_{axis}"]
     step = stride // gcd(stride, dilation) if c["transposed"] else 1
@@ -189,7 +189,7 @@ def test_more_blocks_than_a_grid_has() -> None:
     problem = _problem((2**20 + 5, 2048, 1, 1), (2048, 1, 1, 1), groups=2048)
     for plan_pass in (direct.forward, direct.input_grad):
         plan = plan_pass(problem, _operands(problem), GPUS["sm_80"])
-        launches = [launch for launch in plan.launches if launch.kernel.entry == "correlate"]
+        launches = [launch for launch in plan.launches if launch.kernel.entry == "convolve"]
         images = 0
         for launch in launches:
             first, count = launch.arguments[-2:]

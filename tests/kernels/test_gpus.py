@@ -31,7 +31,7 @@ def _of(architecture: str) -> Gpu:
 def test_rates_are_the_published_ones(architecture: str) -> None:
     board, rates = BOARDS[architecture], gpus.rates(GPUS[architecture])
     cycles = board.gpu.sm_count * board.clock_ghz * 1e-3
-    found = (rates.products["float16"], rates.products["tf32"], rates.float32)
+    found = (rates.mma["float16"], rates.mma["tf32"], rates.float32)
     assert [2 * rate * cycles for rate in found] == pytest.approx(PUBLISHED[architecture], rel=0.01)
     assert rates.memory_bytes * cycles == pytest.approx(board.memory_gb_s * 1e-3)
 
@@ -39,9 +39,9 @@ def test_rates_are_the_published_ones(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", GPUS)
 def test_rates_of_all_gpus(architecture: str) -> None:
     rates = gpus.rates(GPUS[architecture])
-    assert rates.products.keys() == {"tf32", "float16", "bfloat16"}
+    assert rates.mma.keys() == {"tf32", "float16", "bfloat16"}
     if architecture not in ("sm_70", "sm_75"):
-        assert rates.products["tf32"] * 2 == rates.products["float16"] == rates.products["bfloat16"]
+        assert rates.mma["tf32"] * 2 == rates.mma["float16"] == rates.mma["bfloat16"]
     assert rates.float32 >= 64
     assert 64 >= rates.l2_bytes >= 0.8 * rates.memory_bytes
 

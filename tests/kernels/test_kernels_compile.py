@@ -20,8 +20,8 @@ import pytest
 import torch
 
 import nvrtc as other_nvrtc
-import small_products
-import swizzled_products
+import small_mmas
+import swizzled_mmas
 import tensor_maps
 from emulator import corpus, forced_plans
 from fastconv import jit
@@ -257,7 +257,7 @@ def _check_tensor_core_kernels(works: list[Work], most_spilled: int = 0) -> None
     for work in works:
         for index, launch in enumerate(work.planned(HOPPER).launches):
             of: dict[str, Any] = dict(launch.kernel.constants)
-            if launch.kernel.entry in ("correlate", "weight_grad", "implicit_gemm_nchw"):
+            if launch.kernel.entry in ("convolve", "weight_grad", "implicit_gemm_nchw"):
                 # A block that asks for more registers than it is launched with would wait forever.
                 wanted = 128 * of["producer_registers"] + 256 * of["consumer_registers"]
                 registers = compiled[_name(work, index, launch.kernel)].registers
@@ -334,7 +334,7 @@ def test_rare_constants(line: str) -> None:
     assert not _spilled(jit.compile_kernel(rare, HOPPER.architecture), 0)
 
 
-# GPUs with tensor cores that the kernels of a warp's products take, and what is compiled for them:
+# GPUs with tensor cores that the mma.sync kernels take, and what is compiled for them:
 # all workloads for each of them, if there is time, or else few.
 AMPERE = [arch for arch, gpu in GPUS.items() if gpus.number(gpu) >= 80]
 AMPERE_WORKS = [
@@ -355,7 +355,7 @@ def _plans(work: Work, gpu: Gpu) -> bool:
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", AMPERE)
-def test_products_of_warps(arch: str) -> None:
+def test_mma_sync_kernels(arch: str) -> None:
     works = AMPERE_WORKS
     if not ALL:
         # Of each architecture others; a prime number apart, so of all kinds.
@@ -368,7 +368,7 @@ def test_products_of_warps(arch: str) -> None:
     assert {name: kernel for name, kernel in compiled.items() if _spilled(kernel, 16)} == {}
 
 
-# ResNet-50's downsampling layers; phases that are stored alone, rows between others, and dilated.
+# ResNet-50's downsampling layers; residues that are stored alone, rows between others, and dilated.
 STRIDED = {
     name: Problem.of(*arguments)
     for name, arguments in {
@@ -392,8 +392,8 @@ def test_tensor_core_strided_input_grad(name: str) -> None:
     _check_tensor_core_kernels(works if ALL else works[turn::3])
 
 
-# Layers of ResNet-50, whose matrix products have kernels of their own: for channels-last images in
-# 16 bits, and for planes in TF32.
+# Layers of ResNet-50 for the implicit GEMM kernels: channels-last images in 16 bits, and planes in
+# TF32.
 RESNET50 = {
     name: Problem.of(*arguments, (1, 1), 1)
     for name, arguments in {
@@ -417,7 +417,7 @@ GEMM_MODES = {
 
 @needs_nvrtc
 @pytest.mark.parametrize("entry", GEMM_MODES)
-def test_matrix_products(entry: str) -> None:
+def test_implicit_gemm(entry: str) -> None:
     """With these kernels, even where another one is faster."""
     works = [
         Work(name, problem, forced_plans.Gemm(direction), *GEMM_MODES[entry])
@@ -472,10 +472,10 @@ def test_epilogues(arch: str) -> None:
 
 @needs_nvrtc
 def test_tensor_core_weight_grad() -> None:
-    """Sums leave few registers: what outer loops need, but no sum, may be spilled.
+    """Accumulators leave few registers: what outer loops need, but none of them, may be spilled.
 
     Of the 5x9 layers as float16, loaders have 56 registers for 32 numbers under way, and consumers
-    that sum the bias read some words between products.
+    that sum the bias read some words between MMAs.
     """
     works = _taken(
         Work(workload.name, workload.problem, planner.weight_grad, *mode)
@@ -500,17 +500,17 @@ def test_tma_copies(arch: str) -> None:
 
 
 @needs_nvrtc
-def test_swizzled_products() -> None:
+def test_swizzled_mmas() -> None:
     """The tests' own kernels for ``wgmma`` of swizzled matrices compile for sm_90a."""
-    for case in swizzled_products.CASES:
+    for case in swizzled_mmas.CASES:
         compiled = jit.compile_kernel(case.launch.kernel, "sm_90a")
         assert compiled.spill_bytes == 0
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", [arch for arch in GPUS if arch not in ("sm_70", "sm_75")])
-def test_small_products(arch: str) -> None:
+def test_small_mmas(arch: str) -> None:
     """The tests' own kernels for ``mma.sync`` compile for all GPUs since Ampere."""
-    for case in (*small_products.CASES, *small_products.ROUNDS):
+    for case in (*small_mmas.CASES, *small_mmas.ROUNDS):
         compiled = jit.compile_kernel(case.launch.kernel, arch)
         assert compiled.spill_bytes == 0

@@ -105,7 +105,7 @@ any_geometry = given(
 @any_geometry
 def test_any_geometry_has_a_legal_plan(**case: Any) -> None:
     _check(PASSES, **case)
-    with mock.patch.object(halo, "HALVES_CYCLES", 0.0):  # float16 for small images, too
+    with mock.patch.object(halo, "SCALED_FP16_CYCLES", 0.0):  # float16 for small images, too
         _check(PASSES, **case)
 
 
@@ -137,7 +137,7 @@ def test_plans_of_the_suites_are_legal(mode: str, channels_last: bool, plan: Pla
 
 def test_a_block_counts_on_from_its_last_tile() -> None:
     """A block's next tile is as many tiles on as there are blocks: all must be below 2^31."""
-    rows, columns = 113, 127  # of as many phases, of which 149640 times is 8 less than 2^31
+    rows, columns = 113, 127  # as many residues, of which 149640 times is 8 less than 2^31
 
     def planned(row_tiles: int) -> Plan:
         images = row_tiles * 256
@@ -164,7 +164,7 @@ def test_a_thread_counts_on_from_its_last_packed_vector() -> None:
     def packed(vectors: int) -> tuple[Launch, ...]:
         problem = FOUNDING[0].problem
         layer = Layer.of(problem, make_operands(problem))
-        one = launches.Correlation(
+        one = launches.TiledLayer(
             layer, "hopper/halo/kernel.cuh", {}, 1, 1, 0, 16 * vectors, 64, 64
         )
         return launches.launches([one], None)[0]
@@ -181,7 +181,7 @@ def test_exponents_are_added_up_in_32_bits() -> None:
         problem = Problem.of((1, 16, taps, 64), (4096, 16, taps, 1), (1, 1), (0,) * 4, (1, 1), 1)
         assert (255 * 4096 * taps < 2**31) == fits
         ways = forward_ways(problem, make_operands(problem, "tf32"))
-        assert any(layer.halves for way in ways for layer in way) == fits
+        assert any(layer.scaled_fp16 for way in ways for layer in way) == fits
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])

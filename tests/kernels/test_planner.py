@@ -229,14 +229,14 @@ def test_the_dilation_of_one_tap_makes_no_difference(plan: Planner, gpu: Gpu) ->
 
 # Constants that decide in which order the terms of a sum are added.
 ORDER = (
-    *("halves", "k_steps", "stage_taps", "stack", "rolling", "parts", "transposed"),
-    *("column_sums", "compensated"),
+    *("scaled_fp16", "k_steps", "stage_taps", "stack", "rolling", "parts", "transposed"),
+    *("stacked_columns", "compensated"),
 )
 FEW_OUTPUTS_ORDER = (
     "unit_steps",
     "parts",
     "transposed",
-    "low_products",
+    "low_low_mma",
     "compensated",
     "vector_loads",
 )

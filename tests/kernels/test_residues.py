@@ -60,13 +60,13 @@ def test_residues_are_the_gradient(
     wholes = (layers.interleaved(residues), layers.depth_to_space(problem, 1))
     for way in (residues, *([whole] for whole in wholes if whole is not None)):
         terms, written = [], []
-        for phase in way:
-            to = phase.placing
-            for q in range(phase.size):
+        for residue in way:
+            to = residue.placing
+            for q in range(residue.size):
                 written += range(to.step * q + to.begin, to.step * q + to.end)
-                for column, tap in product(range(to.sums), range(phase.taps)):
+                for column, tap in product(range(to.outputs), range(residue.taps)):
                     at = to.step * q + to.at + column
-                    out = q - phase.padding + tap * phase.dilation
+                    out = q - residue.padding + tap * residue.dilation
                     weight = to.last_tap - tap * to.tap_step + column
                     if 0 <= at < width and 0 <= out < out_width and 0 <= weight < kernel:
                         terms.append((at, weight, out))
@@ -95,7 +95,7 @@ def test_few_channels_take_depth_to_space(mode: str, channels_last: bool) -> Non
     """There is one pair of launches instead of 16, and rows of the image are stored whole."""
     plan = planner.input_grad(ALEXNET, make_operands(ALEXNET, mode, channels_last), H200)
     ((_, _, constants),) = packed_layers(plan)
-    assert (constants["out_fold_height"], constants["out_fold_width"]) == (4, 4)
+    assert (constants["d2s_height"], constants["d2s_width"]) == (4, 4)
     assert constants["interleave"] == (12 if channels_last else 4)
     assert constants["bulk_stores"]
     assert plan.packs == 1
@@ -104,7 +104,7 @@ def test_few_channels_take_depth_to_space(mode: str, channels_last: bool) -> Non
 NO_DEPTH_TO_SPACE = {
     "dilation": ((4, 3, 40, 40), (64, 3, 3, 3), {"dilation": (1, 2)}),
     "many channels": ((4, 48, 40, 40), (64, 48, 3, 3), {}),
-    "more neighbours than a product has": ((4, 3, 40, 40), (64, 3, 3, 3), {"stride": (2, 33)}),
+    "more neighbours than an MMA has rows": ((4, 3, 40, 40), (64, 3, 3, 3), {"stride": (2, 33)}),
     "groups of a pixel": ((4, 32, 40, 40), (64, 16, 3, 3), {"groups": 2}),
 }
 
@@ -117,7 +117,7 @@ def test_what_takes_no_depth_to_space(
 ) -> None:
     problem = make_problem(shape, weight, **{"stride": (2, 2), **options})
     ways = input_grad_ways(problem, make_operands(problem, "tf32", channels_last=True))
-    assert not any(way[0].unfolds for way in ways)
+    assert not any(way[0].depth_to_space for way in ways)
 
 
 def test_portable_kernels_instead_of_depth_to_space() -> None:
@@ -126,7 +126,7 @@ def test_portable_kernels_instead_of_depth_to_space() -> None:
         (32, 1, 161, 400), (32, 1, 41, 11), stride=(2, 2), padding=(20, 20, 5, 5)
     )  # fmt: skip
     operands = make_operands(problem, "ieee")
-    assert any(way[0].unfolds for way in input_grad_ways(problem, operands))
+    assert any(way[0].depth_to_space for way in input_grad_ways(problem, operands))
     assert planner.input_grad(problem, operands, H200).family != "hopper"
 
 

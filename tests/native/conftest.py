@@ -31,7 +31,7 @@ def folder(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     folder = tmp_path / "cache"
     monkeypatch.setenv("FASTCONV_CACHE_DIR", str(folder))
     monkeypatch.delenv("FASTCONV_NATIVE", raising=False)
-    for name in ("conv2d", "_begun", "_background", "_forked", "_reason"):
+    for name in ("conv2d", "_started", "_background", "_forked", "_reason"):
         monkeypatch.setattr(native, name, getattr(native, name))  # pytest restores it afterwards.
     monkeypatch.setattr(native, "load", functools.cache(native.load.__wrapped__))
     forget()

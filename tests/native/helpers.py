@@ -49,7 +49,7 @@ def forget() -> None:
     """Resets the package to the state that it has in a new process."""
     if native._background is not None:
         native._background.join()
-    native.conv2d, native._begun, native._background = None, False, None
+    native.conv2d, native._started, native._background = None, False, None
     native._forked, native._reason = False, native._NOT_YET
 
 

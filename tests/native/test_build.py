@@ -173,13 +173,13 @@ class TestBuilding:
         """A killed compiler does not keep the next attempt from being made."""
         fake.path.write_text("#!/bin/sh\nkill -9 $$\n")
         with noted_warnings() as words:
-            native.begin()
+            native.start_build()
             native.finish()
         assert words == []
         assert native.describe() == "Python (the library's build was stopped)"
         forget()
         fake.set()
-        native.begin()
+        native.start_build()
         native.finish()
         assert native.conv2d is native.load()
 
@@ -190,7 +190,7 @@ class TestBuilding:
         fake.set(held=True, words="never said")
         monkeypatch.setenv("FASTCONV_BUILD_TIMEOUT", "0.5")
         with noted_warnings() as words:
-            native.begin()
+            native.start_build()
             native.finish()
             check_works()
         (warning,) = words
@@ -227,7 +227,7 @@ class TestBuilding:
         monkeypatch.setenv("FASTCONV_BUILD_TIMEOUT", value)
         words = f"FASTCONV_BUILD_TIMEOUT should be seconds, 0 for no limit, but got '{value}'"
         with pytest.raises(ValueError, match=words):
-            native.begin()
+            native.start_build()
         with pytest.raises(Unavailable, match=words):
             native.make()
         assert fake.calls == []
@@ -298,7 +298,7 @@ class TestBuilding:
             folder.chmod(0o777)
         native.describe()  # It must not raise.
         with noted_warnings() as warned:
-            native.begin()
+            native.start_build()
             native.finish()
             check_works()
         assert warned == []

@@ -38,7 +38,7 @@ class TestBackground:
     def test_a_process_goes_on_meanwhile(self, fake: Compiler) -> None:
         fake.set(held=True)
         program = f"""
-native.begin()
+native.start_build()
 call()
 assert native.conv2d is None and "being built" in native.describe()
 open({str(fake.go)!r}, "w").close()
@@ -51,34 +51,34 @@ assert native.conv2d is native.load()
 
     def test_the_build_outlives_its_process(self, fake: Compiler) -> None:
         fake.set(held=True)
-        assert run("call(); native.begin()") == ["Python"]
+        assert run("call(); native.start_build()") == ["Python"]
         assert not build.is_built(), "the process has not waited"
         fake.go.touch()
         start = time.monotonic()
         while not build.is_built():
             assert time.monotonic() < start + PATIENCE_S
             time.sleep(0.05)
-        assert run("call(); native.begin(); call()") == ["Python", "native"]
+        assert run("call(); native.start_build(); call()") == ["Python", "native"]
         assert len(fake.calls) == 1
 
-    def test_planning_for_a_gpu_begins_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Begun(Exception):
+    def test_planning_for_a_gpu_starts_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Started(Exception):
             pass
 
-        def begin() -> None:
-            raise Begun
+        def start_build() -> None:
+            raise Started
 
-        monkeypatch.setattr(native, "begin", begin)
+        monkeypatch.setattr(native, "start_build", start_build)
         problem = Problem.of(INPUT, WEIGHT, (1, 1), (1, 1, 1, 1), (1, 1), 1)
         output, input, weight = tensors(problem.output_shape, INPUT, WEIGHT)
-        with pytest.raises(Begun):
+        with pytest.raises(Started):
             cuda.family(planner.forward, problem, input, output, weight, None)
 
     def test_failure(self, fake: Compiler) -> None:
         fake.set(status=3, words="what is wrong")
         with noted_warnings() as words:
             for _ in range(2):
-                native.begin()
+                native.start_build()
                 native.finish()
                 check_works()
         (warning,) = words
@@ -90,7 +90,7 @@ assert native.conv2d is native.load()
         forget()  # A later process neither tries nor warns.
         assert "did not compile" in native.describe()
         with noted_warnings() as words:
-            native.begin()
+            native.start_build()
             native.finish()
             check_works()
         assert words == []
@@ -105,7 +105,7 @@ assert native.conv2d is native.load()
 
     def test_threads_that_begin(self, fake: Compiler) -> None:
         fake.set(seconds=0.2)
-        threads = [threading.Thread(target=native.begin) for _ in range(8)]
+        threads = [threading.Thread(target=native.start_build) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -126,7 +126,7 @@ assert native.conv2d is native.load()
         if name not in ("", "application"):
             named.symlink_to(application)
         monkeypatch.setattr(sys, "executable", str(named) if name else None)
-        native.begin()
+        native.start_build()
         native.finish()
         check_works()
         assert not started.exists()
@@ -138,12 +138,12 @@ assert native.conv2d is native.load()
 class TestWanted:
     def test_not(self, fake: Compiler, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FASTCONV_NATIVE", "0")
-        native.begin()
+        native.start_build()
         native.finish()
         assert fake.calls == []
         native.make()  # An explicit build is made all the same.
         program = """
-native.begin(); native.finish(); call()
+native.start_build(); native.finish(); call()
 assert native.conv2d is None and native.describe() == "Python (FASTCONV_NATIVE=0)"
 assert "host-" not in open("/proc/self/maps").read()
 """
@@ -194,13 +194,13 @@ class TestInTheWay:
     @pytest.fixture(autouse=True)
     def _afterwards(self, fake: Compiler) -> Iterator[None]:
         yield
-        native.begin()
+        native.start_build()
         native.finish()
         assert len(fake.calls) == 1
         assert native.conv2d is native.load()
 
     def _check_nothing_begins(self, fake: Compiler) -> None:
-        native.begin()
+        native.start_build()
         native.finish()
         assert native.conv2d is None
         assert not fake.calls
@@ -250,7 +250,7 @@ class TestTrust:
         else:
             with noted_warnings() as words:
                 for _ in range(2):
-                    native.begin()
+                    native.start_build()
                     check_works()
             (warning,) = words
             assert "native host path is not used" in warning
@@ -262,7 +262,7 @@ class TestTrust:
     def test_one_s_own(self, mark: Path) -> None:
         """The user's own library is loaded, which makes the mark, but is no Python module."""
         with noted_warnings() as words:
-            native.begin()
+            native.start_build()
             check_works()
         (warning,) = words
         assert "does not load" in warning

@@ -49,7 +49,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passes]:
 
     prepared = SimpleNamespace(run=lambda *_: None)
     monkeypatch.setattr(native, "conv2d", None)
-    monkeypatch.setattr(native, "begin", lambda: None)
+    monkeypatch.setattr(native, "start_build", lambda: None)
     monkeypatch.setattr(lookahead, "compile_gradients", compile_gradients)
     monkeypatch.setattr(cuda, "before_forward", lookahead.compile_next_layers)
     monkeypatch.setattr(cuda, "planned", needed)
@@ -142,7 +142,7 @@ def test_ready_passes_are_not_begun(passes: Passes) -> None:
     output.backward(torch.empty_like(output))
     passes.begun.clear()
     for need in passes.gradients:
-        cuda.begin(need)
+        cuda.compile_ahead(need)
     assert not passes.begun
 
 

@@ -86,7 +86,7 @@ def test_precision(loads: Loads, precision: Any) -> None:
     with fastconv.precision(precision), torch.no_grad():
         fastconv.prepare(model, EXAMPLE)
     # With ieee, kernels split each number into two parts.
-    parts = {dict(kernel.constants)["parts"] for kernel in loads if kernel.entry == "correlate"}
+    parts = {dict(kernel.constants)["parts"] for kernel in loads if kernel.entry == "convolve"}
     assert (2 in parts) == (precision == "ieee")
 
 

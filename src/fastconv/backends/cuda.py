@@ -174,10 +174,10 @@ def ready(need: Need, plan: Plan | None = None) -> Ready:
 
 
 # The names of a pass's tensors in launches, in the order of Ready.run.
-CORRELATION_TENSORS = ("input", "weight", "bias", "residual", "output", "scratch")
+CONV_TENSORS = ("input", "weight", "bias", "residual", "output", "scratch")
 _TENSORS: dict[Pass, tuple[str, ...]] = {
-    planner.forward: CORRELATION_TENSORS,
-    planner.input_grad: CORRELATION_TENSORS,
+    planner.forward: CONV_TENSORS,
+    planner.input_grad: CONV_TENSORS,
     planner.weight_grad: ("grad_output", "input", "output", "bias_grad", "scratch"),
 }
 
@@ -272,7 +272,7 @@ MOST_READY = 4096
 
 @lru_cache(maxsize=MOST_READY)
 def _ready(need: Need) -> Ready:
-    native.begin()
+    native.start_build()
     plan = _given_plans.get(need)
     if plan is None:
         if need.plan is planner.forward and before_forward is not None:
@@ -318,20 +318,20 @@ def take_latest() -> Need | None:
     return need
 
 
-def begin(need: Need) -> None:
-    """Begins to plan a pass and compile its kernels in the background; :func:`ready` uses them."""
+def compile_ahead(need: Need) -> None:
+    """Plans a pass and compiles its kernels in the background; :func:`ready` uses them."""
     if not is_ready(need):
         gpu(need.device)  # cached here: background threads do not query the device
-        pool.run_ahead(need, partial(begun, need))
+        pool.run_ahead(need, partial(plan_and_compile, need))
 
 
 def drop(need: Need) -> None:
-    """Cancels what :func:`begin` has queued for a pass, if it has not started."""
+    """Cancels what :func:`compile_ahead` has queued for a pass, if it has not started."""
     pool.cancel_ahead(need)
 
 
-def begun(need: Need) -> Plan:
-    """Plans a pass and begins to compile its kernels in the background."""
+def plan_and_compile(need: Need) -> Plan:
+    """Plans a pass and starts to compile its kernels in the background."""
     plan = planned(need)
     kernels = (one.kernel for one in plan.launches)
     loading.compile_ahead(kernels, gpu(need.device).architecture, need.device)

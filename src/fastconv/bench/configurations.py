@@ -28,8 +28,8 @@ _CHOSEN = (
     "blocks_per_sm", "parts", "channel_groups", "stack", "pixels", "tile_rows", "tile_columns",
     "pitch", "lead", "staged", "raw_slots", "bulk_loads", "rolling", "segment_tiles", "k_steps",
     "input_stages", "weight_stages", "resident", "pass_pixels", "bulk_stores", "vector_loads",
-    "vector_stores", "joint_stores", "wraps", "turns", "row_at", "column_at", "column_sums",
-    "interleave", "out_fold_height", "out_fold_width", "rows", "columns", "channels", "slots",
+    "vector_stores", "joint_stores", "wraps", "turns", "row_at", "column_at", "stacked_columns",
+    "interleave", "d2s_height", "d2s_width", "rows", "columns", "channels", "slots",
     "lanes_c", "tap_rows", "tap_blocks", "splits", "inside",
 )  # fmt: skip
 

@@ -30,7 +30,7 @@ def gather(
         "environment": environment.describe(device),
         "nvrtc": _nvrtc(),
         "float32_convolutions": _precision.pytorch_setting(),
-        "cache": kept(),
+        "cache": cache_state(),
         "planned_for": _planned_for(here, other),
         "cases": [_case(case, gpu, explain) for case in cases],
     }
@@ -44,7 +44,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"{'nvrtc':{width}}  {found['nvrtc']}",
         f"{'float32':{width}}  {found['float32_convolutions']} (PyTorch's setting, on GPUs)",
     ]
-    shown = kept_lines(found["cache"])
+    shown = cache_lines(found["cache"])
     text += [
         f"{name:{width}}  {line}" for name, line in zip_longest(["cache"], shown, fillvalue="")
     ]
@@ -55,7 +55,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     return text
 
 
-def kept() -> dict[str, Any]:
+def cache_state() -> dict[str, Any]:
     """The state of the kernel cache, as values for JSON."""
     size, limit = cache.size(), cache.limit()
     return {
@@ -70,16 +70,16 @@ def kept() -> dict[str, Any]:
     }
 
 
-def kept_lines(kept: dict[str, Any]) -> list[str]:
+def cache_lines(state: dict[str, Any]) -> list[str]:
     """The state of the kernel cache as text: a line, and one more for each problem with it."""
-    kernels = kept["entries"] - kept["plans"] - kept["times"]
-    size = cache.Size(kept["bytes"], kernels, kept["plans"], kept["times"])
-    room = f"{cache.in_units(size.bytes)} of at most {cache.in_units(kept['limit'])}"
-    text = [f"{kept['folder']}: {size}, {room}"]
-    if kept["limit_trouble"]:
-        text.append(kept["limit_trouble"])
-    if kept["distrusted"]:
-        text.append(f"not used, as others could plant code: {kept['distrusted']}")
+    kernels = state["entries"] - state["plans"] - state["times"]
+    size = cache.Size(state["bytes"], kernels, state["plans"], state["times"])
+    room = f"{cache.in_units(size.bytes)} of at most {cache.in_units(state['limit'])}"
+    text = [f"{state['folder']}: {size}, {room}"]
+    if state["limit_trouble"]:
+        text.append(state["limit_trouble"])
+    if state["distrusted"]:
+        text.append(f"not used, as others could plant code: {state['distrusted']}")
     return text
 
 

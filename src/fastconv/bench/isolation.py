@@ -529,6 +529,6 @@ def may_change_arithmetic(plan: Plan, direction: str, pattern: Pattern) -> bool:
     weight gradients that of a channel, does not fit float16.
     """
     constants = (dict(launch.kernel.constants) for launch in plan.launches)
-    if not any(one.get("halves") for one in constants):
+    if not any(one.get("scaled_fp16") for one in constants):
         return False
     return not (pattern.whole_planes if direction == "weight_grad" else pattern.other_images)

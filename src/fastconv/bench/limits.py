@@ -132,7 +132,7 @@ def multiplied(plan: Plan, dtype: str) -> tuple[str, int]:
     repair launches, for numbers out of float16's range; these are not counted.
     """
     constants = [dict(launch.kernel.constants) for launch in plan.launches]
-    scaled_fp16 = [one for one in constants if one.get("halves")]
+    scaled_fp16 = [one for one in constants if one.get("scaled_fp16")]
     parts = max(int(one.get("parts", 1)) for one in scaled_fp16 or constants)
     kind = "float16" if scaled_fp16 else {"float32": "tf32"}.get(dtype, dtype)
     return kind, 3 if parts > 1 else 1

@@ -114,7 +114,7 @@ class _Run:
         self._output = torch.empty_like(contestants.ours(case)(tensors))
         device = tensors.input.device
         self._workspace = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
-        self._launches = launch.load_launches(plan.launches, device, cuda.CORRELATION_TENSORS)
+        self._launches = launch.load_launches(plan.launches, device, cuda.CONV_TENSORS)
 
     def __call__(self, tensors: Tensors) -> Tensor:
         operands = (self._read(tensors), tensors.weight, None, None, self._output, self._workspace)

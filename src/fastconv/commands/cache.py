@@ -19,12 +19,12 @@ from fastconv.jit import archive, cache, compile, trust
 def list_entries(arguments: Namespace) -> int:
     """``fastconv cache list``: prints the entries, the most recently used first."""
     _check_folder()
-    totals, entries = info.kept(), cache.entries()
+    totals, entries = info.cache_state(), cache.entries()
     described = [(entry, cache.metadata(entry)) for entry in entries]
     if arguments.json:
         print_json({"cache": totals, "entries": [_to_dict(*one) for one in described]})
         return 0
-    print("\n".join(info.kept_lines(totals)))
+    print("\n".join(info.cache_lines(totals)))
     rows = [_cells(*one) for one in described if one[0].kind != cache.PLAN]
     if rows:
         rows.insert(0, ("source", "architecture", "size", "last used"))

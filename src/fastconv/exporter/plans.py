@@ -208,7 +208,7 @@ def _separated(arguments: Sequence[str]) -> str:
 def _grid(launch: Launch, gpu: Gpu) -> str:
     """The grid as Python: a number, or a share of it where it depends on the number of SMs."""
     kernel, blocks = launch.kernel, launch.grid[0]
-    if (kernel.source, kernel.entry) == ("ampere/halo/kernel.cuh", "correlate"):
+    if (kernel.source, kernel.entry) == ("ampere/halo/kernel.cuh", "convolve"):
         # The blocks are persistent, so that any number is right. A multiple of the SMs may also be
         # the number of tiles by chance, which does no harm.
         return _share(blocks) if blocks % gpu.sm_count == 0 else str(blocks)

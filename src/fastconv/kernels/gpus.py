@@ -17,13 +17,13 @@ _KIB = 1024
 class Rates:
     """The throughput of one SM per cycle.
 
-    ``products`` are the multiply-adds that ``mma.sync`` reaches with float32 accumulators, by the
+    ``mma`` are the multiply-adds that ``mma.sync`` reaches with float32 accumulators, by the
     type of the operands: "tf32", "float16" or "bfloat16"; 0 if the type is not supported.
     ``float32`` are the multiply-adds of CUDA cores. ``l2_bytes`` and ``memory_bytes`` are an SM's
     share of the bandwidth of the L2 cache and of the GPU's memory.
     """
 
-    products: dict[str, float]
+    mma: dict[str, float]
     float32: int
     l2_bytes: float
     memory_bytes: float
@@ -45,9 +45,9 @@ class Board:
 
     @property
     def rates(self) -> Rates:
-        products = {"tf32": self.tf32, "float16": self.float16, "bfloat16": self.bfloat16}
+        mma = {"tf32": self.tf32, "float16": self.float16, "bfloat16": self.bfloat16}
         cycles = self.clock_ghz * self.gpu.sm_count
-        return Rates(products, self.float32, self.l2_bytes, self.memory_gb_s / cycles)
+        return Rates(mma, self.float32, self.l2_bytes, self.memory_gb_s / cycles)
 
 
 def _gpu(architecture: str, sm_count: int, block_kib: int, sm_kib: int) -> Gpu:

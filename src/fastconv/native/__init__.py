@@ -25,7 +25,6 @@ from fastconv.native.build import Unavailable
 
 __all__ = [
     "Unavailable",
-    "begin",
     "conv2d",
     "describe",
     "finish",
@@ -35,6 +34,7 @@ __all__ = [
     "make",
     "register",
     "settle",
+    "start_build",
     "under_way",
     "wanted",
 ]
@@ -52,7 +52,7 @@ _VARIABLE = "FASTCONV_NATIVE"
 _QUOTED_CHARACTERS = 4000
 _NOT_YET = "the library is built at the first call on a GPU, or by `fastconv build`"
 _reason = _NOT_YET  # why Python serves calls
-_begun = False  # whether begin() has looked for the library
+_started = False  # whether start_build() has looked for the library
 _forked = False  # whether this process is a fork of one that had imported fastconv
 _frozen = False  # whether frozen_weights is active
 _make_entry: Callable[..., Any] | None = None  # makes the entries of the library's table
@@ -82,8 +82,8 @@ def describe() -> str:
     return f"Python ({_missing() or _NOT_YET})"
 
 
-def begin() -> None:
-    """Uses the library if it is built, or begins to build it; called when a GPU's pass is planned.
+def start_build() -> None:
+    """Starts to build the library, or uses it if it is built; called as a GPU's pass is planned.
 
     Does nothing while a CUDA graph is captured or PyTorch traces, nor in a forked process.
     :func:`describe` says what is missing, and a warning reports a compiler's failure.
@@ -92,14 +92,14 @@ def begin() -> None:
         ValueError: ``FASTCONV_NATIVE`` has neither of its values, or ``FASTCONV_BUILD_TIMEOUT`` is
             no number of seconds.
     """
-    global _begun, _background, conv2d
-    if _begun or conv2d is not None or wanted() is False or in_the_way():
+    global _started, _background, conv2d
+    if _started or conv2d is not None or wanted() is False or in_the_way():
         return
     compiler.limit_s()  # raises here: an error in the background process would go unnoticed
     with _lock:
-        if _begun:
+        if _started:
             return
-        _begun = True
+        _started = True
         try:
             if not build.is_built():
                 _check_failure()
@@ -114,7 +114,7 @@ def begin() -> None:
 
 
 def finish() -> None:
-    """Waits until the library that :func:`begin` began to build is there, and loads it."""
+    """Waits until the library that :func:`start_build` began to build is there, and loads it."""
     if _background is not None:
         _background.join()
     if conv2d is _load_at_once:
@@ -128,7 +128,7 @@ def under_way() -> bool:
 
 def settle() -> None:
     """Builds and loads the library if that is possible, so that all calls to be timed use it."""
-    begin()
+    start_build()
     finish()
 
 

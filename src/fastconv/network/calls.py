@@ -293,7 +293,7 @@ def plans(call: Call, layer: nn.Module, device: torch.device) -> dict[cuda.Need,
     with FakeTensorMode():
         trial = Trial(call, layer, device)
     needs = preparation.needs_of(trial.ours_forward, (trial.input, trial.residual), {})
-    return {need: cuda.begun(need) for need in needs}
+    return {need: cuda.plan_and_compile(need) for need in needs}
 
 
 # --- Timed ----------------------------------------------------------------------------------------

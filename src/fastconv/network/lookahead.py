@@ -61,7 +61,7 @@ def compile_gradients(
     if not native.in_the_way():
         with suppress(Exception):
             for need in _gradient_needs(args, result, wanted, switch):
-                cuda.begin(need)
+                cuda.compile_ahead(need)
 
 
 def _gradient_needs(
@@ -138,7 +138,7 @@ class _Guesses:
     def compile(self, found: list[tuple[nn.Module, cuda.Need]]) -> None:
         for layer, need in reversed(found):  # the pass that is queued last is compiled first
             self._needs[layer] = need
-            cuda.begin(need)
+            cuda.compile_ahead(need)
 
 
 _guesses: WeakKeyDictionary[nn.Module, _Guesses] = WeakKeyDictionary()  # by network

@@ -37,7 +37,8 @@ def layer_times(
     missing = {call: layer for call, layer in of.items() if call not in found}
     if not missing:
         return found
-    native.begin()  # the host path is built by the time the whole model is measured, or soon after
+    # The host path is built by the time the whole model is measured, or soon after.
+    native.start_build()
     with subject.timed("planning"):
         failed, plans = _planned(missing)
         subject.plans |= plans

@@ -212,7 +212,7 @@ def preparing(*, progress: bool | None = None) -> Iterator[Preparing]:
 
 def _prepared(needs: Needs, start: float, progress: bool | None) -> Preparation:
     """Plans, compiles and loads what passes need; the work began at the time ``start``."""
-    plans = {need: cuda.begun(need) for need in needs}
+    plans = {need: cuda.plan_and_compile(need) for need in needs}
     kernels, new = load_kernels(plans, progress_shower("compiled {} of {} kernels", progress))
     passes = (
         PreparedPass(

@@ -38,7 +38,7 @@ void bulk_store_wait(Site site);
 // accumulators are poisoned.
 struct Matrix {
   unsigned long long descriptor;
-  bool across;  // contiguous across K (the "MN-major" layout), not along it
+  bool mn_major;  // contiguous along M or N, not along K
 };
 void wgmma(Site site, Scalar scalar, float* accumulators, int columns, Matrix left, Matrix right,
            bool accumulate);

@@ -10,13 +10,13 @@ enum class Scalar { kTf32, kFloat16, kBfloat16 };
 enum class Order {
   kCores,     // contiguous core matrices of 8 rows by 16 bytes, no swizzle
   kSwizzled,  // contiguous pieces of 8 rows by 128 bytes, 128-byte swizzle
-  kAcross,    // contiguous pieces of 8 places of K by 128 bytes of rows, 128-byte swizzle
+  kMnMajor,   // contiguous pieces of 8 places of K by 128 bytes of rows, 128-byte swizzle
 };
 
 struct Operand {
   Order order;
   const unsigned char* start;
-  int leading;  // bytes between pieces: along K, but across it in kAcross
+  int leading;  // bytes between pieces: along K, but along M or N in kMnMajor
   int stride;   // bytes between pieces in the other direction
 };
 

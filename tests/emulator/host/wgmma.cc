@@ -59,7 +59,7 @@ int end_of_matrix(const Operand& operand, int start, int rows) {
 // The swizzle pattern must begin where TMA has it begin: at a multiple of 1024 bytes. A matrix
 // along K may begin later in the pattern's first row of 128 bytes.
 void check_swizzled(const Operand& operand, int start) {
-  const int latest = operand.order == Order::kAcross ? 0 : 128 - kRowBytes;
+  const int latest = operand.order == Order::kMnMajor ? 0 : 128 - kRowBytes;
   if (start % kPattern > latest) {
     fail(
         "wgmma reads a swizzled matrix from byte %d of shared memory, at most %d after a multiple "
@@ -67,7 +67,7 @@ void check_swizzled(const Operand& operand, int start) {
         start, latest, kPattern);
   }
   if (operand.stride % kPattern ||
-      (operand.order == Order::kAcross && operand.leading % kPattern)) {
+      (operand.order == Order::kMnMajor && operand.leading % kPattern)) {
     fail("wgmma reads a swizzled matrix with offsets %d and %d, not multiples of %d",
          operand.leading, operand.stride, kPattern);
   }
@@ -75,10 +75,10 @@ void check_swizzled(const Operand& operand, int start) {
 
 Order order_of(Matrix matrix) {
   const bool swizzled = matrix.descriptor >> 62 == 1;
-  if (matrix.across && !swizzled) {
-    fail("wgmma reads a matrix that is contiguous across K and not swizzled");
+  if (matrix.mn_major && !swizzled) {
+    fail("wgmma reads an MN-major matrix that is not swizzled");
   }
-  if (matrix.across) return Order::kAcross;
+  if (matrix.mn_major) return Order::kMnMajor;
   return swizzled ? Order::kSwizzled : Order::kCores;
 }
 
@@ -155,7 +155,7 @@ void finish(Thread& thread, const Wgmma& wgmma) {
 
 void matrix_in_unison(Matrix matrix) {
   in_unison(matrix.descriptor);
-  in_unison(int(matrix.across));
+  in_unison(int(matrix.mn_major));
 }
 
 void start(Wgmma wgmma, Matrix right) {

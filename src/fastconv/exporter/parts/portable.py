@@ -315,7 +315,7 @@ def convolution_plan(geometry: Geometry, operands: Operands, transposed: bool) -
         arguments = ("input", "weight", "scratch", "bias", "output", first, images)
         launches.append(
             Launch(
-                code[0], "correlate", code[1], images * blocks, 32 * WARPS, shared_bytes, arguments
+                code[0], "convolve", code[1], images * blocks, 32 * WARPS, shared_bytes, arguments
             )
         )
     return Plan(tuple(launches), packed * 4)

@@ -12,7 +12,7 @@ from fastconv.kernels.family import GEOMETRY, Constant
 
 
 def _halo(c: Mapping[str, Any]) -> dict[str, Constant]:
-    is_16_bit = c["halves"] or c["Scalar"] != "float"
+    is_16_bit = c["scaled_fp16"] or c["Scalar"] != "float"
     chunk = 2 * c["k_steps"] * (8 if is_16_bit else 4)  # channels
     common = gcd(c["stride_height"], c["dilation_height"])
     row_residues = c["stride_height"] // common
@@ -26,7 +26,7 @@ def _halo(c: Mapping[str, Any]) -> dict[str, Constant]:
     pixels = c["block_rows"] * c["tile_columns"]
     return {
         "16 bits": c["Scalar"] != "float",
-        "space-to-depth": c["fold_height"] * c["fold_width"] > 1,
+        "space-to-depth": c["s2d_height"] * c["s2d_width"] > 1,
         "grouped": c["groups"] > 1,
         "residues": row_residues * column_residues > 1,
         "row step": c["dilation_height"] > common,
@@ -39,8 +39,8 @@ def _halo(c: Mapping[str, Any]) -> dict[str, Constant]:
         "several batches": units > batch,
         "whole batches": units % batch == 0,
         "channels shared": c["channel_groups"] > 1,
-        "few rows": c["product_rows"] < 32,
-        "rows first": c["pixels"] <= c["product_rows"],
+        "few rows": c["register_tile_m"] < 32,
+        "rows first": c["pixels"] <= c["register_tile_m"],
         "idle pixels": pixels < c["warps"] // c["channel_groups"] * c["pixels"],
         "several passes": c["pixels"] > c["pass_pixels"],
         "output step": c["out_step_height"] > 1 or c["out_step_width"] > 1,
@@ -52,11 +52,11 @@ HALO = Anatomy(
     sizes=GEOMETRY
     | ABSENT.keys()
     | {
-        "fold_height", "fold_width", "weight_height", "weight_width", "last_tap_row",
+        "s2d_height", "s2d_width", "weight_height", "weight_width", "last_tap_row",
         "last_tap_column", "tap_step_height", "tap_step_width", "image_height", "image_width",
         "out_step_height", "out_step_width", "row_at", "row_begin", "row_end", "column_at",
-        "column_begin", "column_end", "column_sums", "interleave", "out_fold_height",
-        "out_fold_width", "warps", "product_rows",
+        "column_begin", "column_end", "stacked_columns", "interleave", "d2s_height",
+        "d2s_width", "warps", "register_tile_m",
         "channel_groups", "pixels",
         "block_rows", "tile_columns", "pitch", "plane_padding", "k_steps", "stage_taps",
         "period_taps", "flush_taps", "input_stages", "weight_stages", "loaders", "unit_vectors",
@@ -66,21 +66,21 @@ HALO = Anatomy(
     chosen=_halo,
     parts={
         "load": (
-            "16 bits", "parts", "halves", "ties_to_even", "in_channels_last", "vector_loads",
+            "16 bits", "parts", "scaled_fp16", "ties_to_even", "in_channels_last", "vector_loads",
             "space-to-depth", "residues", "repairs", "whole chunks", "whole batches",
             "several batches",
         ),
         "multiply": (
-            "Scalar", "parts", "halves", "low_products", "compensated", "resident",
+            "Scalar", "parts", "scaled_fp16", "low_low_mma", "compensated", "resident",
             "channels shared", "rows first", "several chunks", "several stages", "residues",
             "several flushes", "several periods",
         ),
         "store": (
-            "16 bits", "halves", "out_channels_last", "store_vector", "several passes",
+            "16 bits", "scaled_fp16", "out_channels_last", "store_vector", "several passes",
             "few rows", "output step", "stores", "idle pixels",
         ),
         "pack": (
-            "Scalar", "parts", "halves", "transposed", "space-to-depth", "repairs", "grouped",
+            "Scalar", "parts", "scaled_fp16", "transposed", "space-to-depth", "repairs", "grouped",
             "ties_to_even",
         ),
     },

@@ -8,7 +8,7 @@ namespace depthwise {
 
 using C = Config;
 using Scalar = C::Scalar;
-using Sum = SumOf<Scalar>::type;
+using Acc = AccOf<Scalar>::type;
 
 // Convert neighbouring elements to the accumulators' type. Two 16-bit elements are extracted from
 // one register.
@@ -21,7 +21,7 @@ __device__ __forceinline__ void widen_pair(bfloat16, unsigned pair, float* targe
   target[1] = __uint_as_float(pair & 0xffff0000u);
 }
 template <class T, int kCount>
-__device__ __forceinline__ void widen_vector(const Vector<T, kCount>& vector, Sum* target) {
+__device__ __forceinline__ void widen_vector(const Vector<T, kCount>& vector, Acc* target) {
   if constexpr (sizeof(T) == 2 && kCount % 2 == 0) {
     const unsigned* const pairs = reinterpret_cast<const unsigned*>(vector.element);
 #pragma unroll

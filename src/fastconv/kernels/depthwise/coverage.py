@@ -205,7 +205,7 @@ def _toeplitz(c: Mapping[str, Any]) -> dict[str, Constant]:
         "several images": c["slots"] > 1,
         "odd strips": strips % 2 == 1,
         "several turns": c["channels"] * ceil_div(strips, 2) > c["warps"],
-        "several products": c["lanes_x"] > 1,
+        "several MMAs": c["lanes_x"] > 1,
         "several steps": read * (4 if c["Scalar"] == "float" else 2) > 32,
         "multiplied": c["group_out"] > 1,
     }
@@ -227,7 +227,7 @@ TOEPLITZ_PLANES = Anatomy(
     parts={
         "load": ("copied in vectors", "image", "several images", "begins within a copy"),
         "weights": ("Scalar", "transposed", "multiplied"),
-        "multiply": ("Scalar", "several products", "several steps"),
+        "multiply": ("Scalar", "several MMAs", "several steps"),
         "strips": ("odd strips", "several turns", "several images"),
         "store": ("Scalar", "stored in pairs"),
     },
@@ -245,7 +245,7 @@ TOEPLITZ_PIXELS = Anatomy(
     parts={
         "load": ("bytes of a pixel", "image", "several images"),
         "weights": ("Scalar", "transposed"),
-        "multiply": ("Scalar", "several products", "several steps"),
+        "multiply": ("Scalar", "several MMAs", "several steps"),
         "strips": ("odd strips", "several turns", "several images"),
         "store": ("Scalar", "bytes of a pixel"),
     },

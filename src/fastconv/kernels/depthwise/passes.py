@@ -76,7 +76,7 @@ def _plan(layer: Layer, gpu: Gpu) -> Plan:
         images = min(at_once, layer.problem.batch - first)
         launches.append(
             Launch(
-                Kernel(source, "correlate", named),
+                Kernel(source, "convolve", named),
                 (tile.blocks(images), 1, 1),
                 tile.threads,
                 tile.shared_bytes,

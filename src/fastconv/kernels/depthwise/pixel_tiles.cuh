@@ -85,17 +85,17 @@ __device__ __forceinline__ void load_halo(Scalar* target, const Scalar* input, i
 // A thread's channels of a pixel, or of a tap's weights.
 using Channels = Vector<Scalar, C::lane_channels>;
 
-__device__ __forceinline__ void load(Sum (&target)[C::lane_channels], const Scalar* source) {
+__device__ __forceinline__ void load(Acc (&target)[C::lane_channels], const Scalar* source) {
   widen_vector(*reinterpret_cast<const Channels*>(source), target);
 }
 
 // Loads a row of a thread's window, by channel. `kept` makes the compiler convert each element
 // once: it would otherwise do so for each use.
-__device__ __forceinline__ void load_window(Sum (&row)[C::lane_channels][kWindowColumns],
+__device__ __forceinline__ void load_window(Acc (&row)[C::lane_channels][kWindowColumns],
                                             const Scalar* window, int i) {
 #pragma unroll
   for (int j = 0; j < kWindowColumns; ++j) {
-    Sum pixel[C::lane_channels];
+    Acc pixel[C::lane_channels];
     load(pixel, window + (i * (Rows::kUnit * kHaloColumns) + j * Columns::kUnit) * kPixel);
 #pragma unroll
     for (int m = 0; m < C::lane_channels; ++m) row[m][j] = kept(pixel[m]);

@@ -36,7 +36,7 @@ constexpr long long kOutPlane = 1ll * C::out_height * C::out_width;
 // otherwise load elements one by one where some are unused, with bank conflicts, because threads
 // are a piece apart.
 struct WindowRow {
-  Sum elements[kPieces * C::piece];
+  Acc elements[kPieces * C::piece];
 
   __device__ explicit WindowRow(const Scalar* row) {
     if constexpr (kInPieces) {
@@ -46,13 +46,13 @@ struct WindowRow {
         widen_vector(*reinterpret_cast<const Piece*>(row + i * C::piece), elements + i * C::piece);
       }
 #pragma unroll
-      for (Sum& element : elements) element = kept(element);
+      for (Acc& element : elements) element = kept(element);
     } else {
 #pragma unroll
       for (int i = 0; i < kWindowColumns; ++i) elements[i] = widen(row[i * Columns::kUnit]);
     }
   }
-  __device__ __forceinline__ Sum operator[](int i) const { return elements[kLead + i]; }
+  __device__ __forceinline__ Acc operator[](int i) const { return elements[kLead + i]; }
 };
 
 // Copies kRows rows of kVectors vectors from one plane of each of kSlots images, which are `image`

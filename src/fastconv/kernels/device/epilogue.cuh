@@ -21,75 +21,75 @@ __device__ __forceinline__ float hyperbolic_tangent(float x) { return tanhf(x); 
 __device__ __forceinline__ double hyperbolic_tangent(double x) { return tanh(x); }
 
 struct Identity {
-  template <class Sum>
-  __device__ __forceinline__ static Sum of(Sum x) {
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
     return x;
   }
 };
 
 struct Relu {
-  template <class Sum>
-  __device__ __forceinline__ static Sum of(Sum x) {
-    return x < Sum(0) ? Sum(0) : x;
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    return x < Acc(0) ? Acc(0) : x;
   }
 };
 
 struct Relu6 {
-  template <class Sum>
-  __device__ __forceinline__ static Sum of(Sum x) {
-    return x < Sum(0) ? Sum(0) : x > Sum(6) ? Sum(6) : x;
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    return x < Acc(0) ? Acc(0) : x > Acc(6) ? Acc(6) : x;
   }
 };
 
 // kSlope is the bit pattern of a double.
 template <unsigned long long kSlope>
 struct LeakyRelu {
-  template <class Sum>
-  __device__ __forceinline__ static Sum of(Sum x) {
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
     const double slope = __longlong_as_double(static_cast<long long>(kSlope));
-    return x > Sum(0) ? x : x * static_cast<Sum>(slope);
+    return x > Acc(0) ? x : x * static_cast<Acc>(slope);
   }
 };
 
 struct Sigmoid {
-  template <class Sum>
-  __device__ __forceinline__ static Sum of(Sum x) {
-    return Sum(1) / (Sum(1) + exponential(-x));
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    return Acc(1) / (Acc(1) + exponential(-x));
   }
 };
 
 struct Silu {
-  template <class Sum>
-  __device__ __forceinline__ static Sum of(Sum x) {
-    return x / (Sum(1) + exponential(-x));
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    return x / (Acc(1) + exponential(-x));
   }
 };
 
 struct Gelu {
-  template <class Sum>
-  __device__ __forceinline__ static Sum of(Sum x) {
-    return x * Sum(0.5) * (Sum(1) + error_function(x * Sum(0.70710678118654752440)));
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    return x * Acc(0.5) * (Acc(1) + error_function(x * Acc(0.70710678118654752440)));
   }
 };
 
 struct GeluTanh {
-  template <class Sum>
-  __device__ __forceinline__ static Sum of(Sum x) {
-    const Sum inner = Sum(0.79788456080286535588) * (x + Sum(0.044715) * x * x * x);
-    return Sum(0.5) * x * (Sum(1) + hyperbolic_tangent(inner));
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    const Acc inner = Acc(0.79788456080286535588) * (x + Acc(0.044715) * x * x * x);
+    return Acc(0.5) * x * (Acc(1) + hyperbolic_tangent(inner));
   }
 };
 
 struct Hardswish {
-  template <class Sum>
-  __device__ __forceinline__ static Sum of(Sum x) {
-    return x * Relu6::of(x + Sum(3)) * Sum(1.0 / 6.0);
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    return x * Relu6::of(x + Acc(3)) * Acc(1.0 / 6.0);
   }
 };
 
 struct Tanh {
-  template <class Sum>
-  __device__ __forceinline__ static Sum of(Sum x) {
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
     return hyperbolic_tangent(x);
   }
 };
@@ -152,7 +152,7 @@ struct ResidualOf<true, Scalar> {
 template <class Config>
 struct Epilogue {
   using Scalar = typename Config::Scalar;
-  using Sum = typename SumOf<Scalar>::type;
+  using Acc = typename AccOf<Scalar>::type;
   using Residual = typename ResidualOf<kAddsResidual, Scalar>::type;
 
 #ifdef FASTCONV_RESIDUAL
@@ -208,17 +208,17 @@ struct Epilogue {
   }
 
   // Applies the residual and the activation to one accumulator.
-  __device__ __forceinline__ static Sum activated(Sum acc, Nothing = {}) {
+  __device__ __forceinline__ static Acc activated(Acc acc, Nothing = {}) {
     return ActivationOf<Config>::type::of(acc);
   }
-  __device__ __forceinline__ static Sum activated(Sum acc, Scalar residual) {
-    return activated(acc + Sum(widen(residual)));
+  __device__ __forceinline__ static Acc activated(Acc acc, Scalar residual) {
+    return activated(acc + Acc(widen(residual)));
   }
 
   // Turns kCount accumulators into outputs, which are stored side by side at `target` if they are
   // `valid`.
   template <int kCount>
-  __device__ __forceinline__ Vector<Scalar, kCount> operator()(const Sum (&accs)[kCount],
+  __device__ __forceinline__ Vector<Scalar, kCount> operator()(const Acc (&accs)[kCount],
                                                                const Scalar* target,
                                                                bool valid = true) const {
     Vector<Scalar, kCount> vector;
@@ -234,8 +234,8 @@ struct Epilogue {
     }
     return vector;
   }
-  __device__ __forceinline__ Scalar operator()(Sum acc, const Scalar* target) const {
-    const Sum accs[1] = {acc};
+  __device__ __forceinline__ Scalar operator()(Acc acc, const Scalar* target) const {
+    const Acc accs[1] = {acc};
     return (*this)(accs, target).element[0];
   }
 };

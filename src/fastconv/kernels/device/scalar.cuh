@@ -14,11 +14,11 @@ struct bfloat16 {
 
 // The accumulator's type: products are computed and added in it.
 template <class T>
-struct SumOf {
+struct AccOf {
   using type = float;
 };
 template <>
-struct SumOf<double> {
+struct AccOf<double> {
   using type = double;
 };
 
@@ -30,7 +30,7 @@ __device__ __forceinline__ float widen(float value) { return value; }
 __device__ __forceinline__ double widen(double value) { return value; }
 
 template <class T>
-__device__ __forceinline__ T narrow(typename SumOf<T>::type value) {
+__device__ __forceinline__ T narrow(typename AccOf<T>::type value) {
   return value;
 }
 template <>

@@ -291,9 +291,9 @@ __device__ __forceinline__ void wgmma_wait() {
 
 // Keeps the compiler from reading accumulators before the preceding wgmma_wait.
 template <int kCount>
-__device__ __forceinline__ void hold_registers(float (&sums)[kCount]) {
+__device__ __forceinline__ void hold_registers(float (&accs)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(accs[i])::"memory");
 }
 // Keeps the compiler from reusing the registers of wgmma's operands before the preceding
 // wgmma_wait.

@@ -48,7 +48,7 @@ struct alignas(16) Vector<double, 4> {
 
 // Loads four consecutive elements and widens them to the accumulator's type.
 template <class T>
-__device__ __forceinline__ void load4(const T* source, typename SumOf<T>::type (&target)[4]) {
+__device__ __forceinline__ void load4(const T* source, typename AccOf<T>::type (&target)[4]) {
   const Vector<T, 4> four = *reinterpret_cast<const Vector<T, 4>*>(source);
 #pragma unroll
   for (int i = 0; i < 4; ++i) target[i] = widen(four.element[i]);

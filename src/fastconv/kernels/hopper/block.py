@@ -9,7 +9,7 @@ REGISTERS = 65536  # of an SM
 THREADS = 384
 CONSUMERS = 2  # warpgroups
 OUTPUTS = 64  # M of a wgmma: output channels
-PRODUCT_BYTES = OUTPUTS * 32  # A operand of a wgmma: 64 rows by 32 bytes of K
+A_OPERAND_BYTES = OUTPUTS * 32  # A operand of a wgmma: 64 rows by 32 bytes of K
 LAUNCH_REGISTERS = 168  # per thread at launch, the most for THREADS threads of one block per SM
 
 

@@ -26,17 +26,17 @@ def _axis(c: Mapping[str, Any], side: str) -> tuple[int, int]:
 
 def _halo(c: Mapping[str, Any]) -> dict[str, Constant]:
     vector = _vector(c)
-    channels = 2 * c["k_steps"] * (8 if c["halves"] else vector)  # of a chunk
+    channels = 2 * c["k_steps"] * (8 if c["scaled_fp16"] else vector)  # of a chunk
     strips = ceil_div(c["out_width"] + max(c["lead"] - 1, 0), c["tile_columns"])
     stored = c["out_width"] if c["interleave"] == 1 else c["image_width"]
-    unfolds = c["out_fold_height"] * c["out_fold_width"] > 1
+    depth_to_space = c["d2s_height"] * c["d2s_width"] > 1
     whole = strips == 1 or c["interleave"] * c["tile_columns"] % vector == 0
     gap = (c["kernel_width"] - 1) * c["dilation_width"]
     residues, row_step = _axis(c, "height")
     return {
         "16 bits": vector == 8,
         "stacked": c["stack"] > 1,
-        "folded": c["fold_height"] * c["fold_width"] > 1,
+        "space-to-depth": c["s2d_height"] * c["s2d_width"] > 1,
         "grouped": c["groups"] > 1,
         "residues": residues * _axis(c, "width")[0] > 1,
         "row step": row_step > 1,
@@ -53,13 +53,13 @@ def _halo(c: Mapping[str, Any]) -> dict[str, Constant]:
         and c["lead"] == 0
         and stored % vector == 0
         and whole
-        and not unfolds,
+        and not depth_to_space,
         "even rows": c["out_width"] % 2 == 0 and gap % 2 == 0,
         "output step": c["out_step_height"] > 1 or c["out_step_width"] > 1,
-        "interleave": "residues" if unfolds else c["interleave"],
-        **(_residue_channels(c) if unfolds else dict.fromkeys(RESIDUE_CHANNELS, False)),
+        "interleave": "residues" if depth_to_space else c["interleave"],
+        **(_residue_channels(c) if depth_to_space else dict.fromkeys(RESIDUE_CHANNELS, False)),
         "stores": 1
-        if unfolds
+        if depth_to_space
         else min((c["row_end"] - c["row_begin"]) * (c["column_end"] - c["column_begin"]), 2),
         "many stages": c["input_stages"] > 2,
     }
@@ -70,8 +70,8 @@ RESIDUE_CHANNELS = ("pairs", "early", "idle rows", "lines", "empty residues")
 
 def _residue_channels(c: Mapping[str, Any]) -> dict[str, Constant]:
     """Choices of how residues that are channels are packed and stored."""
-    fold = c["out_fold_height"] * c["out_fold_width"]
-    column = c["group_out"] // fold if c["out_channels_last"] else 1
+    residues = c["d2s_height"] * c["d2s_width"]
+    column = c["group_out"] // residues if c["out_channels_last"] else 1
     rows = OUTPUTS // c["stack"]
     even = column * c["image_width"] % 2 == column * c["column_begin"] % 2 == 0
     return {
@@ -79,20 +79,20 @@ def _residue_channels(c: Mapping[str, Any]) -> dict[str, Constant]:
         "early": c["row_begin"] < 0 or c["column_begin"] < 0,
         "idle rows": rows % c["interleave"] > 0,
         "lines": min(rows // c["interleave"], 2),
-        "empty residues": c["weight_height"] < c["out_fold_height"]
-        or c["weight_width"] < c["out_fold_width"],
+        "empty residues": c["weight_height"] < c["d2s_height"]
+        or c["weight_width"] < c["d2s_width"],
     }
 
 
 HALO = Anatomy(
     sizes=GEOMETRY
     | {
-        "interleave", "out_fold_height", "out_fold_width", "fold_height", "fold_width",
+        "interleave", "d2s_height", "d2s_width", "s2d_height", "s2d_width",
         "weight_height", "weight_width", "last_tap_row",
         "last_tap_column", "tap_step_height", "tap_step_width", "image_height", "image_width",
         "out_step_height", "out_step_width", "row_at", "row_begin", "row_end", "column_at",
         "column_begin", "column_end", "stack", "pixels", "tile_rows", "block_rows",
-        "product_rows", "loaders", "unit_vectors", "smaller_part", "watches", "tile_columns",
+        "register_tile_m", "loaders", "unit_vectors", "smaller_part", "watches", "tile_columns",
         "pitch",
         "lead", "plane_padding", "segment_tiles", "k_steps", "stage_taps", "input_stages",
         "weight_stages", "pass_pixels", "buffers", "raw_slots", "batch", "batches_ahead",
@@ -102,22 +102,23 @@ HALO = Anatomy(
     chosen=_halo,
     parts={
         "load": (
-            "16 bits", "parts", "halves", "ties_to_even", "in_channels_last", "vector_loads",
-            "staged", "bulk_loads", "wraps", "rolling", "folded", "residues", "raw aligned",
+            "16 bits", "parts", "scaled_fp16", "ties_to_even", "in_channels_last", "vector_loads",
+            "staged", "bulk_loads", "wraps", "rolling", "space-to-depth", "residues", "raw aligned",
             "repairs",
         ),
         "multiply": (
-            "Scalar", "parts", "halves", "low_products", "compensated", "rolling", "resident",
+            "Scalar", "parts", "scaled_fp16", "low_low_mma", "compensated", "rolling", "resident",
             "turns", "channel_groups", "stacked", "several chunks", "residues",
         ),
         "store": (
-            "16 bits", "halves", "out_channels_last", "vector_stores", "bulk_stores",
-            "joint_stores", "wraps", "interleave", "column_sums", "stacked", "lead",
+            "16 bits", "scaled_fp16", "out_channels_last", "vector_stores", "bulk_stores",
+            "joint_stores", "wraps", "interleave", "stacked_columns", "stacked", "lead",
             "rows aligned", "even rows", "passes", "output step", "stores", *RESIDUE_CHANNELS,
         ),
         "pack": (
-            "Scalar", "parts", "halves", "transposed", "folded", "stacked", "column_sums",
-            "repairs", "grouped", "ties_to_even", "interleave", "out_channels_last", "idle rows",
+            "Scalar", "parts", "scaled_fp16", "transposed", "space-to-depth", "stacked",
+            "stacked_columns", "repairs", "grouped", "ties_to_even", "interleave",
+            "out_channels_last", "idle rows",
         ),
     },
 )  # fmt: skip
@@ -139,7 +140,7 @@ FEW_OUTPUTS = Anatomy(
     parts={
         "load": ("Scalar", "parts", "ties_to_even", "in_channels_last", "vector_loads",
                  "pair_loads", "one unit"),
-        "multiply": ("Scalar", "parts", "low_products", "compensated", "one row", "one unit"),
+        "multiply": ("Scalar", "parts", "low_low_mma", "compensated", "one row", "one unit"),
         "store": ("16 bits", "out_channels_last", "lead", "row step", "warpgroups"),
         "weights": ("Scalar", "parts", "ties_to_even", "transposed", "vector_loads"),
     },
@@ -204,14 +205,14 @@ WGRAD_HALO = Anatomy(
     },
     chosen=_wgrad_halo,
     parts={
-        "load": ("16 bits", "parts", "halves", "ties_to_even", "in_channels_last",
+        "load": ("16 bits", "parts", "scaled_fp16", "ties_to_even", "in_channels_last",
                  "vector_input", "old rows", "interleaved", "across", "grad_boxes"),
         "copy": ("16 bits", "grad_channels_last", "grad_bulk", "grad_boxes", "plane_classes",
                  "lead", "shifted", "copied", "whole pixels", "interleaved"),
-        "multiply": ("Scalar", "parts", "halves", "ties_to_even", "bias", "grad_channels_last",
+        "multiply": ("Scalar", "parts", "scaled_fp16", "ties_to_even", "bias", "grad_channels_last",
                      "channel_groups", "whole planes", "several segments", "across", "lead",
                      "shifted", "whole stages", "grad_boxes", "plane_classes"),
-        "reduce": ("Scalar", "parts", "halves", "repairs", "bias", "grouped", "channel_groups",
+        "reduce": ("Scalar", "parts", "scaled_fp16", "repairs", "bias", "grouped", "channel_groups",
                    "plane_classes", "across"),
     },
 )  # fmt: skip

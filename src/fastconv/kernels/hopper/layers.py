@@ -10,10 +10,10 @@ import math
 
 from fastconv.kernels.arithmetic import ceil_div, divisors
 from fastconv.kernels.family import Operands
-from fastconv.kernels.hopper.block import OUTPUTS, PRODUCT_BYTES
+from fastconv.kernels.hopper.block import A_OPERAND_BYTES, OUTPUTS
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import layers
-from fastconv.kernels.planning.layers import SHORT_SUM_PRODUCTS
+from fastconv.kernels.planning.layers import SHORT_SUM_MMAS
 from fastconv.problem import Problem
 
 CHUNK_MMAS = 8  # MMAs that a chunk of channels should have for each pair of mbarrier waits
@@ -36,23 +36,23 @@ class Layer(layers.Layer):
     @lazy
     def stack(self) -> int:
         """Output rows that share the 64 rows of M."""
-        if self.row_phases > 1:
+        if self.row_residues > 1:
             return 1
         height = self.kernel[0]
-        rows = self.group_out * self.column_sums
-        choices = [n for n in (1, 2, 4, 8) if n * rows <= OUTPUTS and n * self.column_sums <= 8]
+        rows = self.group_out * self.stacked_columns
+        choices = [n for n in (1, 2, 4, 8) if n * rows <= OUTPUTS and n * self.stacked_columns <= 8]
         return max(choices or [1], key=lambda n: n * height / (height + n - 1))
 
     @lazy
     def mma_channels(self) -> int:
         """Output channels of an MMA; residues that are neighbours in memory stay together."""
-        rows = OUTPUTS // (self.stack * self.column_sums)
-        return rows // self.interleave * self.interleave if self.unfolds else rows
+        rows = OUTPUTS // (self.stack * self.stacked_columns)
+        return rows // self.interleave * self.interleave if self.depth_to_space else rows
 
     @lazy
     def mma_outputs(self) -> int:
         """The most rows of M that are stored: all, unless the layer has fewer residues."""
-        if not self.unfolds:
+        if not self.depth_to_space:
             return OUTPUTS
         return self.stack * min(self.mma_channels, self.group_out)
 
@@ -71,7 +71,7 @@ class Layer(layers.Layer):
         """Whether blocks walk down the image, with all channels of a few rows in shared memory."""
         return (
             self.kernel[0] > 1
-            and self.row_phases == 1
+            and self.row_residues == 1
             and self.steps <= 2
             and 2 * (self.out_size[1] + self.column_halo) > MOST_PIXELS[self.parts]
         )
@@ -84,20 +84,20 @@ class Layer(layers.Layer):
         # Vectors of channels are better loaded as two whole sectors than as one. But layers with
         # residues as channels stack rows, with so tall a halo that twice as many channels, in two
         # parts, leave room for few columns.
-        fewest = 2 if self.vector_loads and not (self.unfolds and self.parts == 2) else 1
-        most = SHORT_SUM_PRODUCTS if self.low_products else MOST_K_STEPS
+        fewest = 2 if self.vector_loads and not (self.depth_to_space and self.parts == 2) else 1
+        most = SHORT_SUM_MMAS if self.low_low_mma else MOST_K_STEPS
         return min(self.steps, most, max(fewest, ceil_div(CHUNK_MMAS, self.taps)))
 
     @lazy
     def stays(self) -> bool:
         """Whether all weights of 128 channels fit beside the rest, so that none are waited for."""
-        tap = self.k_steps * self.weight_parts * 2 * PRODUCT_BYTES
-        return self.halves and self.taps * tap <= MOST_RESIDENT_BYTES
+        tap = self.k_steps * self.weight_parts * 2 * A_OPERAND_BYTES
+        return self.scaled_fp16 and self.taps * tap <= MOST_RESIDENT_BYTES
 
     @lazy
     def stage_taps(self) -> int:
         """Taps of a stage of weights."""
-        wanted = self.stage_products / self.k_steps
+        wanted = self.stage_mmas / self.k_steps
         if self.parts == 2 and self.rolling and not self.stays:
             # One consumer should multiply while the other stores. They can drift apart by at most
             # the number of stages, so stages are small.
@@ -113,7 +113,7 @@ class Layer(layers.Layer):
     @lazy
     def tensor_share(self) -> float:
         """The share of multiply-adds that count, apart from the ends of tiles."""
-        rows = OUTPUTS // (self.stack * self.column_sums)
+        rows = OUTPUTS // (self.stack * self.stacked_columns)
         outputs = self.group_out / (ceil_div(self.group_out, self.mma_channels) * rows)
         return outputs * self.terms / (self.steps * 2 * self.vector_channels * self.taps)
 

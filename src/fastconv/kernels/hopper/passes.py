@@ -22,7 +22,7 @@ from fastconv.kernels.hopper.wgrad_few_inputs import plan as wgrad_few_inputs
 from fastconv.kernels.hopper.wgrad_halo import plan as wgrad_halo
 from fastconv.kernels.hopper.wgrad_implicit_gemm import plan as wgrad_implicit_gemm
 from fastconv.kernels.planning import limits
-from fastconv.kernels.planning.layers import MOST_PHASES
+from fastconv.kernels.planning.layers import MOST_RESIDUES
 from fastconv.problem import Problem
 
 # The halo kernel's estimates serve to choose among its tiles. Measured times were 0.7 to 0.8 of
@@ -30,7 +30,7 @@ from fastconv.problem import Problem
 HALO_SHARE = 0.92
 # The same for layers with residues as channels: measured 0.8 (ResNet-50's first layer) to 1.9
 # (AlexNet's first, in TF32).
-UNFOLDING_SHARE = 1.2
+D2S_SHARE = 1.2
 
 _WAYS = {"forward": forward_ways, "input_grad": input_grad_ways}
 
@@ -146,7 +146,7 @@ def _choice(direction: str, problem: Problem, operands: Operands, gpu: Gpu) -> _
     choices = list(_special(direction, problem, operands, gpu, ways))
     portable = sum(map(few_outputs.portable_cycles, ways[0]))
     better = [one for one in choices if one.cycles < portable]
-    plain = [way for way in ways if not way[0].unfolds]
+    plain = [way for way in ways if not way[0].depth_to_space]
     if better:
         # Planning halo tiles is by far the slowest, so only ways that might win are considered.
         most = _least(better).cycles / HALO_SHARE
@@ -168,8 +168,8 @@ def _least(choices: list[_Choice]) -> _Choice:
 
 def _halo(ways: list[list[Layer]], gpu: Gpu) -> _Choice:
     if not ways:
-        raise Declined(f"input gradients of more than {MOST_PHASES} residues, except as channels")
-    share = UNFOLDING_SHARE if ways[0][0].unfolds else HALO_SHARE
+        raise Declined(f"input gradients of more than {MOST_RESIDUES} residues, except as channels")
+    share = D2S_SHARE if ways[0][0].depth_to_space else HALO_SHARE
     return _Choice(
         halo.image_cycles(ways, gpu) * share,
         partial(halo.plan, ways, gpu),
@@ -182,7 +182,7 @@ def _special(
 ) -> Iterator[_Choice]:
     """The kernels that take some layers only, and the halo kernel with residues as channels."""
     with suppress(Declined):
-        yield _halo([way for way in ways if way[0].unfolds], gpu)
+        yield _halo([way for way in ways if way[0].depth_to_space], gpu)
     if len(ways[0]) == 1:
         with suppress(Declined):
             few = few_outputs.walks_of(ways[0][0], gpu)

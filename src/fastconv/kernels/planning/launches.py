@@ -34,7 +34,7 @@ AnyTile = TypeVar("AnyTile")
 
 
 @dataclass(frozen=True)
-class Correlation:
+class TiledLayer:
     """A layer with its tile: the kernel that computes it, except for its offsets in the workspace.
 
     ``channels`` are the output channels of all MMAs, those that do not exist included; ``columns``
@@ -94,7 +94,7 @@ def best_way(
 
 
 def launches(
-    layers: Sequence[Correlation], repairs: Correlation | None
+    layers: Sequence[TiledLayer], repairs: TiledLayer | None
 ) -> tuple[tuple[Launch, ...], int]:
     """The launches of a pass's layers and their repairs, and the workspace in bytes."""
     found, scratch = zip(*(_of_layer(one, repairs) for one in layers), strict=True)
@@ -102,7 +102,7 @@ def launches(
     return tuple(chain.from_iterable(found)), max(scratch)
 
 
-def _of_layer(one: Correlation, repairs: Correlation | None) -> tuple[tuple[Launch, ...], int]:
+def _of_layer(one: TiledLayer, repairs: TiledLayer | None) -> tuple[tuple[Launch, ...], int]:
     if repairs is None:
         return _pair(one, _Place()), one.packed_bytes
     layer = one.layer
@@ -123,7 +123,7 @@ def reduction_bytes(threads: int) -> int:
 
 def _scale(layer: Layer, pack: Kernel) -> Launch:
     """The launch that finds the scales of input channels, before ``pack``."""
-    channels = layer.groups * layer.group_in // (layer.folding[0] * layer.folding[1])
+    channels = layer.groups * layer.group_in // (layer.s2d_factors[0] * layer.s2d_factors[1])
     return Launch(
         replace(pack, entry="scale"),
         (min(channels, MOST_PACK_BLOCKS), 1, 1),
@@ -133,7 +133,7 @@ def _scale(layer: Layer, pack: Kernel) -> Launch:
     )
 
 
-def _pair(one: Correlation, place: _Place) -> tuple[Launch, Launch]:
+def _pair(one: TiledLayer, place: _Place) -> tuple[Launch, Launch]:
     """The launches that pack a layer's weights, and that compute it."""
     layer = one.layer
     # A thread's index grows by the number of threads beyond its last vector.
@@ -142,23 +142,23 @@ def _pair(one: Correlation, place: _Place) -> tuple[Launch, Launch]:
         raise Declined(f"{max(one.packed_bytes, place.tables_at)} bytes of packed weights")
     constants = tuple({**one.constants, **place._asdict()}.items())
     blocks = ceil_div(one.packed_bytes // 16, PACK_THREADS)
-    if layer.halves:
+    if layer.scaled_fp16:
         blocks = place.table_channels + layer.batch
     pack = Launch(
         Kernel(one.source, "pack", constants),
         (min(blocks, MOST_PACK_BLOCKS), 1, 1),
         PACK_THREADS,
-        reduction_bytes(PACK_THREADS) if layer.halves else 0,
+        reduction_bytes(PACK_THREADS) if layer.scaled_fp16 else 0,
         ("weight", "input", "scratch", layer.batch),
     )
-    correlate = Launch(
-        Kernel(one.source, "correlate", constants),
+    convolve = Launch(
+        Kernel(one.source, "convolve", constants),
         (one.grid, 1, 1),
         one.threads,
         one.shared_bytes,
         ("input", "scratch", "bias", "output", layer.batch, *layer.operands.residuals),
     )
-    return pack, correlate
+    return pack, convolve
 
 
 def layer_constants(layer: Layer) -> dict[str, Constant]:
@@ -168,8 +168,8 @@ def layer_constants(layer: Layer) -> dict[str, Constant]:
     return {
         "Scalar": operands.scalar,
         "parts": layer.parts,
-        "halves": layer.halves,
-        "low_products": layer.low_products,
+        "scaled_fp16": layer.scaled_fp16,
+        "low_low_mma": layer.low_low_mma,
         "ties_to_even": layer.ties_to_even,
         "compensated": layer.compensated,
         "transposed": layer.transposed,
@@ -181,10 +181,10 @@ def layer_constants(layer: Layer) -> dict[str, Constant]:
         "out_height": layer.out_size[0],
         "out_width": layer.out_size[1],
         **geometry_constants(layer.kernel, layer.stride, layer.dilation, layer.padding, operands),
-        "fold_height": layer.folding[0],
-        "fold_width": layer.folding[1],
-        "out_fold_height": layer.out_folding[0],
-        "out_fold_width": layer.out_folding[1],
+        "s2d_height": layer.s2d_factors[0],
+        "s2d_width": layer.s2d_factors[1],
+        "d2s_height": layer.d2s_factors[0],
+        "d2s_width": layer.d2s_factors[1],
         "weight_height": layer.weight_kernel[0],
         "weight_width": layer.weight_kernel[1],
         "last_tap_row": rows.last_tap,
@@ -201,7 +201,7 @@ def layer_constants(layer: Layer) -> dict[str, Constant]:
         "column_at": columns.at,
         "column_begin": columns.begin,
         "column_end": columns.end,
-        "column_sums": layer.column_sums,
+        "stacked_columns": layer.stacked_columns,
         "interleave": layer.interleave,
         "in_channels_last": operands.input_channels_last,
         "out_channels_last": operands.output_channels_last,

@@ -22,19 +22,19 @@ from fastconv.problem import Problem
 # Approximate MMAs of a stage of weights, after which 3xTF32 flushes its accumulators: the error of
 # the tensor core's accumulation grows with its length. Short accumulations may have only a few
 # large terms, so they flush more often; compensated totals of long ones take more instructions.
-STAGE_PRODUCTS = 4
-SHORT_SUM_PRODUCTS = 2
-LONG_SUM_PRODUCTS = 6
+STAGE_MMAS = 4
+SHORT_SUM_MMAS = 2
+LONG_SUM_MMAS = 6
 SHORT_SUM = 128  # most products of a short accumulation
 LONG_SUM = 240  # most MMA steps of an accumulation that is not long
-HALVES_CHANNELS = 16  # fewest channels for scaled fp16: an MMA's K
+SCALED_FP16_CHANNELS = 16  # fewest channels for scaled fp16: an MMA's K
 MOST_EXPONENTS = 2**31 // 255  # weights of a channel, whose 8-bit exponents are added in 32 bits
 LEAST_FILLED = 4  # fewest channels of the last vector of float16
-MOST_PHASES = 16  # residues of a strided input gradient, each with its own launches and kernels
+MOST_RESIDUES = 16  # residues of a strided input gradient, each with its own launches and kernels
 # Depth-to-space computes all residues as output channels of one layer. These bound the channels of
 # the image, and the layer's output channels.
-MOST_FOLDED_CHANNELS = 32
-MOST_FOLDED_OUTPUTS = 1024
+MOST_D2S_CHANNELS = 32
+MOST_D2S_OUTPUTS = 1024
 
 AnyLayer = TypeVar("AnyLayer", bound="Layer")
 
@@ -42,7 +42,7 @@ AnyLayer = TypeVar("AnyLayer", bound="Layer")
 def forward_ways(layer: AnyLayer) -> list[list[AnyLayer]]:
     """Ways to compute a forward convolution: lists of layers, here of one."""
     layer = min(layer, _space_to_depth(layer), key=lambda one: one.steps * one.taps)
-    return [[layer], *([[replace(layer, halves=True)]] if _fits_halves(layer) else [])]
+    return [[layer], *([[replace(layer, scaled_fp16=True)]] if _fits_scaled_fp16(layer) else [])]
 
 
 def input_grad_ways(layer: AnyLayer, problem: Problem, most_together: int) -> list[list[AnyLayer]]:
@@ -56,16 +56,16 @@ def input_grad_ways(layer: AnyLayer, problem: Problem, most_together: int) -> li
     rows, columns = (residues(problem, axis) for axis in (0, 1))
     count = len(rows) * len(columns)
     as_one = _depth_to_space_way(layer, problem, most_together)
-    if count > MOST_PHASES:
+    if count > MOST_RESIDUES:
         if not as_one:
-            raise Declined(f"input gradients of {count} residues, more than {MOST_PHASES}")
+            raise Declined(f"input gradients of {count} residues, more than {MOST_RESIDUES}")
         return as_one
     paired = most_together > 1 and not layer.operands.output_channels_last
     whole = interleaved(columns) if paired else None
     ways = [columns] if whole is None else [columns, [whole]]
     found = [[_residue_layer(layer, *axes) for axes in product(rows, way)] for way in ways]
-    if count == 1 and _fits_halves(found[0][0]):
-        found.append([replace(found[0][0], halves=True)])
+    if count == 1 and _fits_scaled_fp16(found[0][0]):
+        found.append([replace(found[0][0], scaled_fp16=True)])
     return found + as_one
 
 
@@ -82,7 +82,7 @@ def _depth_to_space_way(
         return []
     outputs = layer.group_in * problem.stride[0] * problem.stride[1]
     apart = layer.operands.output_channels_last and layer.groups > 1
-    if layer.group_in > MOST_FOLDED_CHANNELS or outputs > MOST_FOLDED_OUTPUTS or apart:
+    if layer.group_in > MOST_D2S_CHANNELS or outputs > MOST_D2S_OUTPUTS or apart:
         return []
     one = replace(_residue_layer(layer, rows, columns), group_out=outputs)
     return [[one]] if one.interleave <= most_together else []
@@ -112,9 +112,10 @@ class Placing(NamedTuple):
 
     Position q is written at ``step * q + at``. No tap reaches the other positions from ``step * q +
     begin`` to ``step * q + end``, which are cleared with it. A transposed layer's first tap is the
-    kernel's ``last_tap``, the next is ``tap_step`` before it. With several ``sums``, all positions
-    of a step are computed, from ``at`` on, each with the tap after that of the one before: two
-    columns in a pair of MMA rows, or any number as output channels (``depth_to_space``).
+    kernel's ``last_tap``, the next is ``tap_step`` before it. With several ``outputs``, all
+    positions of a step are computed, from ``at`` on, each with the tap after that of the one
+    before: two columns in a pair of MMA rows, or any number as output channels
+    (``depth_to_space``).
     """
 
     step: int = 1
@@ -123,7 +124,7 @@ class Placing(NamedTuple):
     end: int = 1
     last_tap: int = 0
     tap_step: int = 1
-    sums: int = 1
+    outputs: int = 1  # computed for each position
     interleaved: bool = False  # whether all columns of a step are stored together
     depth_to_space: bool = False
 
@@ -185,9 +186,9 @@ def interleaved(residues: list[Residue]) -> Residue | None:
 
 
 def depth_to_space(problem: Problem, axis: int) -> Residue | None:
-    """All residues of an axis as one, with several sums for each position; None if impossible.
+    """All residues of an axis as one, with several outputs for each position; None if impossible.
 
-    Sum r of position q is that of place stride * q + r - early. Its tap k reads the output's place
+    Output r of position q is that of place stride * q + r - early. Its tap k reads grad_output at
     q + (r + padding - early - k) / stride; other taps of the step have zero weights. If steps begin
     ``early`` by as much as padding does, taps are the fewest; if they begin with the image,
     positions are.
@@ -224,8 +225,8 @@ def depth_to_space(problem: Problem, axis: int) -> Residue | None:
 class Layer:
     """A forward convolution, perhaps that which an input gradient is; ``padding`` is top and left.
 
-    With space-to-depth (``folding``), channels, kernel and stride are those after it, sizes and
-    padding those of the tensors. With depth-to-space (``out_folding``), output channels are those
+    With space-to-depth (``s2d_factors``), channels, kernel and stride are those after it, sizes and
+    padding those of the tensors. With depth-to-space (``d2s_factors``), output channels are those
     before it. ``weight_kernel`` are the taps of the weight that the layer uses, ``image_size`` is
     the size of the tensor that it writes, and ``placing`` tells where in both its taps and
     positions lie.
@@ -247,9 +248,9 @@ class Layer:
     padding: tuple[int, int]
     weight_kernel: tuple[int, int]
     image_size: tuple[int, int]
-    folding: tuple[int, int] = (1, 1)
+    s2d_factors: tuple[int, int] = (1, 1)
     placing: tuple[Placing, Placing] = (Placing(), Placing())
-    halves: bool = False  # float32 multiplied as scaled fp16, see scale.cuh
+    scaled_fp16: bool = False  # float32 multiplied as scaled fp16, see scale.cuh
 
     @classmethod
     def of(cls: type[AnyLayer], problem: Problem, operands: Operands) -> AnyLayer:
@@ -279,12 +280,12 @@ class Layer:
     @lazy
     def vector_channels(self) -> int:
         """Channels in 16 bytes of an MMA operand."""
-        return 8 if self.halves else self.vector
+        return 8 if self.scaled_fp16 else self.vector
 
     @lazy
     def multiplied(self) -> str:
         """The MMA's operand type, by the names of the tables of rates."""
-        if self.halves:
+        if self.scaled_fp16:
             return "float16"
         scalar = self.operands.scalar.removeprefix("fastconv::")
         return "tf32" if scalar == "float" else scalar
@@ -300,7 +301,7 @@ class Layer:
 
     @lazy
     def weight_parts(self) -> int:
-        return 3 if self.halves and self.parts == 2 else self.parts
+        return 3 if self.scaled_fp16 and self.parts == 2 else self.parts
 
     @lazy
     def vector_loads(self) -> bool:
@@ -310,7 +311,7 @@ class Layer:
             operands.input_channels_last
             and operands.aligned
             and self.group_in % operands.vector == 0
-            and self.folding == (1, 1)
+            and self.s2d_factors == (1, 1)
         )
 
     @lazy
@@ -326,23 +327,23 @@ class Layer:
             not operands.input_channels_last
             and operands.aligned
             and self.stride[1] == 1
-            and self.folding == (1, 1)
+            and self.s2d_factors == (1, 1)
         )
 
     @lazy
-    def out_folding(self) -> tuple[int, int]:
+    def d2s_factors(self) -> tuple[int, int]:
         """Residues that are output channels (depth-to-space), along both axes."""
-        rows, columns = (axis.sums if axis.depth_to_space else 1 for axis in self.placing)
+        rows, columns = (axis.outputs if axis.depth_to_space else 1 for axis in self.placing)
         return rows, columns
 
     @lazy
-    def unfolds(self) -> bool:
-        return self.out_folding != (1, 1)
+    def depth_to_space(self) -> bool:
+        return self.d2s_factors != (1, 1)
 
     @lazy
     def out_channels(self) -> int:
         """Output channels of a group in memory."""
-        return self.group_out // (self.out_folding[0] * self.out_folding[1])
+        return self.group_out // (self.d2s_factors[0] * self.d2s_factors[1])
 
     @lazy
     def out_column(self) -> int:
@@ -352,17 +353,17 @@ class Layer:
     @lazy
     def interleave(self) -> int:
         """Elements of a stored row for each pixel."""
-        if self.unfolds:
-            return self.out_folding[1] * self.out_column
+        if self.depth_to_space:
+            return self.d2s_factors[1] * self.out_column
         return self.placing[1].step if self.placing[1].interleaved else 1
 
     @lazy
-    def column_sums(self) -> int:
-        return 1 if self.unfolds else self.placing[1].sums
+    def stacked_columns(self) -> int:
+        return 1 if self.depth_to_space else self.placing[1].outputs
 
     @lazy
     def stored_width(self) -> int:
-        if self.unfolds:
+        if self.depth_to_space:
             return self.image_size[1] * self.out_column
         return self.image_size[1] if self.interleave > 1 else self.out_size[1]
 
@@ -370,35 +371,39 @@ class Layer:
     def written(self) -> float:
         """Elements that are written for each accumulator: itself, and zeros around it."""
         rows, columns = self.placing
-        return (rows.end - rows.begin) * (columns.end - columns.begin) / (rows.sums * columns.sums)
+        return (
+            (rows.end - rows.begin)
+            * (columns.end - columns.begin)
+            / (rows.outputs * columns.outputs)
+        )
 
     @lazy
     def strided_stores(self) -> bool:
         """Whether the elements of a stored row are not contiguous in memory."""
         apart = self.placing[1].step > self.interleave
-        return apart and not (self.unfolds or self.operands.output_channels_last)
+        return apart and not (self.depth_to_space or self.operands.output_channels_last)
 
     @lazy
     def whole_rows(self) -> bool:
         """Whether bulk copies can store a row: its elements are contiguous in memory."""
         operands = self.operands
         neighbours = not (operands.output_channels_last or self.strided_stores)
-        return operands.aligned and (self.unfolds or neighbours)
+        return operands.aligned and (self.depth_to_space or neighbours)
 
     @lazy
     def terms(self) -> float:
         """Products that an output adds up."""
-        channels = self.group_in // (self.folding[0] * self.folding[1])
+        channels = self.group_in // (self.s2d_factors[0] * self.s2d_factors[1])
         rows, columns = self.placing
         taps = self.weight_kernel[0] * self.weight_kernel[1]
-        return channels * taps / (rows.sums * columns.sums)
+        return channels * taps / (rows.outputs * columns.outputs)
 
     @lazy
     def fewest_terms(self) -> float:
         """Products of the shortest accumulation, as depth-to-space residues differ in taps."""
-        if not self.unfolds:
+        if not self.depth_to_space:
             return self.terms
-        rows, columns = map(floordiv, self.weight_kernel, self.out_folding)
+        rows, columns = map(floordiv, self.weight_kernel, self.d2s_factors)
         return self.group_in * max(rows, 1) * max(columns, 1)
 
     @lazy
@@ -412,9 +417,9 @@ class Layer:
         return self.weight_kernel == self.kernel == self.stride == one and whole
 
     @lazy
-    def low_products(self) -> bool:
+    def low_low_mma(self) -> bool:
         """Whether 3xTF32 also multiplies low parts by each other, as short accumulations need."""
-        return self.parts == 2 and self.fewest_terms <= SHORT_SUM and not self.halves
+        return self.parts == 2 and self.fewest_terms <= SHORT_SUM and not self.scaled_fp16
 
     @lazy
     def compensated(self) -> bool:
@@ -424,14 +429,15 @@ class Layer:
     @lazy
     def watched(self) -> bool:
         """Whether consumers must be told of infinite numbers in the input."""
-        return (self.low_products or self.compensated) and not self.halves
+        return (self.low_low_mma or self.compensated) and not self.scaled_fp16
 
     @lazy
-    def products(self) -> int:
-        return 1 if self.parts == 1 else 4 if self.low_products else 3
+    def mmas_per_step(self) -> int:
+        """MMAs of a step along K: one for each pair of parts that is multiplied."""
+        return 1 if self.parts == 1 else 4 if self.low_low_mma else 3
 
     @lazy
-    def row_phases(self) -> int:
+    def row_residues(self) -> int:
         return self.stride[0] // math.gcd(self.stride[0], self.dilation[0])
 
     @lazy
@@ -439,17 +445,17 @@ class Layer:
         return self.dilation[0] // math.gcd(self.stride[0], self.dilation[0])
 
     @lazy
-    def column_phases(self) -> int:
+    def column_residues(self) -> int:
         return self.stride[1] // math.gcd(self.stride[1], self.dilation[1])
 
     @lazy
     def column_halo(self) -> int:
         step = self.dilation[1] // math.gcd(self.stride[1], self.dilation[1])
-        return (self.kernel[1] - 1) * step // self.column_phases
+        return (self.kernel[1] - 1) * step // self.column_residues
 
     @lazy
     def slots(self) -> int:
-        return min(self.kernel[0], self.row_phases) * min(self.kernel[1], self.column_phases)
+        return min(self.kernel[0], self.row_residues) * min(self.kernel[1], self.column_residues)
 
     @lazy
     def taps(self) -> int:
@@ -465,11 +471,11 @@ class Layer:
         return ceil_div(self.steps, self.k_steps)
 
     @lazy
-    def stage_products(self) -> int:
+    def stage_mmas(self) -> int:
         """Approximate MMAs of a stage of weights."""
-        if self.low_products:
-            return SHORT_SUM_PRODUCTS
-        return LONG_SUM_PRODUCTS if self.compensated else STAGE_PRODUCTS
+        if self.low_low_mma:
+            return SHORT_SUM_MMAS
+        return LONG_SUM_MMAS if self.compensated else STAGE_MMAS
 
     def plane_padding(self, pixels: int) -> int:
         """Padding between planes, so that lanes that write one pixel use different banks."""
@@ -495,11 +501,11 @@ def _space_to_depth(layer: AnyLayer) -> AnyLayer:
         group_in=layer.group_in * rows * columns,
         kernel=(ceil_div(layer.kernel[0], rows), ceil_div(layer.kernel[1], columns)),
         stride=(layer.stride[0] // rows, layer.stride[1] // columns),
-        folding=(rows, columns),
+        s2d_factors=(rows, columns),
     )
 
 
-def _fits_halves(layer: Layer) -> bool:
+def _fits_scaled_fp16(layer: Layer) -> bool:
     """Whether float32 can be multiplied as scaled fp16 (see ``scale.cuh``).
 
     It cannot for channels-last tensors, which are loaded otherwise; for short accumulations in two
@@ -512,8 +518,8 @@ def _fits_halves(layer: Layer) -> bool:
     return (
         operands.scalar == "float"
         and not operands.input_channels_last
-        and not layer.low_products
-        and layer.group_in >= HALVES_CHANNELS
+        and not layer.low_low_mma
+        and layer.group_in >= SCALED_FP16_CHANNELS
         and filled >= LEAST_FILLED
         and layer.group_out * layer.weight_kernel[0] * layer.weight_kernel[1] < MOST_EXPONENTS
     )

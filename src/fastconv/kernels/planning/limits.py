@@ -20,10 +20,10 @@ OVERLAP_LOSS = 0.25  # share of the shorter activities that overlap does not hid
 ROUNDING = 1e-9
 
 # Weight gradients: the error of the tensor core's accumulation grows with the number of MMAs, even
-# with 3xTF32, and so does that of float32 totals with the number of additions. FLUSH_PRODUCTS
+# with 3xTF32, and so does that of float32 totals with the number of additions. FLUSH_MMAS
 # bounds the MMAs between two flushes to the workspace, FLUSH_ADDITIONS the additions to 3xTF32's
 # totals.
-FLUSH_PRODUCTS = 512
+FLUSH_MMAS = 512
 FLUSH_ADDITIONS = 64
 WORKSPACE_BYTES = 64 << 20
 REDUCE_THREADS = 256

@@ -4,17 +4,17 @@
 
 namespace fastconv {
 
-inline void mma(Tf32, float (&sums)[4], const unsigned (&left)[4], const unsigned (&right)[2],
+inline void mma(Tf32, float (&acc)[4], const unsigned (&left)[4], const unsigned (&right)[2],
                 emulator::Site site = emulator::here("mma")) {
-  emulator::mma(site, emulator::Scalar::kTf32, sums, left, right);
+  emulator::mma(site, emulator::Scalar::kTf32, acc, left, right);
 }
-inline void mma(Float16, float (&sums)[4], const unsigned (&left)[4], const unsigned (&right)[2],
+inline void mma(Float16, float (&acc)[4], const unsigned (&left)[4], const unsigned (&right)[2],
                 emulator::Site site = emulator::here("mma")) {
-  emulator::mma(site, emulator::Scalar::kFloat16, sums, left, right);
+  emulator::mma(site, emulator::Scalar::kFloat16, acc, left, right);
 }
-inline void mma(Bfloat16, float (&sums)[4], const unsigned (&left)[4], const unsigned (&right)[2],
+inline void mma(Bfloat16, float (&acc)[4], const unsigned (&left)[4], const unsigned (&right)[2],
                 emulator::Site site = emulator::here("mma")) {
-  emulator::mma(site, emulator::Scalar::kBfloat16, sums, left, right);
+  emulator::mma(site, emulator::Scalar::kBfloat16, acc, left, right);
 }
 
 }  // namespace fastconv

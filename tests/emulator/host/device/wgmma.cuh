@@ -12,21 +12,21 @@ inline void wgmma(Tf32, float (&d)[kColumns / 2], Matrix left, Matrix right, boo
   emulator::wgmma(site, emulator::Scalar::kTf32, d, kColumns, {left, false}, {right, false},
                   accumulate);
 }
-template <int kColumns, bool kLeftAcross = false, bool kRightAcross = false>
+template <int kColumns, bool kLeftMnMajor = false, bool kRightMnMajor = false>
 inline void wgmma(Float16, float (&d)[kColumns / 2], Matrix left, Matrix right, bool accumulate,
                   emulator::Site site = emulator::here("wgmma")) {
   static_assert(kColumns % 8 == 0 && kColumns >= 8 && kColumns <= 256,
                 "wgmma has 8 to 256 columns");
-  emulator::wgmma(site, emulator::Scalar::kFloat16, d, kColumns, {left, kLeftAcross},
-                  {right, kRightAcross}, accumulate);
+  emulator::wgmma(site, emulator::Scalar::kFloat16, d, kColumns, {left, kLeftMnMajor},
+                  {right, kRightMnMajor}, accumulate);
 }
-template <int kColumns, bool kLeftAcross = false, bool kRightAcross = false>
+template <int kColumns, bool kLeftMnMajor = false, bool kRightMnMajor = false>
 inline void wgmma(Bfloat16, float (&d)[kColumns / 2], Matrix left, Matrix right, bool accumulate,
                   emulator::Site site = emulator::here("wgmma")) {
   static_assert(kColumns % 8 == 0 && kColumns >= 8 && kColumns <= 256,
                 "wgmma has 8 to 256 columns");
-  emulator::wgmma(site, emulator::Scalar::kBfloat16, d, kColumns, {left, kLeftAcross},
-                  {right, kRightAcross}, accumulate);
+  emulator::wgmma(site, emulator::Scalar::kBfloat16, d, kColumns, {left, kLeftMnMajor},
+                  {right, kRightMnMajor}, accumulate);
 }
 
 // A thread's rows of a matrix in registers, which its quad of lanes holds together.

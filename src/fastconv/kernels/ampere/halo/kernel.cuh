@@ -2,7 +2,7 @@
 // GEMM over a halo tile. Input gradients are forward convolutions with flipped and transposed
 // weights: one, or one for each residue of a stride.
 //
-// A warp multiplies product_rows output channels (M) by `pixels` output pixels (N), 32 bytes of
+// A warp multiplies register_tile_m output channels (M) by `pixels` output pixels (N), 32 bytes of
 // input channels at a time (K), and accumulates over taps. Both operands lie in shared memory in
 // rows of 16 bytes (device/tensor/tile.cuh). ldmatrix takes the address of each row from a lane, so
 // that a tap is just another start address, and a tile's pixels may lie anywhere in the halo tile:
@@ -119,9 +119,9 @@ __device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* outpu
 }
 
 // Runs a thread's role: consumer, producer of weights, or producer of input.
-__device__ __forceinline__ void correlate(const Scalar* input, unsigned char* scratch,
-                                          const Scalar* bias, Scalar* output, int batch,
-                                          const Epilogue<C>& epilogue) {
+__device__ __forceinline__ void convolve(const Scalar* input, unsigned char* scratch,
+                                         const Scalar* bias, Scalar* output, int batch,
+                                         const Epilogue<C>& epilogue) {
   const Items items(scratch, batch);
   if (items.none()) return;  // cheaper than to look for the first
   if (items.first() >= items.count()) return;
@@ -144,7 +144,7 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
 }  // namespace fastconv
 
 extern "C" __global__ void __launch_bounds__(fastconv::ampere::kThreads, 1)
-    correlate(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
-              Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
-  fastconv::ampere::correlate(input, scratch, bias, output, batch, FASTCONV_EPILOGUE(output));
+    convolve(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
+             Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
+  fastconv::ampere::convolve(input, scratch, bias, output, batch, FASTCONV_EPILOGUE(output));
 }

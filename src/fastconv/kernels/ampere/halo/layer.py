@@ -9,7 +9,7 @@ from __future__ import annotations
 from fastconv.kernels.arithmetic import ceil_div, divisors
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import layers
-from fastconv.kernels.planning.layers import SHORT_SUM_PRODUCTS
+from fastconv.kernels.planning.layers import SHORT_SUM_MMAS
 
 CHUNK_MMAS = 8  # fewest MMAs along K of a chunk: warps wait for each other between chunks
 MOST_K_STEPS = 4
@@ -23,7 +23,7 @@ class Layer(layers.Layer):
     @lazy
     def k_steps(self) -> int:
         """MMAs along K of a tap in one chunk of channels."""
-        most = SHORT_SUM_PRODUCTS if self.low_products else MOST_K_STEPS
+        most = SHORT_SUM_MMAS if self.low_low_mma else MOST_K_STEPS
         return min(self.steps, most, ceil_div(CHUNK_MMAS, self.taps))
 
     @lazy
@@ -59,4 +59,4 @@ class Layer(layers.Layer):
         return few or [1]
 
     def _flushes(self, taps: int) -> int:
-        return ceil_div(taps, max(1, self.stage_products // self.k_steps))
+        return ceil_div(taps, max(1, self.stage_mmas // self.k_steps))

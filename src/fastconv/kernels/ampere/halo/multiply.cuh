@@ -25,8 +25,8 @@ __device__ __forceinline__ void clear(RegisterTile& acc) {
 __host__ __device__ constexpr int tap_offset(int tap) {
   const int row = tap / C::kernel_width;
   const int column = tap % C::kernel_width;
-  return ((row % kRowPhases * kColumnSlots + column % kColumnPhases) * kSlotPixels +
-          row / kRowPhases * C::pitch + column * kColumnStep / kColumnPhases) *
+  return ((row % kRowResidues * kColumnSlots + column % kColumnResidues) * kSlotPixels +
+          row / kRowResidues * C::pitch + column * kColumnStep / kColumnResidues) *
          16;
 }
 
@@ -38,8 +38,8 @@ constexpr bool kPrefetches = kThreads == 256;
 // distances in the halo tile are those of the first taps, so that offsets are constants: whole rows
 // of the kernel, or parts of one.
 constexpr int kUnrolledTaps = C::parts == 2 ? C::period_taps : C::stage_taps;
-constexpr bool kSteady = (kUnrolledTaps % C::kernel_width == 0 && kRowPhases == 1) ||
-                         (C::kernel_width % kUnrolledTaps == 0 && kColumnPhases == 1) ||
+constexpr bool kSteady = (kUnrolledTaps % C::kernel_width == 0 && kRowResidues == 1) ||
+                         (C::kernel_width % kUnrolledTaps == 0 && kColumnResidues == 1) ||
                          kUnrolledTaps == kTaps;
 static_assert(C::stage_taps % kUnrolledTaps == 0, "stages have whole periods");
 
@@ -73,7 +73,7 @@ struct Multiplier {
     lane = static_cast<int>(threadIdx.x) % 32;
     channel_group = warp % C::channel_groups;
     first_pixel = warp / C::channel_groups * C::pixels;
-    weights = channel_group * kProductBytes + (lane / 16 * kOutputs + lane % 16) * 16;
+    weights = channel_group * kAOperandBytes + (lane / 16 * kOutputs + lane % 16) * 16;
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
       int pixel = first_pixel + 16 * pair + lane / 16 * 8 + lane % 8;
@@ -114,7 +114,7 @@ struct Multiplier {
   __device__ __forceinline__ void multiply(RegisterTile& acc, const unsigned char* weight_stage,
                                            const Taps& taps) const {
     const auto step_weights = [&](int step) {
-      return weight_stage + step * (C::channel_groups * kProductBytes);
+      return weight_stage + step * (C::channel_groups * kAOperandBytes);
     };
     const auto planes = [&](int step) {
       return taps[step / C::k_steps] + step % C::k_steps * 2 * kPlaneBytes;
@@ -178,7 +178,7 @@ struct Multiplier {
   __device__ __forceinline__ void multiply_two_parts(RegisterTile& acc, RegisterTile& low,
                                                      const unsigned char* tap_weights,
                                                      const unsigned char* tap_input) const {
-    constexpr int kPart = C::channel_groups * kProductBytes;
+    constexpr int kPart = C::channel_groups * kAOperandBytes;
 #pragma unroll
     for (int k = 0; k < C::k_steps; ++k) {
       WeightFragment left, left_low;
@@ -196,7 +196,7 @@ struct Multiplier {
         // nothing after them.
         add(low, smaller, right_low, pair);
         add(low, left_low, right, pair);
-        if constexpr (C::low_products) add_low(low, left_low, right_low, pair);
+        if constexpr (C::low_low_mma) add_low(low, left_low, right_low, pair);
         add(acc, left, right, pair);
       }
     }
@@ -227,7 +227,7 @@ struct Multiplier {
     for (int i = 0; i < kRowMmas; ++i) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        smaller[i][k] = C::halves ? halves_by_2048th(left[i][k]) : left[i][k];
+        smaller[i][k] = C::scaled_fp16 ? halves_by_2048th(left[i][k]) : left[i][k];
       }
     }
   }

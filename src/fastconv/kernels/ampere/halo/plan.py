@@ -16,7 +16,7 @@ from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import Constant, Declined, Gpu, Operands, Plan
 from fastconv.kernels.planning import limits
 from fastconv.kernels.planning.launches import (
-    Correlation,
+    TiledLayer,
     best_way,
     launches,
     layer_constants,
@@ -28,9 +28,9 @@ EXPLAINED = 5  # tiles that a plan's explanation lists
 # Shares of a pass's time that launches add to it: those of each layer (a residue of a stride is a
 # layer of its own), and the additional ones of scaled fp16.
 LAYER_COST = 0.05
-HALVES_COST = 0.05
+SCALED_FP16_COST = 0.05
 # Fewest cycles that an image takes with scaled fp16: its share of these launches.
-HALVES_CYCLES = 2.5e5
+SCALED_FP16_CYCLES = 2.5e5
 
 # Constants that device code shared with Hopper's halo kernel reads, for options that only that has.
 ABSENT: dict[str, Constant] = {
@@ -67,11 +67,11 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
 def _check(layers: list[Layer], gpu: Gpu) -> None:
     layer, operands = layers[0], layers[0].operands
     block.check(gpu)
-    channels = (layer.group_in // (layer.folding[0] * layer.folding[1]), layer.group_out)
+    channels = (layer.group_in // (layer.s2d_factors[0] * layer.s2d_factors[1]), layer.group_out)
     limits.check(operands, layer.groups, channels, layer.in_size, layer.image_size)
     rates = gpus.rates(gpu)
-    counted = _tensor_share(layers) / layer.products
-    if rates.products[layer.multiplied] * counted < block.portable_rate(gpu):
+    counted = _tensor_share(layers) / layer.mmas_per_step
+    if rates.mma[layer.multiplied] * counted < block.portable_rate(gpu):
         raise Declined(
             f"what plain cores are as fast at: {counted:.0%} of the tensor cores' products count"
         )
@@ -106,21 +106,21 @@ def _tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
 def _cost(layers: list[Layer], tiles: list[tuple[Tile, ...]]) -> float:
     fastest = sum(min(one.image_tiles * one.tile_cycles for one in each) for each in tiles)
     more = LAYER_COST * len(layers)
-    if not layers[0].halves:
+    if not layers[0].scaled_fp16:
         return fastest * (1 + more)
-    return max(fastest * (1 + more + HALVES_COST), HALVES_CYCLES)
+    return max(fastest * (1 + more + SCALED_FP16_COST), SCALED_FP16_CYCLES)
 
 
 def _plan_of(layers: list[Layer], tiles: list[tuple[Tile, ...]], gpu: Gpu) -> Plan:
     repairs = None
     explanation = tuple(line for of_layer in tiles for line in _explanation(of_layer))
-    if layers[0].halves:
-        repairing = _tiles(replace(layers[0], halves=False), gpu)[0]
-        repairs = _correlation(repairing)
+    if layers[0].scaled_fp16:
+        repairing = _tiles(replace(layers[0], scaled_fp16=False), gpu)[0]
+        repairs = _tiled_layer(repairing)
         explanation += (f"beyond float16's range, in TF32: {_explain(repairing)}",)
     chosen = [of_layer[0] for of_layer in tiles]
     return Plan(
-        *launches([_correlation(tile) for tile in chosen], repairs),
+        *launches([_tiled_layer(tile) for tile in chosen], repairs),
         "ampere",
         _why(chosen),
         explanation,
@@ -136,8 +136,8 @@ def _why(tiles: list[Tile]) -> str:
     )
     residues = f" in {len(tiles)} residues" if len(tiles) > 1 else ""
     share = _tensor_share([tile.layer for tile in tiles])
-    halves = " in float16, where the range allows it" if tiles[0].layer.halves else ""
-    return f"tensor cores{halves}{residues}: {', '.join(shapes)}; {share:.0%} of the products count"
+    scaled = " in scaled fp16, where the range allows it" if tiles[0].layer.scaled_fp16 else ""
+    return f"tensor cores{scaled}{residues}: {', '.join(shapes)}; {share:.0%} of the products count"
 
 
 def _explanation(tiles: tuple[Tile, ...]) -> list[str]:
@@ -153,18 +153,18 @@ def _explain(tile: Tile) -> str:
     rounds = ceil_div(tile.tiles, team.gpu.sm_count)
     return (
         f"{tile.cycles():.3g}: {team.block_channels} channels x {patch.rows} rows x "
-        f"{patch.columns} pixels by {team.warps} warps of {team.product_rows} x {team.pixels}, "
+        f"{patch.columns} pixels by {team.warps} warps of {team.register_tile_m} x {team.pixels}, "
         f"{team.loaders} that load, {rounds} rounds: {work}; {tile.shared_bytes // 1024} KiB shared"
     )
 
 
-def _correlation(tile: Tile) -> Correlation:
+def _tiled_layer(tile: Tile) -> TiledLayer:
     layer = tile.layer
     # A block's next tile is as many tiles on as there are blocks, also after its last one.
     if tile.tiles + tile.team.gpu.sm_count >= 2**31:
         raise Declined("more than 2^31 tiles")
     blocks = layer.groups * tile.team.output_groups
-    return Correlation(
+    return TiledLayer(
         layer,
         "ampere/halo/kernel.cuh",
         _constants(tile),
@@ -183,7 +183,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         **layer_constants(layer),
         **ABSENT,
         "warps": team.warps,
-        "product_rows": team.product_rows,
+        "register_tile_m": team.register_tile_m,
         "channel_groups": team.channel_groups,
         "pixels": team.pixels,
         "block_rows": patch.rows,

@@ -26,7 +26,7 @@ struct Finishes {
     const int source = eight % 4 * 8 + lane / 4;
     Finish finish;
     finish.bias = __shfl_sync(~0u, of[eight / 4].bias, source);
-    if constexpr (C::halves) finish.factor = __shfl_sync(~0u, of[eight / 4].factor, source);
+    if constexpr (C::scaled_fp16) finish.factor = __shfl_sync(~0u, of[eight / 4].factor, source);
     return finish;
   }
 };

@@ -9,9 +9,9 @@ namespace ampere {
 
 using namespace tensor;
 
-static_assert(C::stack == 1 && C::column_sums == 1 && C::interleave == 1 && C::segment_tiles == 1 &&
-                  C::lead == 0 && !C::wraps && !C::rolling && !C::watches && !C::smaller_part &&
-                  !kUnfolds,
+static_assert(C::stack == 1 && C::stacked_columns == 1 && C::interleave == 1 &&
+                  C::segment_tiles == 1 && C::lead == 0 && !C::wraps && !C::rolling &&
+                  !C::watches && !C::smaller_part && !kDepthToSpace,
               "options of Hopper's tiles alone");
 
 // One of a block's warps streams weights, some load input, and the rest are consumers. Consumers
@@ -46,7 +46,7 @@ constexpr int kInputRing = 0;
 constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
 constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
 constexpr int kPowers = kStaging + C::warps * kStagingBytes;  // one copy for each loading warp
-constexpr int kPowersBytes = C::halves ? kChunkChannels * 4 : 0;
+constexpr int kPowersBytes = C::scaled_fp16 ? kChunkChannels * 4 : 0;
 static_assert(kPowers + C::loaders / 32 * kPowersBytes == C::shared_bytes, "as planned");
 static_assert(kStagingBytes % 16 == 0, "vectors are aligned");
 
@@ -86,7 +86,7 @@ using WeightStages = Stages<1 + 2 * C::input_stages, kWeightLaps, 32>;
 // The ring of input stages, as the producers in device/tensor/load.cuh use it.
 struct Input {
   static constexpr int kStages = C::input_stages;
-  static constexpr bool kPowersCopied = C::halves;
+  static constexpr bool kPowersCopied = C::scaled_fp16;
 
   __device__ __forceinline__ static unsigned char* stage(int stage) {
     return shared_memory() + kInputRing + stage * kInputBytes;

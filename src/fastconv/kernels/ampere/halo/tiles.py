@@ -49,7 +49,7 @@ VECTOR_LOAD_CYCLES = 50.0  # a vector that is loaded to registers
 PIXEL_CYCLES = 60.0  # two vectors of a pixel whose numbers are loaded one by one
 NUMBER_CYCLES = 10.0  # each number of a loaded vector or pixel
 SPLIT_CYCLES = 14.0  # extra for a number that is split in two parts
-HALVES_CYCLES = 4.0  # extra for a number of scaled fp16
+SCALED_FP16_CYCLES = 4.0  # extra for a number of scaled fp16
 LATENCY_CYCLES = 1200.0  # latency of memory
 # Extra cost of stores that begin or end within a sector of memory, in bytes.
 SECTOR = 32
@@ -67,7 +67,7 @@ class Patch:
 
     @lazy
     def halo_rows(self) -> int:
-        return self.rows + (self.layer.kernel[0] - 1) // self.layer.row_phases
+        return self.rows + (self.layer.kernel[0] - 1) // self.layer.row_residues
 
     @lazy
     def pitch(self) -> int:
@@ -125,7 +125,7 @@ class Team:
     gpu: Gpu
     warps: int  # consumer warps
     loaders: int  # producer warps of input
-    product_rows: int  # output channels of a consumer warp
+    register_tile_m: int  # output channels of a consumer warp
     channel_groups: int  # consumer warps that divide output channels
     pixels: int  # pixels of a consumer warp
 
@@ -140,7 +140,7 @@ class Team:
 
     @lazy
     def block_channels(self) -> int:
-        return self.channel_groups * self.product_rows
+        return self.channel_groups * self.register_tile_m
 
     @lazy
     def tap_bytes(self) -> int:
@@ -172,7 +172,7 @@ class Team:
     def staging_bytes(self) -> int:
         operands = self.layer.operands
         if operands.output_channels_last:
-            elements = self.pass_pixels * (self.product_rows + operands.vector)
+            elements = self.pass_pixels * (self.register_tile_m + operands.vector)
         else:
             elements = self.buffers * 8 * (round_up(self.pass_pixels, 32) + 8)
         return self.warps * elements * operands.scalar_bytes
@@ -181,7 +181,7 @@ class Team:
     def powers_bytes(self) -> int:
         """Shared memory for the scales of a chunk's channels, with scaled fp16."""
         layer = self.layer
-        return self.loaders * 4 * 2 * layer.k_steps * layer.vector_channels * layer.halves
+        return self.loaders * 4 * 2 * layer.k_steps * layer.vector_channels * layer.scaled_fp16
 
     @lazy
     def unit_registers(self) -> int:
@@ -190,7 +190,7 @@ class Team:
     @lazy
     def accumulators(self) -> int:
         """Accumulators of a thread."""
-        return self.product_rows * self.pixels // 32
+        return self.register_tile_m * self.pixels // 32
 
     @lazy
     def mma_cycles(self) -> float:
@@ -198,14 +198,14 @@ class Team:
         layer, rates = self.layer, gpus.rates(self.gpu)
         steps = layer.chunks * layer.k_steps * layer.taps
         multiplied = self.tile_pixels * self.block_channels * 2 * layer.vector_channels
-        return steps * layer.products * multiplied / rates.products[layer.multiplied]
+        return steps * layer.mmas_per_step * multiplied / rates.mma[layer.multiplied]
 
     @lazy
     def operand_cycles(self) -> float:
         """Cycles that shared memory takes alone to deliver the MMAs' operands."""
         layer = self.layer
         steps = layer.chunks * layer.k_steps * layer.taps
-        matrices = self.warps * (self.product_rows + self.pixels) // 16 * layer.parts
+        matrices = self.warps * (self.register_tile_m + self.pixels) // 16 * layer.parts
         return steps * matrices * 512 / SHARED_BYTES
 
 
@@ -226,7 +226,8 @@ class Tile:
         (height, width), team, patch = self.layer.out_size, self.team, self.patch
         return (
             f"{height}x{width} in {patch.rows}x{patch.columns} "
-            f"{team.warps}+{team.loaders}x{team.product_rows}x{team.pixels}/{team.channel_groups}"
+            f"{team.warps}+{team.loaders}x{team.register_tile_m}x{team.pixels}"
+            f"/{team.channel_groups}"
         )
 
     @property
@@ -330,7 +331,7 @@ class Tile:
         """Factor by which stores take longer because runs begin or end within sectors."""
         layer, operands = self.layer, self.layer.operands
         size, last = operands.scalar_bytes, operands.output_channels_last
-        run = (self.team.product_rows if last else self.patch.columns) * size
+        run = (self.team.register_tile_m if last else self.patch.columns) * size
         whole = (layer.group_out if last else layer.image_size[1]) * size
         if run % SECTOR == whole % SECTOR == 0:
             return 1.0
@@ -354,7 +355,8 @@ class Tile:
         of_unit = VECTOR_LOAD_CYCLES if layer.vector_loads else PIXEL_CYCLES
         of_unit += NUMBER_CYCLES * numbers
         of_unit += (
-            SPLIT_CYCLES * numbers * (layer.parts - 1) + HALVES_CYCLES * numbers * layer.halves
+            SPLIT_CYCLES * numbers * (layer.parts - 1)
+            + SCALED_FP16_CYCLES * numbers * layer.scaled_fp16
         )
         batches = ceil_div(self.patch.units, threads * self.batch)
         return layer.chunks * batches * (LATENCY_CYCLES + self.batch * of_unit)
@@ -398,7 +400,7 @@ def _candidates(layer: Layer, gpu: Gpu) -> Iterator[Tile]:
 def _most_accumulators(layer: Layer) -> dict[int, dict[int, int]]:
     operands = layer.operands
     wide = operands.output_channels_last and operands.scalar_bytes == 4
-    split = layer.parts == 2 and not layer.halves
+    split = layer.parts == 2 and not layer.scaled_fp16
     return MOST_WIDE_ACCUMULATORS if wide or split else MOST_ACCUMULATORS
 
 

@@ -33,7 +33,7 @@ from fastconv.kernels.family import (
 )
 from fastconv.kernels.planning import limits
 from fastconv.kernels.planning.launches import weight_grad_launches
-from fastconv.kernels.planning.limits import FLUSH_ADDITIONS, FLUSH_PRODUCTS
+from fastconv.kernels.planning.limits import FLUSH_ADDITIONS, FLUSH_MMAS
 from fastconv.problem import Problem
 
 SOURCE = "ampere/wgrad_halo/kernel.cuh"
@@ -251,9 +251,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "grad_lanes": tile.grad_lanes,
         "grad_pitch": tile.grad_pitch,
         "grad_batch": grad_batch,
-        "flush_steps": max(
-            1, FLUSH_ADDITIONS // tile.slices if split else FLUSH_PRODUCTS // chained
-        ),
+        "flush_steps": max(1, FLUSH_ADDITIONS // tile.slices if split else FLUSH_MMAS // chained),
         "shared_bytes": tile.shared_bytes,
     }
 

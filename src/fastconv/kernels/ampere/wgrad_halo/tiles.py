@@ -334,7 +334,7 @@ class Tile:
 
     def multiply_cycles(self, gpu: Gpu, along: float) -> float:
         """Cycles of the tensor cores for ``along`` MMAs along the pixels."""
-        cycles = MMA_PRODUCTS / gpus.rates(gpu).products["tf32"]
+        cycles = MMA_PRODUCTS / gpus.rates(gpu).mma["tf32"]
         return along * self.block_mmas * cycles
 
     @lazy

@@ -23,8 +23,8 @@ __device__ __forceinline__ const Scalar* kernel_row(const Scalar* weight, int gr
 // small.
 template <int kChannels>
 struct Accumulators {
-  Sum acc[kChannels][C::rows][C::columns];
-  Sum total_acc[kChannels][C::rows][C::two_level ? C::columns : 1];
+  Acc acc[kChannels][C::rows][C::columns];
+  Acc total_acc[kChannels][C::rows][C::two_level ? C::columns : 1];
 
   __device__ Accumulators() {
 #pragma unroll
@@ -45,7 +45,7 @@ struct Accumulators {
   __device__ __forceinline__ void add(int m, int r, const Window& window, const Weight& weight) {
 #pragma unroll
     for (int k = 0; k < Columns::kTaps; ++k) {
-      const Sum tap = weight(k);
+      const Acc tap = weight(k);
 #pragma unroll
       for (int p = 0; p < C::columns; ++p) {
         const int element = Columns::element(p, k);
@@ -70,7 +70,7 @@ struct Accumulators {
     }
   }
 
-  __device__ __forceinline__ Sum result(int m, int r, int p) const {
+  __device__ __forceinline__ Acc result(int m, int r, int p) const {
     if constexpr (C::two_level) return total_acc[m][r][p] + acc[m][r][p];
     return acc[m][r][p];
   }

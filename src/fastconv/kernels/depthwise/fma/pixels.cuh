@@ -87,7 +87,7 @@ __device__ __forceinline__ void multiply(Accumulators<C::lane_channels>& acc, co
   for (int channel = 0; channel < C::group_in; ++channel) {
 #pragma unroll 1
     for (int i = 0; i < kWindowRows; ++i) {
-      Sum elements[C::lane_channels][kWindowColumns];
+      Acc elements[C::lane_channels][kWindowColumns];
       load_window(elements, window, i);
 #pragma unroll
       for (int r = 0; r < C::rows; ++r) {
@@ -97,7 +97,7 @@ __device__ __forceinline__ void multiply(Accumulators<C::lane_channels>& acc, co
 #pragma unroll
         for (int m = 0; m < C::lane_channels; ++m) {
           acc.add(m, r, elements[m], [&](int tap) {
-            Sum weight[C::lane_channels];
+            Acc weight[C::lane_channels];
             load(weight, taps + tap * kOutputs);
             return weight[m];
           });
@@ -127,10 +127,10 @@ __device__ __forceinline__ void store(const Accumulators<C::lane_channels>& acc,
     for (int p = 0; p < C::columns; ++p) {
       const int x = tile.x + at.x + p * Columns::kOutStep;
       if (x >= C::out_width) continue;
-      Sum values[C::lane_channels];
+      Acc values[C::lane_channels];
 #pragma unroll
       for (int m = 0; m < C::lane_channels; ++m) {
-        values[m] = acc.result(m, r, p) + Sum(widen(shift.element[m]));
+        values[m] = acc.result(m, r, p) + Acc(widen(shift.element[m]));
       }
       Scalar* const target =
           output +
@@ -161,9 +161,9 @@ extern "C" __global__ void pack(const Config::Scalar* __restrict__ weight,
 }
 
 extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Config::blocks_per_sm)
-    correlate(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ packed,
-              const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
-              int first_image, int images FASTCONV_RESIDUAL_PARAMETER) {
+    convolve(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ packed,
+             const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
+             int first_image, int images FASTCONV_RESIDUAL_PARAMETER) {
   using namespace fastconv::depthwise;
   const auto epilogue = FASTCONV_EPILOGUE(output);
   const Tile tile(blockIdx.x);

@@ -28,7 +28,7 @@ constexpr int kWeightRow = round_up(Columns::kTaps, 4);
 constexpr int kWeightPlane = C::channels * C::kernel_height * kWeightRow + C::weight_padding;
 constexpr int kInputBytes = round_up(C::slots * kPlane * static_cast<int>(sizeof(Scalar)), 16);
 constexpr int kStageBytes =
-    kInputBytes + round_up(C::slots * kWeightPlane * static_cast<int>(sizeof(Sum)), 16);
+    kInputBytes + round_up(C::slots * kWeightPlane * static_cast<int>(sizeof(Acc)), 16);
 static_assert(kStages * kStageBytes == C::shared_bytes, "as planned");
 
 // The tile of a block.
@@ -88,7 +88,7 @@ __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, 
 
 // Loads the weights of input channel `channel` of each plane's group; a thread loads whole kernel
 // rows. Planes and channels that do not exist get zeros, and so does the padding of rows.
-__device__ __forceinline__ void load_weights(Sum* target, const Scalar* weight, const Tile& tile,
+__device__ __forceinline__ void load_weights(Acc* target, const Scalar* weight, const Tile& tile,
                                              int channel, int planes) {
   constexpr int kRows = C::channels * C::kernel_height;  // kernel rows of a slot
   for (int i = static_cast<int>(threadIdx.x); i < C::slots * kRows; i += kThreads) {
@@ -100,14 +100,14 @@ __device__ __forceinline__ void load_weights(Sum* target, const Scalar* weight, 
     const bool exists = plane < planes && output < C::group_out;
     const Scalar* const source =
         exists ? kernel_row(weight, group, output, channel, tap_row) : weight;
-    Sum* const row = target + slot * kWeightPlane + i % kRows * kWeightRow;
+    Acc* const row = target + slot * kWeightPlane + i % kRows * kWeightRow;
 #pragma unroll
     for (int tap = 0; tap < C::kernel_width; ++tap) {
       const Scalar* const weight = source + 1ll * tap * C::weight_stride_width;
-      if constexpr (sizeof(Scalar) == sizeof(Sum)) {
+      if constexpr (sizeof(Scalar) == sizeof(Acc)) {
         copy_elements<1>(reinterpret_cast<Scalar*>(row + tap), weight, exists);
       } else {
-        row[tap] = exists ? Sum(widen(*weight)) : Sum(0);
+        row[tap] = exists ? Acc(widen(*weight)) : Acc(0);
       }
     }
 #pragma unroll
@@ -130,11 +130,11 @@ struct Position {
 
 // A kernel row in shared memory, which is read four weights at a time.
 struct WeightRow {
-  const Sum* row;
-  mutable Sum four[4];
+  const Acc* row;
+  mutable Acc four[4];
 
-  __device__ explicit WeightRow(const Sum* row) : row(row) {}
-  __device__ __forceinline__ Sum operator()(int k) const {
+  __device__ explicit WeightRow(const Acc* row) : row(row) {}
+  __device__ __forceinline__ Acc operator()(int k) const {
     if (k % 4 == 0) load4(row + k, four);
     return four[k % 4];
   }
@@ -142,7 +142,7 @@ struct WeightRow {
 
 // Adds the products of one input channel.
 __device__ __forceinline__ void multiply(Accumulators<C::channels>& acc, const Scalar* input,
-                                         const Sum* weights, const Position& at) {
+                                         const Acc* weights, const Position& at) {
   const Scalar* const window = input + at.slot * kPlane +
                                at.y * Rows::kTimes / Rows::kOver * C::pitch + kFirstPiece +
                                at.x * Columns::kTimes / Columns::kOver;
@@ -177,7 +177,7 @@ __device__ __forceinline__ void store(const Accumulators<C::channels>& acc, cons
   for (int m = 0; m < C::channels; ++m) {
     const int channel = part + m;
     if (channel >= C::group_out) return;
-    const Sum shift = bias != nullptr ? Sum(widen(bias[group * C::group_out + channel])) : Sum(0);
+    const Acc shift = bias != nullptr ? Acc(widen(bias[group * C::group_out + channel])) : Acc(0);
     Scalar* const target = output + (1ll * (plane / kParts) * C::group_out + channel) * kOutPlane;
 #pragma unroll
     for (int r = 0; r < C::rows; ++r) {
@@ -186,7 +186,7 @@ __device__ __forceinline__ void store(const Accumulators<C::channels>& acc, cons
 #pragma unroll
       for (int p = 0; p < C::columns; p += C::store_vector) {
         const int column = x + p * Columns::kOutStep;
-        Sum values[C::store_vector];
+        Acc values[C::store_vector];
 #pragma unroll
         for (int i = 0; i < C::store_vector; ++i) values[i] = acc.result(m, r, p + i) + shift;
         Scalar* const place = target + 1ll * row * C::out_width + column;
@@ -201,9 +201,9 @@ __device__ __forceinline__ void store(const Accumulators<C::channels>& acc, cons
 }  // namespace fastconv
 
 extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Config::blocks_per_sm)
-    correlate(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
-              const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
-              int first_image, int images FASTCONV_RESIDUAL_PARAMETER) {
+    convolve(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
+             const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
+             int first_image, int images FASTCONV_RESIDUAL_PARAMETER) {
   using namespace fastconv::depthwise;
   const auto epilogue = FASTCONV_EPILOGUE(output);
   const Tile tile(blockIdx.x);
@@ -215,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
     return reinterpret_cast<Scalar*>(shared + channel % kStages * kStageBytes);
   };
   const auto weights = [&](int channel) {
-    return reinterpret_cast<Sum*>(shared + channel % kStages * kStageBytes + kInputBytes);
+    return reinterpret_cast<Acc*>(shared + channel % kStages * kStageBytes + kInputBytes);
   };
   const auto load = [&](int channel) {
     load_input(inputs(channel), input, tile, channel, planes);

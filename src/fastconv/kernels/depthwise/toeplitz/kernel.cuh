@@ -213,7 +213,7 @@ __device__ __forceinline__ void prepare_operands(Scalar* input, unsigned* tables
     const int plane = row / kHaloRows;
     const float limit = k3xTf32 ? Scale(all_marks, plane / C::slots).limit() : 0.0f;
     Block block = *reinterpret_cast<const Block*>(place);
-    Sum numbers[kBlock];
+    Acc numbers[kBlock];
     widen_vector(block, numbers);
     bool finite = true;
     bool large = false;
@@ -387,19 +387,19 @@ __device__ __forceinline__ const unsigned* lane_diagonals(const unsigned* tables
 // Computes an output with multiply-adds. `input` returns the number at a row and a column of the
 // image; taps outside of the image are left out.
 template <class Input>
-__device__ __forceinline__ Sum fma_sum(const Input& input, const Scalar* weight, int output, int y,
+__device__ __forceinline__ Acc fma_sum(const Input& input, const Scalar* weight, int output, int y,
                                        int x) {
-  Sum total_acc = 0;
+  Acc total_acc = 0;
 #pragma unroll 1
   for (int row = 0; row < C::kernel_height; ++row) {
     const int in_y = y + Rows::kOrigin + row;
     if (static_cast<unsigned>(in_y) >= C::in_height) continue;
-    Sum acc = 0;
+    Acc acc = 0;
 #pragma unroll 1
     for (int tap = 0; tap < C::kernel_width; ++tap) {
       const int in_x = x + Columns::kOrigin + tap;
       if (static_cast<unsigned>(in_x) >= C::in_width) continue;
-      acc += Sum(widen(input(in_y, in_x))) * Sum(widen(weight_at(weight, output, row, tap)));
+      acc += Acc(widen(input(in_y, in_x))) * Acc(widen(weight_at(weight, output, row, tap)));
     }
     total_acc += acc;
   }
@@ -411,13 +411,13 @@ __device__ __forceinline__ Sum fma_sum(const Input& input, const Scalar* weight,
 // add to it.
 template <class Input, class Place, class... Residual>
 __device__ __noinline__ void rewrite_nonfinite(const Input& input, const Scalar* weight, int output,
-                                               Sum bias, int first_row, int first_column,
+                                               Acc bias, int first_row, int first_column,
                                                const Place& place, const Residual&... residual) {
   for (int i = static_cast<int>(threadIdx.x) % 32; i < 8 * kTileColumns; i += 32) {
     const int row = i / kTileColumns;
     const int column = i % kTileColumns;
     if (first_column + column >= C::out_width || first_row + row >= C::out_height) continue;
-    const Sum acc = fma_sum(input, weight, output, first_row + row, first_column + column);
+    const Acc acc = fma_sum(input, weight, output, first_row + row, first_column + column);
     if (!tensor::is_finite(acc)) {
       *place(row, column) =
           narrow<Scalar>(Epilogue<C>::activated(acc + bias, residual(row, column)...));

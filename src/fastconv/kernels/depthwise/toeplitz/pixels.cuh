@@ -75,14 +75,14 @@ __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, 
 // Adds the bias to the first or second strip of a pair (`half` 0 or 1), applies the epilogue and
 // writes the strip to the staged results. Residuals have been loaded to the same places.
 __device__ __forceinline__ void stage_results(const MmaAccumulators& accumulators, int half,
-                                              float scale, Sum bias, Scalar* strip) {
+                                              float scale, Acc bias, Scalar* strip) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
   for (int j = 0; j < C::lanes_x; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       Scalar& place = strip[lane / 4 * kResultRow + (8 * j + lane % 4 * 2 + i) * C::channels];
-      const Sum acc = accumulators.result(j, 2 * half + i) * scale + bias;
+      const Acc acc = accumulators.result(j, 2 * half + i) * scale + bias;
       place = narrow<Scalar>(Epilogue<C>::activated(acc, Epilogue<C>::staged(place)));
     }
   }
@@ -110,9 +110,9 @@ __device__ __forceinline__ void for_pixels(Scalar* output, Scalar* results, cons
 }  // namespace fastconv
 
 extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Config::blocks_per_sm)
-    correlate(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
-              const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
-              int first_image, int images FASTCONV_RESIDUAL_PARAMETER) {
+    convolve(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
+             const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
+             int first_image, int images FASTCONV_RESIDUAL_PARAMETER) {
   using namespace fastconv::depthwise;
   using fastconv::kAddsResidual;
   using fastconv::widen;
@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
     const int channel = item / kStripPairs;
     const int pair = item % kStripPairs;
     const int output_channel = tile.channel + channel;
-    const Sum shift = bias != nullptr ? Sum(widen(bias[output_channel])) : Sum(0);
+    const Acc shift = bias != nullptr ? Acc(widen(bias[output_channel])) : Acc(0);
     MmaAccumulators accumulators;
     multiply(accumulators, lane_row(inputs, channel, pair), lane_diagonals(tables, channel));
 #pragma unroll

@@ -159,7 +159,7 @@ class ToeplitzTile(PlanesTile):
         outputs = self.channels * self.slots * self.area.outputs
         warps = resident * self.warps
         one_round = together(
-            resident * products / rates.products[self.multiplied] * MMA_LOSS,
+            resident * products / rates.mma[self.multiplied] * MMA_LOSS,
             resident * (reads + self.other_reads),
             resident * issued / 32 * (1 + HALF_ISSUED / warps) / ISSUED,
             resident * self.read_bytes / rates.l2_bytes,

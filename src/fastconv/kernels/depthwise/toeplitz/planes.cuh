@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, 
 // Adds the bias to the first or second strip of a pair (`half` 0 or 1), applies the epilogue and
 // writes the outputs that lie in the image.
 __device__ __forceinline__ void store(const MmaAccumulators& accumulators, int half, float scale,
-                                      Sum bias, Scalar* row, const Tile& tile,
+                                      Acc bias, Scalar* row, const Tile& tile,
                                       const Epilogue<C>& epilogue) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
@@ -54,7 +54,7 @@ __device__ __forceinline__ void store(const MmaAccumulators& accumulators, int h
 #pragma unroll
     for (int i = 0; i < 2; i += C::store_vector) {
       const int x = tile.x + 8 * j + lane % 4 * 2 + i;
-      Sum values[C::store_vector];
+      Acc values[C::store_vector];
 #pragma unroll
       for (int k = 0; k < C::store_vector; ++k) {
         values[k] = accumulators.result(j, 2 * half + i + k) * scale + bias;
@@ -68,9 +68,9 @@ __device__ __forceinline__ void store(const MmaAccumulators& accumulators, int h
 }  // namespace fastconv
 
 extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Config::blocks_per_sm)
-    correlate(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
-              const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
-              int first_image, int images FASTCONV_RESIDUAL_PARAMETER) {
+    convolve(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
+             const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
+             int first_image, int images FASTCONV_RESIDUAL_PARAMETER) {
   using namespace fastconv::depthwise;
   using fastconv::widen;
   const auto epilogue = FASTCONV_EPILOGUE(output);
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   fastconv::copy_async_commit();
   load_tables(table, weight, tile.output, marks);
   for (int i = static_cast<int>(threadIdx.x); i < kWeightMarks; i += kThreads) marks[i] = 0;
-  const Sum shift = bias != nullptr ? Sum(widen(bias[tile.output])) : Sum(0);
+  const Acc shift = bias != nullptr ? Acc(widen(bias[tile.output])) : Acc(0);
   fastconv::copy_async_wait<0>();
   __syncthreads();
   prepare_operands(inputs, table, marks);

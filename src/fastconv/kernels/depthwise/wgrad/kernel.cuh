@@ -37,8 +37,8 @@ __device__ __forceinline__ int entry_of(int output, int channel, int tap) {
 }
 
 // Writes value `index` of a tap group's kAccumulators to the workspace.
-__device__ __forceinline__ void write_entry(Sum* workspace, int split, int output, int channel,
-                                            int tap_group, int index, Sum value) {
+__device__ __forceinline__ void write_entry(Acc* workspace, int split, int output, int channel,
+                                            int tap_group, int index, Acc value) {
   const int row = tap_group * C::tap_rows + index / C::kernel_width;
   workspace += split * kSplitEntries;
   if (index == kAccumulators - 1) {
@@ -81,8 +81,8 @@ struct Patch {
 // A thread's accumulators for tap_rows kernel rows of kChannels channels, and for the bias.
 template <int kChannels>
 struct TapAccumulators {
-  Sum taps[kChannels][C::tap_rows][Columns::kTaps] = {};
-  Sum bias[kChannels] = {};
+  Acc taps[kChannels][C::tap_rows][Columns::kTaps] = {};
+  Acc bias[kChannels] = {};
 
   // Adds the products of a patch, from kernel row `first_tap` on. The image ends `rows_left` rows
   // and `columns_left` columns after the patch's first pixel; pixels beyond are skipped although
@@ -96,7 +96,7 @@ struct TapAccumulators {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (!kWholeTaps && first_tap + i >= kWindowRows) continue;  // no tap reads this row
-      Sum window[kChannels][kWindowColumns];
+      Acc window[kChannels][kWindowColumns];
       load_row(window, i);
 #pragma unroll
       for (int r = 0; r < C::rows; ++r) {
@@ -157,17 +157,17 @@ constexpr int kReduceEntries = C::reduce_threads / C::reduce_rows;
 constexpr int kReduceSplits = ceil_div(C::splits, C::reduce_rows);
 
 // Adds up the splits of an entry that belong to a row of threads.
-__device__ __forceinline__ Sum sum_splits(const Sum* workspace, int entry, int row) {
+__device__ __forceinline__ Acc sum_splits(const Acc* workspace, int entry, int row) {
   const int first = row * kReduceSplits;
   const int end = min_of(first + kReduceSplits, C::splits);
-  Sum total = 0;
+  Acc total = 0;
 #pragma unroll 8
   for (int split = first; split < end; ++split) total += workspace[entry + split * kSplitEntries];
   return total;
 }
 
 // Writes the reduced value of an entry to the weight's or the bias's gradient.
-__device__ __forceinline__ void write_grad(Scalar* grad, Scalar* bias_grad, int entry, Sum total) {
+__device__ __forceinline__ void write_grad(Scalar* grad, Scalar* bias_grad, int entry, Acc total) {
   if (entry >= kWeightEntries) {
     bias_grad[entry - kWeightEntries] = narrow<Scalar>(total);
     return;
@@ -186,15 +186,15 @@ __device__ __forceinline__ void write_grad(Scalar* grad, Scalar* bias_grad, int 
 // The split-K reduction: adds up all splits in a fixed order, without atomics, so that the bits are
 // the same every time.
 extern "C" __global__ void __launch_bounds__(Config::reduce_threads)
-    reduce(const fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace,
+    reduce(const fastconv::AccOf<Config::Scalar>::type* __restrict__ workspace,
            Config::Scalar* __restrict__ grad, Config::Scalar* __restrict__ bias_grad) {
   using namespace fastconv::depthwise;
   const int row = static_cast<int>(threadIdx.x) / kReduceEntries;
   const int entry = static_cast<int>(blockIdx.x) * kReduceEntries +
                     static_cast<int>(threadIdx.x) % kReduceEntries;
-  Sum total = entry < kSplitEntries ? sum_splits(workspace, entry, row) : Sum(0);
+  Acc total = entry < kSplitEntries ? sum_splits(workspace, entry, row) : Acc(0);
   if constexpr (C::reduce_rows > 1) {
-    Sum* const partial = reinterpret_cast<Sum*>(fastconv::shared_memory());
+    Acc* const partial = reinterpret_cast<Acc*>(fastconv::shared_memory());
     partial[threadIdx.x] = total;
     __syncthreads();
     if (row > 0) return;

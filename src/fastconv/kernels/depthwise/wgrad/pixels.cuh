@@ -19,7 +19,7 @@ constexpr int kGradSlot = kTileRows * kTileColumns * kGradPixel;
 constexpr int kStageBytes =
     kInputBytes + round_up(C::slots * kGradSlot * static_cast<int>(sizeof(Scalar)), 16);
 static_assert(2 * kStageBytes <= C::shared_bytes &&
-                  kBlockGroups * kAccumulators * kOutputs * static_cast<int>(sizeof(Sum)) <=
+                  kBlockGroups * kAccumulators * kOutputs * static_cast<int>(sizeof(Acc)) <=
                       C::shared_bytes,
               "as planned");
 
@@ -54,14 +54,14 @@ __device__ __forceinline__ void add_unit(TapAccumulators<C::lane_channels>& acc,
     if (kPatches % kGroupPatches != 0 && index >= kPatches) return;
     const Patch patch(index);
     if (C::slots > 1 && unit.image + patch.slot >= images) return;
-    Sum numbers[C::lane_channels][C::rows][C::columns];
+    Acc numbers[C::lane_channels][C::rows][C::columns];
 #pragma unroll
     for (int r = 0; r < C::rows; ++r) {
 #pragma unroll
       for (int p = 0; p < C::columns; ++p) {
         const int pixel =
             (patch.y + r * Rows::kOutStep) * kTileColumns + patch.x + p * Columns::kOutStep;
-        Sum pixels[C::lane_channels];
+        Acc pixels[C::lane_channels];
         load(pixels, grad + patch.slot * kGradSlot + pixel * kGradPixel + at.output);
 #pragma unroll
         for (int m = 0; m < C::lane_channels; ++m) numbers[m][r][p] = kept(pixels[m]);
@@ -72,7 +72,7 @@ __device__ __forceinline__ void add_unit(TapAccumulators<C::lane_channels>& acc,
     const Scalar* const window = input + patch.slot * kSlot + first * kPixel + at.input;
     acc.add(
         numbers, first_tap, C::out_height - unit.y - patch.y, C::out_width - unit.x - patch.x,
-        [&](Sum(&row)[C::lane_channels][kWindowColumns], int i) { load_window(row, window, i); });
+        [&](Acc(&row)[C::lane_channels][kWindowColumns], int i) { load_window(row, window, i); });
     if (has_bias) acc.add_bias(numbers);
   }
 }
@@ -83,7 +83,7 @@ __device__ __forceinline__ void add_unit(TapAccumulators<C::lane_channels>& acc,
 extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Config::blocks_per_sm)
     weight_grad(const Config::Scalar* __restrict__ grad_output,
                 const Config::Scalar* __restrict__ input,
-                fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace, int images) {
+                fastconv::AccOf<Config::Scalar>::type* __restrict__ workspace, int images) {
   using namespace fastconv::depthwise;
   unsigned block = blockIdx.x;
   // Channel tiles change fastest: blocks that share memory sectors run together.
@@ -128,8 +128,8 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
 
   // Threads of a tap group add their accumulators to shared memory in turn, in the order of their
   // patches: [group][accumulator][channel].
-  Sum* const gathered = reinterpret_cast<Sum*>(shared);
-  Sum* const mine = gathered + at.group * (kAccumulators * kOutputs) + at.output;
+  Acc* const gathered = reinterpret_cast<Acc*>(shared);
+  Acc* const mine = gathered + at.group * (kAccumulators * kOutputs) + at.output;
 #pragma unroll 1
   for (int turn = 0; turn < kGroupPatches; ++turn) {
     if (!at.idle() && at.patch == turn) {
@@ -137,10 +137,10 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
       for (int m = 0; m < C::lane_channels; ++m) {
 #pragma unroll
         for (int i = 0; i < kAccumulators; ++i) {
-          const Sum value = i + 1 < kAccumulators
+          const Acc value = i + 1 < kAccumulators
                                 ? acc.taps[m][i / C::kernel_width][i % C::kernel_width]
                                 : acc.bias[m];
-          Sum& target = mine[i * kOutputs + m];
+          Acc& target = mine[i * kOutputs + m];
           target = turn == 0 ? value : target + value;
         }
       }

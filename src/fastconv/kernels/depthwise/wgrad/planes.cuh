@@ -26,7 +26,7 @@ constexpr int kInputBytes = round_up(C::slots * kPlane * static_cast<int>(sizeof
 constexpr int kStageBytes =
     kInputBytes + round_up(C::slots * kGradPlane * static_cast<int>(sizeof(Scalar)), 16);
 static_assert(2 * kStageBytes <= C::shared_bytes &&
-                  kThreads / 32 * kAccumulators * static_cast<int>(sizeof(Sum)) <= C::shared_bytes,
+                  kThreads / 32 * kAccumulators * static_cast<int>(sizeof(Acc)) <= C::shared_bytes,
               "as planned");
 
 // Accumulates this thread's patches of a unit.
@@ -40,7 +40,7 @@ __device__ __forceinline__ void add_unit(TapAccumulators<1>& acc, const Scalar* 
     if (kPatches % kGroupThreads != 0 && index >= kPatches) return;
     const Patch patch(index);
     if (C::slots > 1 && unit.image + patch.slot >= images) return;
-    Sum numbers[1][C::rows][C::columns];
+    Acc numbers[1][C::rows][C::columns];
 #pragma unroll
     for (int r = 0; r < C::rows; ++r) {
       const Scalar* const row =
@@ -55,7 +55,7 @@ __device__ __forceinline__ void add_unit(TapAccumulators<1>& acc, const Scalar* 
                                  (patch.y * Rows::kTimes + first_tap * Rows::kUnit) * C::pitch +
                                  kFirstPiece + patch.x * Columns::kTimes;
     acc.add(numbers, first_tap, C::out_height - unit.y - patch.y, C::out_width - unit.x - patch.x,
-            [&](Sum(&row)[1][kWindowColumns], int i) {
+            [&](Acc(&row)[1][kWindowColumns], int i) {
               const WindowRow elements(window + i * (Rows::kUnit * C::pitch));
 #pragma unroll
               for (int j = 0; j < kWindowColumns; ++j) row[0][j] = elements[j];
@@ -65,7 +65,7 @@ __device__ __forceinline__ void add_unit(TapAccumulators<1>& acc, const Scalar* 
 }
 
 // Returns the sum of a number over a warp's lanes, in every lane.
-__device__ __forceinline__ Sum warp_sum(Sum number) {
+__device__ __forceinline__ Acc warp_sum(Acc number) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
     number += __shfl_xor_sync(~0u, number, distance);
@@ -79,7 +79,7 @@ __device__ __forceinline__ Sum warp_sum(Sum number) {
 extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Config::blocks_per_sm)
     weight_grad(const Config::Scalar* __restrict__ grad_output,
                 const Config::Scalar* __restrict__ input,
-                fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace, int images) {
+                fastconv::AccOf<Config::Scalar>::type* __restrict__ workspace, int images) {
   using namespace fastconv::depthwise;
   unsigned block = blockIdx.x;
   const int split = static_cast<int>(block % C::splits);
@@ -127,23 +127,23 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   });
 
   // Reduce each warp's lanes by shuffles, then the warps of a tap group through shared memory.
-  Sum* const gathered = reinterpret_cast<Sum*>(shared);
-  Sum* const mine = gathered + thread / 32 * kAccumulators;
+  Acc* const gathered = reinterpret_cast<Acc*>(shared);
+  Acc* const mine = gathered + thread / 32 * kAccumulators;
 #pragma unroll
   for (int k = 0; k < C::tap_rows; ++k) {
 #pragma unroll
     for (int tap = 0; tap < C::kernel_width; ++tap) {
-      const Sum value = warp_sum(acc.taps[0][k][tap]);
+      const Acc value = warp_sum(acc.taps[0][k][tap]);
       if (thread % 32 == 0) mine[k * C::kernel_width + tap] = value;
     }
   }
-  const Sum bias = C::bias ? warp_sum(acc.bias[0]) : Sum(0);
+  const Acc bias = C::bias ? warp_sum(acc.bias[0]) : Acc(0);
   if (thread % 32 == 0) mine[kAccumulators - 1] = bias;
   __syncthreads();
   for (int i = thread; i < kBlockGroups * kAccumulators; i += kThreads) {
     const int group = i / kAccumulators;
     const int at = i % kAccumulators;
-    Sum value = 0;
+    Acc value = 0;
 #pragma unroll
     for (int warp = 0; warp < C::group_warps; ++warp) {
       value += gathered[(group * C::group_warps + warp) * kAccumulators + at];

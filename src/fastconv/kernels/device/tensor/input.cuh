@@ -8,8 +8,8 @@ namespace tensor {
 
 // Strides of the input, in elements. With space-to-depth, group_in counts a channel once for each
 // residue.
-constexpr bool kFolded = C::fold_height * C::fold_width > 1;
-constexpr int kInGroup = C::group_in / (C::fold_height * C::fold_width);
+constexpr bool kSpaceToDepth = C::s2d_height * C::s2d_width > 1;
+constexpr int kInGroup = C::group_in / (C::s2d_height * C::s2d_width);
 constexpr int kInColumn = C::in_channels_last ? C::groups * kInGroup : 1;
 constexpr int kInRow = C::in_width * kInColumn;
 constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
@@ -18,12 +18,12 @@ constexpr int kInImage = C::groups * kInGroup * C::in_height * C::in_width;
 // The farthest rows and columns that tiles reach, before or behind the input's first, and an index
 // type that reaches every element there.
 constexpr long long kFarInRow = max_of<long long>(
-    C::padding_top, elements_of(C::fold_height, C::stride_height, kRowStep) +
-                        elements_of(C::fold_height, C::dilation_height, kRowPhases,
+    C::padding_top, elements_of(C::s2d_height, C::stride_height, kRowStep) +
+                        elements_of(C::s2d_height, C::dilation_height, kRowResidues,
                                     kRowTiles* kTileRows + kHaloRows + C::kernel_height));
 constexpr long long kFarInColumn = max_of<long long>(
     C::padding_left + elements_of(C::lead, C::stride_width),
-    elements_of(C::fold_width, C::stride_width, kStrips* C::tile_columns + C::pitch + 1));
+    elements_of(C::s2d_width, C::stride_width, kStrips* C::tile_columns + C::pitch + 1));
 using InOffset = IndexTo<elements_of(kFarInRow, kInRow) + elements_of(kFarInColumn, kInColumn) +
                          elements_of(kChunks* kChunkChannels, kInChannel)>;
 static_assert(elements_of(C::groups, kInGroup, C::in_height, C::in_width) < kMostElements, "");
@@ -101,7 +101,7 @@ struct PixelUnit {
   __device__ static int plane(int index) { return index / kPlanePixels * kVectors; }
   __device__ static int pixel(int index) { return index % kPlanePixels; }
   __device__ void load(const Place& place, int channel) {
-    if constexpr (kFolded) {
+    if constexpr (kSpaceToDepth) {
       load_space_to_depth(place, channel);
       return;
     }
@@ -179,7 +179,7 @@ struct Source {
     group =
         input + static_cast<long long>(item.image) * kInImage + item.group * kInGroup * kInChannel;
     row = item.row_residue * C::stride_height +
-          C::dilation_height * (item.tile * kTileRows * kRowPhases + stage);
+          C::dilation_height * (item.tile * kTileRows * kRowResidues + stage);
     column = (item.column - C::lead) * C::stride_width;
   }
 
@@ -198,10 +198,10 @@ struct Source {
   __device__ __forceinline__ Place find_in_line(int index, int position) const {
     const int slot = index / kStageRows;
     const int line = index % kStageRows;
-    const int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowPhases);
-    const int column_residue = slot % kColumnSlots * kColumnStep % kColumnPhases;
-    const int x = column + kColumnUnit * (column_residue + position * kColumnPhases);
-    return {group, y * C::fold_height - C::padding_top, x * C::fold_width - C::padding_left, true};
+    const int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowResidues);
+    const int column_residue = slot % kColumnSlots * kColumnStep % kColumnResidues;
+    const int x = column + kColumnUnit * (column_residue + position * kColumnResidues);
+    return {group, y * C::s2d_height - C::padding_top, x * C::s2d_width - C::padding_left, true};
   }
   __device__ __forceinline__ int channel_of(int index) const {
     return channel + Unit::plane(index) * kVectorChannels;

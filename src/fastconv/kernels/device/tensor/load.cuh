@@ -26,7 +26,7 @@ struct ChunkPowers {
 
   __device__ __forceinline__ void load(const Items& items, int image, int column) {
     const unsigned begin = static_cast<unsigned>(image) * C::table_columns + column;
-    if (!C::halves || at == begin) return;
+    if (!C::scaled_fp16 || at == begin) return;
     at = begin;
     const float* const source = items.tables.powers(image) + column;
     if constexpr (!kCopied) powers = source;

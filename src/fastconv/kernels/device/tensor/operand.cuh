@@ -76,9 +76,9 @@ __device__ __forceinline__ bool is_finite(float value) {
 
 // Replaces infinities and NaN by zero.
 template <int kCount>
-__device__ __forceinline__ void drop_infinite(float (&sums)[kCount]) {
+__device__ __forceinline__ void drop_infinite(float (&accs)[kCount]) {
 #pragma unroll
-  for (float& sum : sums) sum = is_finite(sum) ? sum : 0.0f;
+  for (float& acc : accs) acc = is_finite(acc) ? acc : 0.0f;
 }
 
 // The bits of an element, or zero if not `valid`.

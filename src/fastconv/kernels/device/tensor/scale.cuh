@@ -26,7 +26,7 @@ namespace fastconv {
 namespace tensor {
 
 // Whether the kernel computes only some images of the batch.
-constexpr bool kSelects = C::halves || C::repairs;
+constexpr bool kSelects = C::scaled_fp16 || C::repairs;
 
 constexpr int kWeightExponent = 14;  // the exponent that the largest weight is scaled to
 
@@ -43,7 +43,7 @@ constexpr float kInputSize = C::parts == 2 ? 1.0f / (1 << 11) : 1.0f / (1 << 4);
 constexpr float kWeightSize = C::parts == 2 ? 1.0f : 1.0f / (1 << 4);
 
 // Columns of the tables are input channels after space-to-depth, one group after the other.
-constexpr int kGroupColumns = C::halves ? C::table_columns / C::groups : 1;
+constexpr int kGroupColumns = C::scaled_fp16 ? C::table_columns / C::groups : 1;
 
 // Tables of scales in the workspace.
 struct Tables {
@@ -82,7 +82,7 @@ struct Items {
     }
   }
   __device__ __forceinline__ bool has(int image) const {
-    if constexpr (C::halves) return tables.scratch && tables.images()[image] != 0.0f;
+    if constexpr (C::scaled_fp16) return tables.scratch && tables.images()[image] != 0.0f;
     if constexpr (C::repairs) {
       return !tables.scratch || tables.images()[image] == 0.0f || tables.marks()[image] != 0;
     }

@@ -15,9 +15,9 @@ constexpr int kOutColumn = C::out_channels_last ? kOutChannels : 1;
 constexpr int kStoredWidth = C::interleave == 1 ? C::out_width : C::image_width;
 constexpr int kStoredColumns = C::interleave * C::tile_columns;
 constexpr int kStoredPitch = C::interleave * C::pitch;
-static_assert(kUnfolds || C::interleave == 1 || (C::interleave == 2 && C::out_step_width == 2),
+static_assert(kDepthToSpace || C::interleave == 1 || (C::interleave == 2 && C::out_step_width == 2),
               "pairs");
-static_assert(kUnfolds || C::interleave == 1 || (!C::out_channels_last && C::lead == 0),
+static_assert(kDepthToSpace || C::interleave == 1 || (!C::out_channels_last && C::lead == 0),
               "contiguous rows");
 
 // Where stored rows and columns lie in the image. The output of a layer that computes one residue
@@ -72,24 +72,20 @@ struct Target {
   }
 
   // The channel of an MMA row, in its group.
-  __device__ int channel(int product_row) const {
-    return outputs + row_of_column(product_row) % kStackRows;
-  }
+  __device__ int channel(int m) const { return outputs + row_of_column(m) % kStackRows; }
   // The output row of an MMA row, for the tile's line-th row of pixels.
-  __device__ int output_row(int product_row, int line) const {
-    return row + kRowStep * (line + row_of_column(product_row) / kStackRows);
+  __device__ int output_row(int m, int line) const {
+    return row + kRowStep * (line + row_of_column(m) / kStackRows);
   }
-  __device__ bool exists(int product_row, int line) const {
-    return channel(product_row) < C::group_out && output_row(product_row, line) < C::out_height;
+  __device__ bool exists(int m, int line) const {
+    return channel(m) < C::group_out && output_row(m, line) < C::out_height;
   }
   // The image's row for an output row; i is row_at, or the offset of a row to clear.
-  __device__ int image_row(int product_row, int line, int i) const {
-    return C::out_step_height * output_row(product_row, line) + i;
+  __device__ int image_row(int m, int line, int i) const {
+    return C::out_step_height * output_row(m, line) + i;
   }
   // The element in column 0 of the image.
-  __device__ Scalar* row_start(int product_row, int y) const {
-    return channel_row(channel(product_row), y);
-  }
+  __device__ Scalar* row_start(int m, int y) const { return channel_row(channel(m), y); }
   __device__ Scalar* channel_row(int channel, int y) const {
     const int c = group * kOutGroup + channel;
     if constexpr (C::out_channels_last) {
@@ -100,20 +96,19 @@ struct Target {
   }
 
   // Where a forward pass, which has no residues, stores an output.
-  __device__ __forceinline__ Scalar* place(int product_row, int line, int column) const {
-    return row_start(product_row, output_row(product_row, line)) +
-           static_cast<OutOffset>(column) * kOutColumn;
+  __device__ __forceinline__ Scalar* place(int m, int line, int column) const {
+    return row_start(m, output_row(m, line)) + static_cast<OutOffset>(column) * kOutColumn;
   }
 
   // Stores an element or a vector of channels if it is `valid`, and clears the positions beside it.
   template <class Stored>
-  __device__ __forceinline__ void store(int product_row, int line, int stored_column,
-                                        const Stored& value, bool valid) const {
+  __device__ __forceinline__ void store(int m, int line, int stored_column, const Stored& value,
+                                        bool valid) const {
 #pragma unroll kStoredRowsAtOnce
     for (int i = C::row_begin; i < C::row_end; ++i) {
-      const int y = image_row(product_row, line, i);
+      const int y = image_row(m, line, i);
       if (!kFewStores && y >= C::image_height) break;
-      Scalar* const row = row_start(product_row, y);
+      Scalar* const row = row_start(m, y);
 #pragma unroll kStoredAtOnce
       for (int j = kStoredBegin; j < kStoredEnd; ++j) {
         const int x = kStoredStep * stored_column + j;
@@ -145,10 +140,11 @@ struct Finish {
 
   template <class Residual = Nothing>
   __device__ __forceinline__ float operator()(float acc, Residual residual = {}) const {
-    return Epilogue<C>::activated(C::halves ? fmaf(acc, factor, bias) : acc + bias, residual);
+    return Epilogue<C>::activated(C::scaled_fp16 ? fmaf(acc, factor, bias) : acc + bias, residual);
   }
 };
-static_assert(!kAddsResidual || (C::out_step_height == 1 && C::out_step_width == 1 && !kUnfolds),
+static_assert(!kAddsResidual ||
+                  (C::out_step_height == 1 && C::out_step_width == 1 && !kDepthToSpace),
               "forward passes alone have a residual");
 
 // The epilogue of the accumulators in one MMA row.
@@ -157,9 +153,9 @@ __device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& ite
   Finish finish;
   const int channel = target.channel(row);
   if (bias && channel < C::group_out) {
-    finish.bias = widen(bias[item.group * kOutGroup + UnfoldedChannel(channel).channel]);
+    finish.bias = widen(bias[item.group * kOutGroup + DepthToSpaceChannel(channel).channel]);
   }
-  if constexpr (C::halves) {
+  if constexpr (C::scaled_fp16) {
     constexpr int kOfGroup = C::table_channels / C::groups;
     finish.factor = items.tables.channels()[item.group * kOfGroup + channel] *
                     inverse(items.tables.images()[item.image]);  // the factor is a power of two

@@ -4,7 +4,7 @@
 // Both operands consist of vectors of 16 bytes, channels that one MMA multiplies:
 //
 //   input   [16 bytes of channels][row][pixel][16 bytes]     a halo tile, loaded once for all taps
-//   weights [tap][2][product_rows output channels][16 bytes]
+//   weights [tap][2][register_tile_m output channels][16 bytes]
 #pragma once
 #include "device/tensor/operand.cuh"
 #include "device/tensor/ring.cuh"
@@ -14,24 +14,24 @@ namespace fastconv {
 namespace tensor {
 
 // The MMA's operand type: the tensor's own, or scaled fp16 for float32 (see scale.cuh).
-using Factor = Either<C::halves, Float16, Operand>::type;
-constexpr int kVectorChannels = C::halves ? 8 : kVector;  // channels in 16 bytes
+using Factor = Either<C::scaled_fp16, Float16, Operand>::type;
+constexpr int kVectorChannels = C::scaled_fp16 ? 8 : kVector;  // channels in 16 bytes
 
 constexpr int kChunkPlanes = 2 * C::k_steps;
 constexpr int kChunkChannels = kChunkPlanes * kVectorChannels;
 constexpr int kChunks = ceil_div(C::group_in, kChunkChannels);
 
 // Input rows of a tile are grouped by their residue modulo the stride, and tap k reads residue k %
-// kRowPhases. Output rows of a tile are kRowStep apart.
-constexpr int kRowPhases = C::stride_height / gcd(C::stride_height, C::dilation_height);
+// kRowResidues. Output rows of a tile are kRowStep apart.
+constexpr int kRowResidues = C::stride_height / gcd(C::stride_height, C::dilation_height);
 constexpr int kRowStep = C::dilation_height / gcd(C::stride_height, C::dilation_height);
-constexpr int kRowSlots = C::kernel_height < kRowPhases ? C::kernel_height : kRowPhases;
+constexpr int kRowSlots = C::kernel_height < kRowResidues ? C::kernel_height : kRowResidues;
 
 // Columns are grouped by their residue likewise; output pixels of a tile are neighbours.
 constexpr int kColumnUnit = gcd(C::stride_width, C::dilation_width);
-constexpr int kColumnPhases = C::stride_width / kColumnUnit;
+constexpr int kColumnResidues = C::stride_width / kColumnUnit;
 constexpr int kColumnStep = C::dilation_width / kColumnUnit;
-constexpr int kColumnSlots = C::kernel_width < kColumnPhases ? C::kernel_width : kColumnPhases;
+constexpr int kColumnSlots = C::kernel_width < kColumnResidues ? C::kernel_width : kColumnResidues;
 
 constexpr int kTapRows = C::kernel_height + C::stack - 1;
 constexpr int kTaps = kTapRows * C::kernel_width;
@@ -39,8 +39,8 @@ constexpr int kWeightStages = kTaps / C::stage_taps;  // stages of one chunk's w
 static_assert(kTaps % C::stage_taps == 0, "stages hold whole taps");
 
 constexpr int kTileRows = C::block_rows;  // output rows of a tile
-constexpr int kHaloRows = kTileRows + (C::kernel_height - 1) / kRowPhases;
-static_assert(C::lead + C::tile_columns + (C::kernel_width - 1) * kColumnStep / kColumnPhases <=
+constexpr int kHaloRows = kTileRows + (C::kernel_height - 1) / kRowResidues;
+static_assert(C::lead + C::tile_columns + (C::kernel_width - 1) * kColumnStep / kColumnResidues <=
                   C::pitch,
               "a row holds its halo");
 
@@ -53,37 +53,40 @@ constexpr int kPlaneBytes = kPlanePixels * 16;
 constexpr int kPartPixels = kChunkPlanes * kPlanePixels;
 
 // Depth-to-space: the residues of a strided input gradient that are output channels of one layer
-// (`out_fold`), along both axes; and the output channels of a group in memory.
-constexpr int kOutResidues = C::out_fold_height * C::out_fold_width;
-constexpr bool kUnfolds = kOutResidues > 1;
+// (`d2s_*`), along both axes; and the output channels of a group in memory.
+constexpr int kOutResidues = C::d2s_height * C::d2s_width;
+constexpr bool kDepthToSpace = kOutResidues > 1;
 constexpr int kOutGroup = C::group_out / kOutResidues;
 
-constexpr int kOutputs = C::product_rows;
-constexpr int kStackRows = kOutputs / (C::stack * C::column_sums);  // MMA rows of one output row
+constexpr int kOutputs = C::register_tile_m;
+constexpr int kStackRows =
+    kOutputs / (C::stack * C::stacked_columns);  // MMA rows of one output row
 // Output channels of one output row. With depth-to-space, channels that are neighbours in memory
 // stay in one MMA.
-constexpr int kStackChannels = kUnfolds ? kStackRows / C::interleave * C::interleave : kStackRows;
-constexpr int kProductBytes = kOutputs * 32;
+constexpr int kStackChannels =
+    kDepthToSpace ? kStackRows / C::interleave * C::interleave : kStackRows;
+constexpr int kAOperandBytes = kOutputs * 32;
 // Scaled fp16 in two parts stores the high part of the weights a second time, multiplied by 2^-11,
 // unless consumers compute it from the first.
-constexpr bool kSmallerPart = C::halves && C::parts == 2 && C::smaller_part;
+constexpr bool kSmallerPart = C::scaled_fp16 && C::parts == 2 && C::smaller_part;
 constexpr int kWeightParts = C::parts + kSmallerPart;
-constexpr int kTapBytes = C::k_steps * kWeightParts * C::channel_groups * kProductBytes;
+constexpr int kTapBytes = C::k_steps * kWeightParts * C::channel_groups * kAOperandBytes;
 constexpr int kWeightBytes = C::stage_taps * kTapBytes;
 
 // The index of an MMA row among the rows of its output column. Two columns of a pixel, or two
 // neighbouring depth-to-space channels, are eight MMA rows apart, so that one thread has both.
-__device__ __forceinline__ int row_of_column(int product_row) {
-  if constexpr (kUnfolds) {
-    return product_row / 16 * 16 + product_row % 8 * 2 + product_row / 8 % 2;
+__device__ __forceinline__ int row_of_column(int m) {
+  if constexpr (kDepthToSpace) {
+    return m / 16 * 16 + m % 8 * 2 + m / 8 % 2;
   } else {
-    return C::column_sums == 1 ? product_row : product_row / 16 * 8 + product_row % 8;
+    return C::stacked_columns == 1 ? m : m / 16 * 8 + m % 8;
   }
 }
-static_assert(C::column_sums == 1 || (C::column_sums == 2 && C::interleave == 2 && !kUnfolds),
+static_assert(C::stacked_columns == 1 ||
+                  (C::stacked_columns == 2 && C::interleave == 2 && !kDepthToSpace),
               "pairs");
 static_assert(kStackRows >= 8, "eight rows of an MMA are neighbouring channels");
-static_assert(!kUnfolds || kStackChannels > 0, "a position's neighbours are in one MMA");
+static_assert(!kDepthToSpace || kStackChannels > 0, "a position's neighbours are in one MMA");
 
 // With a lead, a row's first strip begins up to lead - 1 columns before the image.
 constexpr int kStrips = ceil_div(C::out_width + (C::lead > 0 ? C::lead - 1 : 0), C::tile_columns);
@@ -98,7 +101,7 @@ constexpr int kPaddedWidth = C::out_width + kGap;
 // each other, and compensated ones. There, loaders mark stages that hold such a number, and
 // consumers of a marked stage replace intermediate values that are not finite by zero.
 constexpr bool kWatches = C::watches;
-static_assert(!kWatches || (C::parts == 2 && !C::halves), "");
+static_assert(!kWatches || (C::parts == 2 && !C::scaled_fp16), "");
 
 // --- Work items ----------------------------------------------------------------------------------
 
@@ -144,27 +147,27 @@ struct SpaceToDepthChannel {
   int channel, row, column;
 
   __device__ explicit SpaceToDepthChannel(int index)
-      : channel(index / (C::fold_height * C::fold_width)),
-        row(index / C::fold_width % C::fold_height),
-        column(index % C::fold_width) {}
+      : channel(index / (C::s2d_height * C::s2d_width)),
+        row(index / C::s2d_width % C::s2d_height),
+        column(index % C::s2d_width) {}
 };
 
 // A depth-to-space channel of the group's output: a channel in memory, at one residue of the
 // stride. Channels that are neighbours in memory have neighbouring indices.
-struct UnfoldedChannel {
+struct DepthToSpaceChannel {
   int channel, row, column;
 
-  __device__ __forceinline__ explicit UnfoldedChannel(int index) {
-    if constexpr (!kUnfolds) {
+  __device__ __forceinline__ explicit DepthToSpaceChannel(int index) {
+    if constexpr (!kDepthToSpace) {
       channel = index;
       row = column = 0;
     } else if constexpr (C::out_channels_last) {
       channel = index % kOutGroup;
-      column = index / kOutGroup % C::out_fold_width;
-      row = index / (kOutGroup * C::out_fold_width);
+      column = index / kOutGroup % C::d2s_width;
+      row = index / (kOutGroup * C::d2s_width);
     } else {
-      column = index % C::out_fold_width;
-      row = index / C::out_fold_width % C::out_fold_height;
+      column = index % C::d2s_width;
+      row = index / C::d2s_width % C::d2s_height;
       channel = index / kOutResidues;
     }
   }

@@ -19,7 +19,7 @@ struct Numbers {
   float number[8];
 };
 
-using Channels = Either<C::halves, Numbers, Words>::type;
+using Channels = Either<C::scaled_fp16, Numbers, Words>::type;
 
 __device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
 template <class Half>
@@ -133,8 +133,8 @@ struct LowRange : NoRange {
   __device__ bool finite() const { return is_finite(products); }
 };
 
-using Scale = Either<C::halves, Powers, NoPowers>::type;
-using Range = Either<C::halves, HalfRange, Either<kWatches, LowRange, NoRange>::type>::type;
+using Scale = Either<C::scaled_fp16, Powers, NoPowers>::type;
+using Range = Either<C::scaled_fp16, HalfRange, Either<kWatches, LowRange, NoRange>::type>::type;
 
 // Writes a vector of Words. float32 is rounded to TF32, or split into the two parts of 3xTF32,
 // which are part_bytes apart; 16-bit types are written as they are.

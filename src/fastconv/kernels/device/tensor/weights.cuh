@@ -10,28 +10,28 @@ namespace tensor {
 constexpr int kSteps = kChunks * kTaps * C::k_steps;
 constexpr int kPackedVectors =
     C::groups * kOutputGroups * kSteps * C::channel_groups * 2 * kOutputs;
-constexpr int kResidues = C::fold_height * C::fold_width;
+constexpr int kResidues = C::s2d_height * C::s2d_width;
 // A sample of an image consists of pieces of 32 numbers: at least kImageSamples pieces of an
 // image, and one for every kProvenPixels pixels of a channel.
 constexpr int kImageSamples = 256;
 constexpr int kProvenPixels = 1 << 15;
 
 // The weight of one of the layer's taps, for an output and an input channel of the group. It is
-// zero for taps that the layer has only because it computes several positions of a step. `sum`
-// selects one of the two columns that a layer computes at once (`column_sums`); with
-// depth-to-space, an output channel is also a residue.
+// zero for taps that the layer has only because it computes several positions of a step.
+// `stacked_column` selects one of the two columns that share the rows of M (`stacked_columns`);
+// with depth-to-space, an output channel is also a residue.
 __device__ __forceinline__ Scalar tap_at(const Scalar* weight, int group, int out, int in, int row,
-                                         int column, int sum) {
+                                         int column, int stacked_column) {
   long long k = group * C::group_out + out;
   long long c = in;
   if constexpr (C::transposed) {
-    const UnfoldedChannel to(out);
+    const DepthToSpaceChannel to(out);
     k = group * C::group_in + in;
     c = to.channel;
     row = C::last_tap_row - C::tap_step_height * row + to.row;
-    column = C::last_tap_column - C::tap_step_width * column + sum + to.column;
-    if (kUnfolds && (row < 0 || row >= C::weight_height)) return Scalar{};
-    if ((kUnfolds || C::column_sums > 1) && (column < 0 || column >= C::weight_width)) {
+    column = C::last_tap_column - C::tap_step_width * column + stacked_column + to.column;
+    if (kDepthToSpace && (row < 0 || row >= C::weight_height)) return Scalar{};
+    if ((kDepthToSpace || C::stacked_columns > 1) && (column < 0 || column >= C::weight_width)) {
       return Scalar{};
     }
   }
@@ -42,12 +42,12 @@ __device__ __forceinline__ Scalar tap_at(const Scalar* weight, int group, int ou
 
 // The weight of a tap of the layer after space-to-depth, which adds taps with zero weights.
 __device__ __forceinline__ Scalar weight_at(const Scalar* weight, int group, int out, int in,
-                                            int row, int column, int sum) {
+                                            int row, int column, int stacked_column) {
   const SpaceToDepthChannel in_memory(in);
-  row = row * C::fold_height + in_memory.row;
-  column = column * C::fold_width + in_memory.column;
+  row = row * C::s2d_height + in_memory.row;
+  column = column * C::s2d_width + in_memory.column;
   if (row >= C::weight_height || column >= C::weight_width) return Scalar{};
-  return tap_at(weight, group, out, in_memory.channel, row, column, sum);
+  return tap_at(weight, group, out, in_memory.channel, row, column, stacked_column);
 }
 
 // A vector of packed weights. A chunk's taps are contiguous:
@@ -69,7 +69,7 @@ struct PackedVector {
     const int of_stack = row_of_column(m) % kStackRows;
     const int out =
         (part % kOutputGroups * C::channel_groups + channel_group) * kStackChannels + of_stack;
-    const int sum = m / 8 % C::column_sums;
+    const int stacked_column = m / 8 % C::stacked_columns;
     const int row = tap / C::kernel_width - stacked;
     const int column = tap % C::kernel_width;
     const int first = (chunk * kChunkPlanes + 2 * k_step + plane) * kVectorChannels;
@@ -80,19 +80,20 @@ struct PackedVector {
     for (int j = 0; j < kVectorChannels; ++j) {
       const bool valid = exists && first + j < C::group_in;
       elements[j] =
-          valid ? number_of(weight_at(weight, group, out, first + j, row, column, sum), first + j)
+          valid ? number_of(weight_at(weight, group, out, first + j, row, column, stacked_column),
+                            first + j)
                 : Scalar{};
     }
     return channels_of(elements);
   }
   __device__ __forceinline__ unsigned char* target(unsigned char* packed) const {
-    const long long product =
+    const long long operand =
         (static_cast<long long>(part) * kSteps + step) * (kWeightParts * C::channel_groups) +
         channel_group;
-    return packed + product * kProductBytes + (plane * kOutputs + m) * 16;
+    return packed + operand * kAOperandBytes + (plane * kOutputs + m) * 16;
   }
 };
-constexpr int kPartBytes = C::channel_groups * kProductBytes;  // bytes from a part to the next
+constexpr int kPartBytes = C::channel_groups * kAOperandBytes;  // bytes from a part to the next
 
 __device__ __forceinline__ void pack_all(const Scalar* weight, unsigned char* packed) {
   const int step = static_cast<int>(gridDim.x * blockDim.x);
@@ -114,7 +115,8 @@ __device__ __forceinline__ void pack_all(const Scalar* weight, unsigned char* pa
 }
 
 // The weight of the layer's `tap`-th tap; channels are the group's.
-static_assert(!C::halves || (C::column_sums == 1 && !kUnfolds), "one sum for each tap");
+static_assert(!C::scaled_fp16 || (C::stacked_columns == 1 && !kDepthToSpace),
+              "one sum for each tap");
 constexpr int kUsedTaps = C::weight_height * C::weight_width;
 __device__ __forceinline__ float used_weight(const Scalar* weight, int group, int out, int channel,
                                              int tap) {
@@ -188,7 +190,7 @@ __device__ __forceinline__ bool filters_fit(const Scalar* weight, int group, int
 __device__ __forceinline__ float pack_channel(const Scalar* weight, const float* columns,
                                               unsigned char* packed, int channel) {
   PackedVector vector;
-  const int of_product = channel % kStackChannels;
+  const int stack_channel = channel % kStackChannels;
   vector.channel_group = channel / kStackChannels % C::channel_groups;
   vector.part = channel / (kStackChannels * C::channel_groups);
   const int group = vector.part / kOutputGroups;
@@ -206,7 +208,7 @@ __device__ __forceinline__ float pack_channel(const Scalar* weight, const float*
   if (scale.scale == 0.0f || (exists && !filters_fit(weight, group, out, scale))) return 0.0f;
   Range range;
   for (int i = threadIdx.x; i < kSteps * 2 * C::stack; i += blockDim.x) {
-    vector.m = i % C::stack * kStackChannels + of_product;
+    vector.m = i % C::stack * kStackChannels + stack_channel;
     vector.plane = i / C::stack % 2;
     vector.step = i / (C::stack * 2);
     const Channels scaled = vector.load(weight, scale);
@@ -249,7 +251,7 @@ struct Samples {
 // Block-wide: finds the scale of an image, and what its channels' numbers are multiplied by.
 __device__ __forceinline__ float sample_image(const Scalar* image, const float* columns,
                                               float* powers) {
-  static_assert(!C::halves || !C::in_channels_last, "a channel's pixels are neighbours");
+  static_assert(!C::scaled_fp16 || !C::in_channels_last, "a channel's pixels are neighbours");
   constexpr int kPieces = Samples::kPieces;
   constexpr int kTogether = kPieces < 8 ? 8 / kPieces : 1;  // channels that a warp samples at once
   const Samples samples{image, columns, static_cast<int>(threadIdx.x) % 32};
@@ -295,9 +297,9 @@ __device__ __forceinline__ float sample_image(const Scalar* image, const float* 
 __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
                                      unsigned char* scratch, int batch) {
   unsigned char* const packed = scratch + C::packed_at;
-  if constexpr (C::halves) {
-    static_assert(!C::halves || C::table_channels ==
-                                    C::groups * kOutputGroups * C::channel_groups * kStackChannels,
+  if constexpr (C::scaled_fp16) {
+    static_assert(!C::scaled_fp16 || C::table_channels == C::groups * kOutputGroups *
+                                                              C::channel_groups * kStackChannels,
                   "a factor for each MMA row");
     const Tables tables{scratch, batch};
 #pragma unroll 1
@@ -326,7 +328,7 @@ __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
 extern "C" __global__ void __launch_bounds__(1024)
     scale(const Config::Scalar* weight, unsigned char* scratch, int batch) {
   using namespace fastconv::tensor;
-  if constexpr (C::halves) find_columns(weight, Tables{scratch, batch}.columns());
+  if constexpr (C::scaled_fp16) find_columns(weight, Tables{scratch, batch}.columns());
 }
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -30,11 +30,11 @@
 #include "device/epilogue.cuh"
 
 namespace fastconv {
-namespace correlate {
+namespace convolve {
 
 using C = Config;
 using Scalar = C::Scalar;
-using Sum = SumOf<Scalar>::type;
+using Acc = AccOf<Scalar>::type;
 
 // --- One axis -----------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ constexpr int kInputElements = C::stage_channels * kRows * kPitch;
 constexpr int kWeightElements = C::stage_channels * kStageTaps * kTileM;
 constexpr int kInputBytes = round_up(kInputElements * static_cast<int>(sizeof(Scalar)), 16);
 constexpr int kStageBytes =
-    kInputBytes + round_up(kWeightElements * static_cast<int>(sizeof(Sum)), 16);
+    kInputBytes + round_up(kWeightElements * static_cast<int>(sizeof(Acc)), 16);
 static_assert(2 * kStageBytes == C::shared_bytes, "the launch reserves what the tile needs");
 static_assert(kLanesM * kLanesN == 32 && C::channels_per_thread % kGroup == 0, "whole warps");
 
@@ -229,7 +229,7 @@ __device__ __forceinline__ void load_input(Scalar* tile, const Scalar* image, in
 
 // Returns the weight of a group's output channel m and input channel k at a tap; zero past the
 // last channel, and past the last tap of the residue.
-__device__ __forceinline__ Sum weight_at(const Scalar* weight, const Rows& rows,
+__device__ __forceinline__ Acc weight_at(const Scalar* weight, const Rows& rows,
                                          const Columns& columns, int group, int m, int k, int tap_y,
                                          int tap_x) {
   if (m >= C::group_out || k >= C::group_in || tap_y >= rows.taps || tap_x >= columns.taps)
@@ -249,10 +249,10 @@ __device__ __forceinline__ PackedOffset packed_offset(int channel, int part, int
 }
 
 // Copies one stage's weights: for each channel a contiguous run of the packed array.
-__device__ __forceinline__ void load_packed(Sum* tile, const Sum* packed) {
-  constexpr int kVectorSum = 16 / static_cast<int>(sizeof(Sum));
+__device__ __forceinline__ void load_packed(Acc* tile, const Acc* packed) {
+  constexpr int kVectorAccs = 16 / static_cast<int>(sizeof(Acc));
   constexpr int kRun = kStageTaps * kTileM;
-  constexpr int kWidth = kRun % kVectorSum == 0 ? kVectorSum : 1;
+  constexpr int kWidth = kRun % kVectorAccs == 0 ? kVectorAccs : 1;
   for (int i = threadIdx.x; i < C::stage_channels * kRun / kWidth; i += kThreads) {
     const int channel = i / (kRun / kWidth);
     const int position = i % (kRun / kWidth) * kWidth;
@@ -263,7 +263,7 @@ __device__ __forceinline__ void load_packed(Sum* tile, const Sum* packed) {
 
 // Reads one stage's weights from the weight tensor itself. This is slower than load_packed, but
 // saves small problems the launch of `pack`.
-__device__ __forceinline__ void load_unpacked(Sum* tile, const Scalar* weight, const Rows& rows,
+__device__ __forceinline__ void load_unpacked(Acc* tile, const Scalar* weight, const Rows& rows,
                                               const Columns& columns, int group, int first_m,
                                               int first_channel, int first_tap_y, int first_tap_x) {
 #pragma unroll 1
@@ -293,7 +293,7 @@ struct Position {
   }
 };
 
-using Accumulators = Sum[C::channels_per_thread][kPixels];
+using Accumulators = Acc[C::channels_per_thread][kPixels];
 
 // Adds the accumulators to the second level and clears them.
 __device__ __forceinline__ void flush(Accumulators& acc, Accumulators& total_acc) {
@@ -309,7 +309,7 @@ __device__ __forceinline__ void flush(Accumulators& acc, Accumulators& total_acc
 
 // Multiplies a stage's input by its weights. Only tap_rows x tap_columns of the stage's taps exist;
 // the others are skipped although their weights are zero, because zero times infinity is NaN.
-__device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights,
+__device__ __forceinline__ void multiply(const Scalar* input, const Acc* weights,
                                          const Position& at, int tap_rows, int tap_columns,
                                          Accumulators& acc, Accumulators& total_acc) {
   constexpr bool kAllColumns = kParts == 1 && Columns::kAllTaps;
@@ -323,17 +323,17 @@ __device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights
       const int row = at.y * kRowStride + tap_row * Rows::kTapStep;
       const Scalar* pixels =
           input + (channel * kRows + row) * kPitch + at.x * kPixels * kColumnStride;
-      const Sum* taps = weights + (channel * C::stage_taps + tap_row) * C::part_taps * kTileM;
-      Sum window[kWindowPieces][4];
+      const Acc* taps = weights + (channel * C::stage_taps + tap_row) * C::part_taps * kTileM;
+      Acc window[kWindowPieces][4];
 #pragma unroll
       for (int piece = 0; piece < kWindowPieces; ++piece) load4(pixels + piece * 4, window[piece]);
 #pragma unroll
       for (int tap = 0; tap < C::part_taps; ++tap) {
         if (!kAllColumns && tap >= tap_columns) break;
-        Sum weight[C::channels_per_thread];
+        Acc weight[C::channels_per_thread];
 #pragma unroll
         for (int i = 0; i < kGroups; ++i) {
-          const auto group = *reinterpret_cast<const Vector<Sum, kGroup>*>(taps + tap * kTileM +
+          const auto group = *reinterpret_cast<const Vector<Acc, kGroup>*>(taps + tap * kTileM +
                                                                            at.channel(i * kGroup));
 #pragma unroll
           for (int j = 0; j < kGroup; ++j) weight[i * kGroup + j] = group.element[j];
@@ -377,7 +377,7 @@ __device__ __forceinline__ void store_first(Scalar* target, const Scalar (&eleme
 // An accumulator whose residual is still to be added. store_first loads all residuals before it
 // uses the first, so that their latencies overlap.
 struct Unfinished {
-  Sum acc;
+  Acc acc;
 };
 template <int kVectorOut, int kStep = 1, int kCount>
 __device__ __forceinline__ void store_first(Scalar* target,
@@ -400,10 +400,10 @@ __device__ __forceinline__ void store_first(Scalar* target,
 // What store_first takes: finished outputs, or accumulators if there is a residual to add.
 #ifdef FASTCONV_RESIDUAL
 using Value = Unfinished;
-__device__ __forceinline__ Value value_of(Sum acc) { return {acc}; }
+__device__ __forceinline__ Value value_of(Acc acc) { return {acc}; }
 #else
 using Value = Scalar;
-__device__ __forceinline__ Value value_of(Sum acc) {
+__device__ __forceinline__ Value value_of(Acc acc) {
   return narrow<Scalar>(Epilogue<C>::activated(acc));
 }
 #endif
@@ -421,9 +421,9 @@ __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const T
 #pragma unroll
   for (int i = 0; i < C::channels_per_thread; ++i) {
     const int m = tile.m * kTileM + at.channel(i);
-    const Sum shift = bias != nullptr && m < C::group_out
-                          ? Sum(widen(bias[tile.group * C::group_out + m]))
-                          : Sum(0);
+    const Acc shift = bias != nullptr && m < C::group_out
+                          ? Acc(widen(bias[tile.group * C::group_out + m]))
+                          : Acc(0);
 #pragma unroll
     for (int p = 0; p < kPixels; ++p) value[i][p] = value_of(acc[i][p] + shift);
   }
@@ -457,12 +457,12 @@ __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const T
   }
 }
 
-}  // namespace correlate
+}  // namespace convolve
 }  // namespace fastconv
 
-// Fills the output with zeros. Launched before `correlate` where that does not write every pixel.
+// Fills the output with zeros. Launched before `convolve` where that does not write every pixel.
 extern "C" __global__ void clear(Config::Scalar* __restrict__ output, int batch) {
-  using namespace fastconv::correlate;
+  using namespace fastconv::convolve;
   constexpr int kCount = C::aligned ? 16 / static_cast<int>(sizeof(Scalar)) : 1;
   using Zeros = fastconv::Vector<Scalar, kCount>;
   const long long total = 1ll * batch * C::groups * C::group_out * C::out_height * C::out_width;
@@ -474,11 +474,11 @@ extern "C" __global__ void clear(Config::Scalar* __restrict__ output, int batch)
   for (long long i = total / kCount * kCount + thread; i < total; i += step) output[i] = Scalar{};
 }
 
-// Packs the weights in the order in which `correlate` reads them: [residue][group][channel tile]
+// Packs the weights in the order in which `convolve` reads them: [residue][group][channel tile]
 // [channel][part][tap row][tap column][kTileM], converted to the accumulators' type.
 extern "C" __global__ void pack(const Config::Scalar* __restrict__ weight,
-                                fastconv::SumOf<Config::Scalar>::type* __restrict__ packed) {
-  using namespace fastconv::correlate;
+                                fastconv::AccOf<Config::Scalar>::type* __restrict__ packed) {
+  using namespace fastconv::convolve;
   constexpr long long kTotal = 1ll * kResidues * C::groups * kTilesM * kPackedTile;
   const long long step = 1ll * gridDim.x * blockDim.x;
   for (long long i = 1ll * blockIdx.x * blockDim.x + threadIdx.x; i < kTotal; i += step) {
@@ -503,12 +503,12 @@ extern "C" __global__ void pack(const Config::Scalar* __restrict__ weight,
   }
 }
 
-extern "C" __global__ void __launch_bounds__(fastconv::correlate::kThreads, Config::blocks_per_sm)
-    correlate(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
-              const fastconv::SumOf<Config::Scalar>::type* __restrict__ packed,
-              const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
-              int first_image, int images FASTCONV_RESIDUAL_PARAMETER) {
-  using namespace fastconv::correlate;
+extern "C" __global__ void __launch_bounds__(fastconv::convolve::kThreads, Config::blocks_per_sm)
+    convolve(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
+             const fastconv::AccOf<Config::Scalar>::type* __restrict__ packed,
+             const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
+             int first_image, int images FASTCONV_RESIDUAL_PARAMETER) {
+  using namespace fastconv::convolve;
   const Tile tile(blockIdx.x, first_image, images);
   const Position at;
   const Rows rows(tile.residue / Columns::kResidues);
@@ -530,7 +530,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::correlate::kThreads, Conf
     return reinterpret_cast<Scalar*>(shared + stage % 2 * kStageBytes);
   };
   const auto weights = [&](int stage) {
-    return reinterpret_cast<Sum*>(shared + stage % 2 * kStageBytes + kInputBytes);
+    return reinterpret_cast<Acc*>(shared + stage % 2 * kStageBytes + kInputBytes);
   };
   // Stages go through the kernel's rows first, then through parts of rows, then through channels.
   const auto tap_row = [](int stage) { return stage % kTapChunks * C::stage_taps; };

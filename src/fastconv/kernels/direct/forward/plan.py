@@ -273,7 +273,7 @@ def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> P
         images = min(images_at_once, problem.batch - first)
         launches.append(
             Launch(
-                _kernel("correlate", constants),
+                _kernel("convolve", constants),
                 (images * blocks, 1, 1),
                 32 * WARPS,
                 tile.shared_bytes,

@@ -33,7 +33,7 @@ namespace weight_grad {
 
 using C = Config;
 using Scalar = C::Scalar;
-using Sum = SumOf<Scalar>::type;
+using Acc = AccOf<Scalar>::type;
 using Unit = IndexOf<C::wide_units>::type;  // counts the stages of all images
 
 constexpr int kPixels = 4;  // neighbours in a row that a thread takes at a time
@@ -144,8 +144,8 @@ __device__ __forceinline__ long long slot(int block, int index, int thread) {
 }
 
 // Adds the slots of the threads that share a weight or a bias: its sum over a split's pixels.
-__device__ __forceinline__ Sum split_sum(const Sum* workspace, int block, int index, int m, int n) {
-  Sum total = 0;
+__device__ __forceinline__ Acc split_sum(const Acc* workspace, int block, int index, int m, int n) {
+  Acc total = 0;
   for (int k = 0; k < kThreadsK; ++k) {
     total += workspace[slot(block, index, thread_at(m, n, k))];
   }
@@ -180,15 +180,15 @@ __device__ __forceinline__ void load(Scalar* tile, const Scalar* image, int firs
   }
 }
 
-using Accumulators = Sum[C::channels_per_thread][C::inputs_per_thread][C::block_taps][kTaps];
-using Biases = Sum[C::channels_per_thread];
+using Accumulators = Acc[C::channels_per_thread][C::inputs_per_thread][C::block_taps][kTaps];
+using Biases = Acc[C::channels_per_thread];
 
 // Adds the products of four pixels, or of the first `left` of them if not kWhole. Pixels beyond the
 // image are skipped although the tiles hold zeros there, because zero times infinity is NaN.
 template <bool kWhole>
 __device__ __forceinline__ void multiply_quad(const Scalar* grad, const Scalar* input, int left,
                                               Accumulators& acc, Biases& bias) {
-  Sum window[C::inputs_per_thread][C::block_taps][kWindowPieces][4];
+  Acc window[C::inputs_per_thread][C::block_taps][kWindowPieces][4];
 #pragma unroll
   for (int i = 0; i < C::inputs_per_thread; ++i) {
 #pragma unroll
@@ -202,7 +202,7 @@ __device__ __forceinline__ void multiply_quad(const Scalar* grad, const Scalar* 
   }
 #pragma unroll
   for (int m = 0; m < C::channels_per_thread; ++m) {
-    Sum four[4];
+    Acc four[4];
     load4(grad + m * kThreadsM * C::stage_rows * kGradPitch, four);
 #pragma unroll
     for (int p = 0; p < kPixels; ++p) {
@@ -249,7 +249,7 @@ __device__ __forceinline__ void multiply(const Scalar* grad, const Scalar* input
 extern "C" __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Config::blocks_per_sm)
     weight_grad(const Config::Scalar* __restrict__ grad_output,
                 const Config::Scalar* __restrict__ input,
-                fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace, int first_tile,
+                fastconv::AccOf<Config::Scalar>::type* __restrict__ workspace, int first_tile,
                 int tiles, int splits, int batch) {
   using namespace fastconv::weight_grad;
   const Tile tile(first_tile + blockIdx.x % tiles);
@@ -299,8 +299,8 @@ extern "C" __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Co
   Biases bias = {};
   bool flushed = false;
   // Adds an accumulator to its slot and clears it.
-  const auto flush = [&](Sum& value, int index) {
-    Sum* target = workspace + slot(blockIdx.x, index, threadIdx.x);
+  const auto flush = [&](Acc& value, int index) {
+    Acc* target = workspace + slot(blockIdx.x, index, threadIdx.x);
     *target = flushed ? *target + value : value;
     value = 0;
   };
@@ -339,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Co
 // The split-K reduction: adds up the slots of every weight, splits in order, and writes the sum
 // where the weight's strides say.
 extern "C" __global__ void reduce(
-    const fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace,
+    const fastconv::AccOf<Config::Scalar>::type* __restrict__ workspace,
     Config::Scalar* __restrict__ grad, Config::Scalar* __restrict__ bias_grad, int first_tile,
     int tiles, int splits) {
   using namespace fastconv::weight_grad;
@@ -360,7 +360,7 @@ extern "C" __global__ void reduce(
         tap >= C::kernel_width) {
       continue;
     }
-    Sum total = 0;
+    Acc total = 0;
     for (int split = 0; split < splits; ++split) {
       total += split_sum(workspace, split * tiles + block, index, m, n);
     }
@@ -374,7 +374,7 @@ extern "C" __global__ void reduce(
       const Tile tile(first_tile + block);
       const int channel = tile.m * kTileM + i % kTileM;
       if (!tile.has_bias() || channel >= C::group_out) continue;
-      Sum total = 0;
+      Acc total = 0;
       for (int split = 0; split < splits; ++split) {
         total += split_sum(workspace, split * tiles + block, kAccumulators + index, m, 0);
       }

@@ -39,14 +39,13 @@ constexpr int kSlotColumns = round_up(C::kernel_width * C::group_out, 8);
 constexpr int kColumns = kSlots * kSlotColumns;
 constexpr int kAccumulators = kColumns / 2;  // registers of a thread
 constexpr int kSlotAccumulators = kSlotColumns / 2;
-static_assert(kColumns <= 256, "what a product can have");
+static_assert(kColumns <= 256, "the widest wgmma");
 
 // --- K: input channels, in units that are loaded together ----------------------------------------
 
 constexpr int kUnits = ceil_div(ceil_div(C::group_in, kStepChannels), C::unit_steps);
 constexpr int kSteps = kUnits * C::unit_steps;
-static_assert(!C::vector_loads || C::unit_steps % 2 == 0,
-              "16 bytes are a thread's of two products");
+static_assert(!C::vector_loads || C::unit_steps % 2 == 0, "16 bytes are a thread's of two MMAs");
 
 // The channel at a place of K. As wgmma's A fragment, a thread holds 4 bytes of pixel 2 (lane / 4)
 // and of the next pixel, at two places of K. The order of channels along K is free, so that 16
@@ -305,7 +304,7 @@ __device__ __forceinline__ void multiply(float (&acc)[kAccumulators], const Frag
   constexpr int kPart = kPartBytes / 16;
   // Infinite numbers have infinite low parts. They are limited, so that low * low is finite.
   unsigned limited_low[C::unit_steps][4];
-  if constexpr (C::low_products) {
+  if constexpr (C::low_low_mma) {
 #pragma unroll
     for (int step = 0; step < C::unit_steps; ++step) {
 #pragma unroll
@@ -323,7 +322,7 @@ __device__ __forceinline__ void multiply(float (&acc)[kAccumulators], const Frag
     for (int step = 0; step < C::unit_steps; ++step) {
       const Matrix right = weights + step * (2 * kPlaneBytes / 16);
       bool accumulate = C::compensated || step > 0;
-      if constexpr (C::low_products) {
+      if constexpr (C::low_low_mma) {
         wgmma<kColumns>(Operand{}, acc, limited_low[step], right + kPart, accumulate);
         accumulate = true;
       }

@@ -19,7 +19,7 @@ from fastconv.kernels.hopper import block
 from fastconv.kernels.hopper.layers import Layer
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import limits
-from fastconv.kernels.planning.layers import LONG_SUM, SHORT_SUM_PRODUCTS
+from fastconv.kernels.planning.layers import LONG_SUM, SHORT_SUM_MMAS
 
 PIXELS = 64  # M of a wgmma
 # N, by parts: 256 is wgmma's limit; in two parts, accumulators and totals have to fit the
@@ -105,7 +105,7 @@ class Walks:
         singles = not (self.vector_loads or self.pair_loads)
         most = (FEW_UNIT_STEPS if self.columns > MANY_COLUMNS[parts] else MOST_UNIT_STEPS)[parts]
         most = min(most, MOST_RAW_WORDS // (8 if singles and size == 2 else 4))
-        most = SHORT_SUM_PRODUCTS if self.layer.low_products else most
+        most = SHORT_SUM_MMAS if self.layer.low_low_mma else most
         steps = ceil_div(self.layer.steps, ceil_div(self.layer.steps, most))
         return round_up(steps, 2) if self.vector_loads else steps
 
@@ -137,7 +137,7 @@ class Walks:
     def step_cycles(self) -> float:
         """Cycles of an SM for an input row of a strip, with all warpgroups at work."""
         layer = self.layer
-        mma = self.units * self.unit_steps * layer.products * self.columns / 2
+        mma = self.units * self.unit_steps * layer.mmas_per_step * self.columns / 2
         cycles = STEP_CYCLES + limits.together(
             mma,
             PIXELS * layer.group_in * layer.operands.scalar_bytes / LOAD_BYTES,
@@ -173,7 +173,7 @@ def walks_of(layer: Layer, gpu: Gpu) -> Walks:
     limits.check(layer.operands, layer.groups, channels, layer.in_size, layer.out_size)
     if layer.groups > 1:
         raise Declined(f"{layer.groups} groups")
-    whole = rows.step == columns.step == 1 and layer.folding == (1, 1)
+    whole = rows.step == columns.step == 1 and layer.s2d_factors == (1, 1)
     if layer.stride != (1, 1) or not whole:
         raise Declined("strides")
     walks = Walks(_lines(layer))
@@ -236,7 +236,7 @@ def _constants(walks: Walks, band_rows: int) -> dict[str, Constant]:
     return {
         "Scalar": operands.scalar,
         "parts": layer.parts,
-        "low_products": layer.low_products,
+        "low_low_mma": layer.low_low_mma,
         "compensated": walks.compensated,
         "ties_to_even": layer.ties_to_even,
         "transposed": layer.transposed,

@@ -23,7 +23,7 @@
 // holds its residues one after the other. A tap reads one of them, where the inputs of neighbouring
 // output pixels are neighbours.
 //
-// Strides with few input channels: space-to-depth (`fold`) turns the residues of both axes into
+// Strides with few input channels: space-to-depth (`s2d_*`) turns the residues of both axes into
 // channels of a convolution of stride 1 with a smaller kernel. The rearranged input exists only in
 // the halo tile.
 //
@@ -35,12 +35,12 @@
 // row up to the end of the sector that both rows share (`wraps`).
 //
 // Input gradients with a column stride of 2, written to contiguous rows: the accumulators of both
-// columns (`column_sums`) share the 64 rows of M, with zero weights where only one column has a
+// columns (`stacked_columns`) share the 64 rows of M, with zero weights where only one column has a
 // tap; or only one column has taps at all, and the other is zero. Both columns are stored as one
 // row (`interleave`).
 //
 // Input gradients with a stride and few channels: the residues of both axes become output channels
-// (`out_fold`) of a convolution of stride 1, with zero weights where a residue has no tap. The
+// (`d2s_*`) of a convolution of stride 1, with zero weights where a residue has no tap. The
 // first step of the stride may begin before the image does. The residues of a position that are
 // neighbours in memory are stored together.
 //
@@ -56,13 +56,13 @@
 // An input stage is either the halo tile of a chunk of input channels, or, with `rolling`, one row
 // of all channels: then a block walks down the image, and each row is loaded once.
 //
-// Scaled fp16 (`halves`): float32 is multiplied as float16 with powers of two where its range
+// Scaled fp16 (`scaled_fp16`): float32 is multiplied as float16 with powers of two where its range
 // allows, and a second kernel in TF32 (`repairs`) recomputes the images where it does not: see
 // device/tensor/scale.cuh.
 //
 // 3xTF32 (float32 with `parts` = 2): x = high + low, both with TF32's mantissa, and x y = low_x
 // high_y + high_x low_y + high_x high_y: three MMAs, and a fourth for low_x low_y if the sum has
-// few terms (`low_products`). The tensor core truncates as it accumulates, so accumulators are
+// few terms (`low_low_mma`). The tensor core truncates as it accumulates, so accumulators are
 // added to registers of their own after every stage of weights.
 #pragma once
 #include "hopper/halo/multiply.cuh"
@@ -100,7 +100,7 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, cons
       for (int half = 0; half < 2; ++half) {
         finish[half] = finish_of(bias, items, item, target, 16 * warp + lane / 4 + 8 * half);
       }
-      if constexpr (kUnfolds) {
+      if constexpr (kDepthToSpace) {
         store_residues(acc, finish, staging, target, warpgroup, warp, lane);
       } else if constexpr (C::out_channels_last) {
         store_pixels(acc, finish, staging, target, epilogue, warpgroup, warp, lane);
@@ -143,9 +143,9 @@ __device__ __forceinline__ void stream_weights(const unsigned char* packed, cons
   }
 }
 
-__device__ __forceinline__ void correlate(const Scalar* input, unsigned char* scratch,
-                                          const Scalar* bias, Scalar* output, int batch,
-                                          const Epilogue<C>& epilogue) {
+__device__ __forceinline__ void convolve(const Scalar* input, unsigned char* scratch,
+                                         const Scalar* bias, Scalar* output, int batch,
+                                         const Epilogue<C>& epilogue) {
   const Items items(scratch, batch);
   if (items.none()) return;
   if (items.first() >= items.count()) return;
@@ -187,7 +187,7 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
 }  // namespace fastconv
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-    correlate(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
-              Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
-  fastconv::hopper::correlate(input, scratch, bias, output, batch, FASTCONV_EPILOGUE(output));
+    convolve(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
+             Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
+  fastconv::hopper::convolve(input, scratch, bias, output, batch, FASTCONV_EPILOGUE(output));
 }

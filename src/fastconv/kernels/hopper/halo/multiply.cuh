@@ -13,15 +13,15 @@ constexpr int kAccumulators = C::pixels / 2;  // registers of a thread
 __device__ __forceinline__ int tap_offset(int stage, int first_row, int tap) {
   const int tap_row = tap / C::kernel_width;
   const int tap_column = tap % C::kernel_width;
-  const int column_slot = tap_column % kColumnPhases;
-  const int column = column_slot * kSlotPixels + tap_column * kColumnStep / kColumnPhases;
+  const int column_slot = tap_column % kColumnResidues;
+  const int column = column_slot * kSlotPixels + tap_column * kColumnStep / kColumnResidues;
   if constexpr (C::rolling) {
     int of_row = stage + first_row + tap_row;
     if (of_row >= C::input_stages) of_row -= C::input_stages;
     return of_row * (kInputBytes / 16) + column;
   } else {
-    return stage * (kInputBytes / 16) + tap_row % kRowPhases * (kColumnSlots * kSlotPixels) +
-           (first_row + tap_row / kRowPhases) * C::pitch + column;
+    return stage * (kInputBytes / 16) + tap_row % kRowResidues * (kColumnSlots * kSlotPixels) +
+           (first_row + tap_row / kRowResidues) * C::pitch + column;
   }
 }
 
@@ -54,7 +54,7 @@ struct Consumer {
     pixel_group = warpgroup / C::channel_groups;
     input_matrix = matrix(shared_memory() + kInputRing, kPlaneBytes, 128);
     weight_matrix =
-        matrix(shared_memory() + kWeightRing + channel_group * kProductBytes, kOutputs * 16, 128);
+        matrix(shared_memory() + kWeightRing + channel_group * kAOperandBytes, kOutputs * 16, 128);
   }
 
   // Waits for a chunk of a tile's input, except stages that an earlier tile has waited for. Returns
@@ -127,7 +127,7 @@ struct Consumer {
   // The MMAs low * low of one stage of weights.
   __device__ __forceinline__ void multiply_low(float (&acc)[kAccumulators], int weight_stage,
                                                int input_stage, int first_tap) const {
-    constexpr int kPart = C::channel_groups * kProductBytes / 16;
+    constexpr int kPart = C::channel_groups * kAOperandBytes / 16;
     const Matrix left = weight_matrix + weight_stage * (kWeightBytes / 16);
 #pragma unroll
     for (int j = 0; j < C::stage_taps; ++j) {
@@ -145,7 +145,7 @@ struct Consumer {
   // All other MMAs of one stage of weights.
   __device__ __forceinline__ void multiply(float (&acc)[kAccumulators], int weight_stage,
                                            int input_stage, int first_tap, bool accumulate) const {
-    constexpr int kPart = C::channel_groups * kProductBytes / 16;
+    constexpr int kPart = C::channel_groups * kAOperandBytes / 16;
     const Matrix left = weight_matrix + weight_stage * (kWeightBytes / 16);
     // The high * high MMAs come last, so that the small products are added to small accumulators.
 #pragma unroll
@@ -163,7 +163,7 @@ struct Consumer {
           } else {
             // Scaled fp16 stores the input's low part enlarged; a third part of the weights, the
             // high part made smaller, compensates.
-            const Matrix high = C::halves ? a + 2 * kPart : a;
+            const Matrix high = C::scaled_fp16 ? a + 2 * kPart : a;
             wgmma<C::pixels>(Factor{}, acc, high, b + kPartPixels, accumulate);
             wgmma<C::pixels>(Factor{}, acc, a + kPart, b, true);
           }
@@ -180,8 +180,8 @@ struct Consumer {
   __device__ __forceinline__ void multiply_split(float (&acc)[kAccumulators], int weight_stage,
                                                  int input_stage, int first_tap,
                                                  bool careful) const {
-    static_assert(!C::low_products || !C::compensated, "sums begin with the low parts' products");
-    if constexpr (C::low_products) {
+    static_assert(!C::low_low_mma || !C::compensated, "sums begin with the low parts' products");
+    if constexpr (C::low_low_mma) {
       if (careful) {
         wgmma_fence();
         multiply_low(acc, weight_stage, input_stage, first_tap);

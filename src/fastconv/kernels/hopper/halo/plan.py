@@ -35,7 +35,7 @@ from fastconv.kernels.hopper.halo.tiles import (
 from fastconv.kernels.hopper.layers import Layer
 from fastconv.kernels.planning import limits
 from fastconv.kernels.planning.launches import (
-    Correlation,
+    TiledLayer,
     best_way,
     launches,
     layer_constants,
@@ -53,8 +53,10 @@ LEAST_MADS = 64.0
 # must not depend on the batch. In two parts the share is negative, because three float16 MMAs are
 # faster than estimated.
 LAYER_COST = 0.05
-HALVES_COST = {1: 0.05, 2: -0.25}
-HALVES_CYCLES = 2.5e5  # the least cycles of an image in scaled fp16: its share of those launches
+SCALED_FP16_COST = {1: 0.05, 2: -0.25}
+SCALED_FP16_CYCLES = (
+    2.5e5  # the least cycles of an image in scaled fp16: its share of those launches
+)
 LAUNCH_CYCLES = 5000.0  # of the launches of a pass
 
 
@@ -105,12 +107,12 @@ def may_take_less(layers: list[Layer], cycles: float) -> bool:
 
 def _check(layers: list[Layer], gpu: Gpu) -> None:
     layer = layers[0]
-    channels = (layer.group_in // (layer.folding[0] * layer.folding[1]), layer.out_channels)
+    channels = (layer.group_in // (layer.s2d_factors[0] * layer.s2d_factors[1]), layer.out_channels)
     operands = layer.operands
     block.check(gpu)
     limits.check(operands, layer.groups, channels, layer.in_size, layer.image_size)
     terms = sum(layer.terms for layer in layers)
-    multiplied = sum(layer.terms / layer.tensor_share * layer.products for layer in layers)
+    multiplied = sum(layer.terms / layer.tensor_share * layer.mmas_per_step for layer in layers)
     if TENSOR_MADS[layer.vector_channels] * terms / multiplied < LEAST_MADS:
         share = _tensor_share(layers)
         raise Declined(f"so few channels that {share:.0%} of the products would count")
@@ -128,14 +130,14 @@ def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
     explanation = tuple(line for of_layer in tiles for line in _explanation(of_layer, gpu))
     key = _key(layers, gpu)
     repairs = None
-    if layers[0].halves:
+    if layers[0].scaled_fp16:
         repairing = _repairs(layers[0], gpu)
-        repairs = _correlation(repairing, gpu, repairs=True)
+        repairs = _tiled_layer(repairing, gpu, repairs=True)
         explanation += (f"beyond float16's range, in TF32: {_explain(repairing, gpu)}",)
     for rank in range(max(map(len, tiles))):
         chosen = [of_layer[min(rank, len(of_layer) - 1)] for of_layer in tiles]
         yield Plan(
-            *launches([_correlation(tile, gpu) for tile in chosen], repairs),
+            *launches([_tiled_layer(tile, gpu) for tile in chosen], repairs),
             "hopper",
             _why(chosen),
             explanation,
@@ -167,9 +169,9 @@ def _cost(layers: list[Layer], tiles: list[tuple[Tile, ...]]) -> float:
 def _way_cycles(layers: list[Layer], cycles: float) -> float:
     """The cycles of an image whose tiles take ``cycles``, with its share of the launches."""
     more = LAYER_COST * len(layers)
-    if not layers[0].halves:
+    if not layers[0].scaled_fp16:
         return cycles * (1 + more)
-    return max(cycles * (1 + more + HALVES_COST[layers[0].parts]), HALVES_CYCLES)
+    return max(cycles * (1 + more + SCALED_FP16_COST[layers[0].parts]), SCALED_FP16_CYCLES)
 
 
 def _why(tiles: list[Tile]) -> str:
@@ -177,15 +179,17 @@ def _why(tiles: list[Tile]) -> str:
         f"{one.rows} rows of {one.columns} pixels a warpgroup, N = {one.pixels}"
         for one in (tile.shape for tile in tiles)
     )
-    residues = f" in {len(tiles)} residues" if len(tiles) > 1 else _folded(tiles[0].layer)
+    residues = (
+        f" in {len(tiles)} residues" if len(tiles) > 1 else _residues_as_channels(tiles[0].layer)
+    )
     share = _tensor_share([tile.layer for tile in tiles])
-    scaled = " in scaled fp16, where the range allows it" if tiles[0].layer.halves else ""
+    scaled = " in scaled fp16, where the range allows it" if tiles[0].layer.scaled_fp16 else ""
     return f"tensor cores{scaled}{residues}: {', '.join(shapes)}; {share:.0%} of the products count"
 
 
-def _folded(layer: Layer) -> str:
-    rows, columns = layer.out_folding
-    return f" with {rows * columns} residues as channels" if layer.unfolds else ""
+def _residues_as_channels(layer: Layer) -> str:
+    rows, columns = layer.d2s_factors
+    return f" with {rows * columns} residues as channels" if layer.depth_to_space else ""
 
 
 def _chosen(plans: Iterator[Plan]) -> Plan:
@@ -204,7 +208,7 @@ def _repairs(layer: Layer, gpu: Gpu) -> Tile:
     Finding these images takes registers. With 3xTF32, where accumulators take twice as many, the
     largest tiles and staged input leave too few.
     """
-    layer = replace(layer, halves=False)
+    layer = replace(layer, scaled_fp16=False)
     tiles = _tiles(layer, gpu)
     if layer.parts == 1:
         return tiles[0]
@@ -212,14 +216,14 @@ def _repairs(layer: Layer, gpu: Gpu) -> Tile:
     return next(fits, tiles[0])
 
 
-def _correlation(tile: Tile, gpu: Gpu, repairs: bool = False) -> Correlation:
+def _tiled_layer(tile: Tile, gpu: Gpu, repairs: bool = False) -> TiledLayer:
     layer = tile.layer
     items = item_count(tile, gpu)
     # A block's item numbers, with the one beyond its last item, have to fit 32 bits.
     if max(items, tile.shape.tiles) + gpu.sm_count >= 2**31:
         raise Declined("more than 2^31 tiles")
     blocks = layer.groups * tile.shape.output_groups
-    return Correlation(
+    return TiledLayer(
         layer,
         "hopper/halo/kernel.cuh",
         _constants(tile, gpu, repairs),
@@ -246,7 +250,7 @@ def _key(layers: list[Layer], gpu: Gpu) -> str:
             *((f"step={size(steps)}",) if steps != (1, 1) else ()),
             f"kernel={size(layer.weight_kernel)} stride={size(layer.stride)}",
             f"dilation={size(layer.dilation)} padding={size(layer.padding)}",
-            f"fold={size(layer.folding)}",
+            f"s2d={size(layer.s2d_factors)}",
         )
         return " ".join(words)
 
@@ -255,7 +259,7 @@ def _key(layers: list[Layer], gpu: Gpu) -> str:
         "input_grad" if layer.transposed else "forward",
         operands.scalar.removeprefix("fastconv::"),
         operands.precision if operands.scalar == "float" else "-",
-        *(("halves",) if layer.halves else ()),
+        *(("scaled_fp16",) if layer.scaled_fp16 else ()),
         "".join("NHWC" if last else "NCHW" for last in _channels_last(operands)),
         f"{layer.batch}x{layer.groups}x{layer.group_in}x{size(layer.in_size)}",
         " + ".join(map(written, layers)),
@@ -271,7 +275,7 @@ def _channels_last(operands: Operands) -> tuple[bool, bool]:
 def _explanation(tiles: tuple[Tile, ...], gpu: Gpu) -> Iterator[str]:
     layer = tiles[0].layer
     rows, columns = layer.placing
-    whole = rows.step == columns.step == 1 or layer.unfolds
+    whole = rows.step == columns.step == 1 or layer.depth_to_space
     residue = "" if whole else f"residue {rows.at}, {columns.at}: "
     yield f"{residue}{len(tiles)} tiles fit; the cheapest, in cycles:"
     for tile in tiles[:EXPLAINED]:
@@ -293,12 +297,12 @@ def _explain(tile: Tile, gpu: Gpu) -> str:
 def _most_at_once(tile: Tile, repairs: bool) -> int:
     """Units that a loading thread has registers to load at once."""
     layer, split = tile.layer, tile.layer.parts == 2
-    folded, floats = layer.folding != (1, 1), layer.operands.scalar_bytes == 4
-    if layer.halves:
+    space_to_depth, floats = layer.s2d_factors != (1, 1), layer.operands.scalar_bytes == 4
+    if layer.scaled_fp16:
         most = 1 if layer.compensated else 2
     elif layer.vector_loads:
         most = 4 if split else 6
-    elif folded:
+    elif space_to_depth:
         most = 3 if floats and not split else 2
     elif split:
         most = 2 if tile.staged else 4
@@ -319,7 +323,7 @@ def _batch(tile: Tile, repairs: bool) -> int:
 
 def _producer_registers(layer: Layer) -> int:
     if layer.parts == 2:  # consumers hold accumulators and totals
-        return 88 if layer.halves and not layer.compensated else 72
+        return 88 if layer.scaled_fp16 and not layer.compensated else 72
     return 104 if layer.vector_loads else 136
 
 
@@ -334,14 +338,14 @@ def _constants(tile: Tile, gpu: Gpu, repairs: bool) -> dict[str, Constant]:
         "vector_stores": operands.output_channels_last
         and operands.aligned
         and layer.group_out % layer.vector == 0
-        and not layer.unfolds,
+        and not layer.depth_to_space,
         "bulk_stores": shape.bulk_stores,
         "channel_groups": shape.channel_groups,
         "stack": layer.stack,
         "pixels": shape.pixels,
         "tile_rows": shape.rows,
         "block_rows": shape.tile_rows,
-        "product_rows": OUTPUTS,
+        "register_tile_m": OUTPUTS,
         "loaders": 32 * LOADER_WARPS,
         "unit_vectors": 2,
         "smaller_part": True,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
-from fastconv.kernels.hopper.block import CONSUMERS, OUTPUTS, PRODUCT_BYTES
+from fastconv.kernels.hopper.block import A_OPERAND_BYTES, CONSUMERS, OUTPUTS
 from fastconv.kernels.hopper.layers import MOST_RESIDENT_BYTES, Layer
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning.limits import together
@@ -41,7 +41,7 @@ PIECE_CYCLES = {(4, 4): 450.0, (8, 2): 600.0, (8, 4): 800.0}  # a piece's bulk c
 # Cycles of a piece copied with cp.async: always; if lines begin anywhere; per 16 bytes of a warp.
 COPY_CYCLES = (150.0, 200.0, 40.0)
 MOST_COPIED_BYTES = 1024  # of a line that is copied with cp.async; longer ones take bulk copies
-FOLDED_LOSS = {(4, 4): 1.3, (8, 2): 1.3, (8, 4): 0.9}  # factor of loads with space-to-depth
+S2D_LOSS = {(4, 4): 1.3, (8, 2): 1.3, (8, 4): 0.9}  # factor of loads with space-to-depth
 SPLIT_CYCLES = {4: 0.8, 8: 1.6}  # added per 16 bytes to split operands into two parts
 # How input is loaded: the pieces that a loading warp has in flight (0: pixel by pixel), and whether
 # bulk copies fetch them.
@@ -90,7 +90,7 @@ class Shape:
     @lazy
     def halo_rows(self) -> int:
         """Input rows that a tile reads, of each residue of a row stride."""
-        return self.tile_rows + (self.layer.kernel[0] - 1) // self.layer.row_phases
+        return self.tile_rows + (self.layer.kernel[0] - 1) // self.layer.row_residues
 
     @lazy
     def stage_rows(self) -> int:
@@ -102,7 +102,7 @@ class Shape:
         """Pixels from one row of the halo tile to the next, in shared memory."""
         vector, interleave = self.layer.vector, self.layer.interleave
         pitch = self.lead + self.columns + self.layer.column_halo
-        stored = self.layer.stored_width if self.layer.unfolds else interleave * self.columns
+        stored = self.layer.stored_width if self.layer.depth_to_space else interleave * self.columns
         whole = self.rows > 1 and stored % vector == 0 and self.layer.whole_rows
         return round_up(pitch, vector // math.gcd(vector, interleave)) if whole else pitch
 
@@ -139,7 +139,7 @@ class Shape:
     @lazy
     def tap_bytes(self) -> int:
         """Bytes of a tap's packed weights for a chunk of channels."""
-        return self.layer.k_steps * self.layer.weight_parts * self.channel_groups * PRODUCT_BYTES
+        return self.layer.k_steps * self.layer.weight_parts * self.channel_groups * A_OPERAND_BYTES
 
     @lazy
     def weight_bytes(self) -> int:
@@ -150,7 +150,9 @@ class Shape:
     def fewest_weight_stages(self) -> int:
         """Stages in flight that hide the latency of a load behind the MMAs of the others."""
         layer = self.layer
-        cycles = CONSUMERS * layer.stage_taps * layer.k_steps * layer.products * self.pixels / 2
+        cycles = (
+            CONSUMERS * layer.stage_taps * layer.k_steps * layer.mmas_per_step * self.pixels / 2
+        )
         stages = min(1 + math.ceil(WEIGHTS_LATENCY / cycles), ENOUGH_WEIGHT_STAGES)
         return min(stages, self.layer.weight_stages)
 
@@ -193,7 +195,7 @@ class Shape:
     @lazy
     def stores_pixels(self) -> bool:
         """Whether stores write the channels of a pixel together, rather than rows of pixels."""
-        return self.layer.operands.output_channels_last and not self.layer.unfolds
+        return self.layer.operands.output_channels_last and not self.layer.depth_to_space
 
     @lazy
     def bulk_stores(self) -> bool:
@@ -217,8 +219,8 @@ class Shape:
     def mma_cycles(self) -> float:
         """Cycles of a tile's MMAs: bound by the tensor cores, or by reading shared memory."""
         layer = self.layer
-        one = max(self.pixels / 2, (PRODUCT_BYTES + 32 * self.pixels) / SHARED_BYTES)
-        steps = layer.chunks * layer.taps * layer.k_steps * layer.products
+        one = max(self.pixels / 2, (A_OPERAND_BYTES + 32 * self.pixels) / SHARED_BYTES)
+        steps = layer.chunks * layer.taps * layer.k_steps * layer.mmas_per_step
         return CONSUMERS * steps * one
 
     @lazy
@@ -277,8 +279,8 @@ class Shape:
         """Cycles of a tile's input, loaded by one of ``LOAD_METHODS``."""
         layer, vectors = self.layer, self.vectors
         split = SPLIT_CYCLES[layer.vector_channels] * (layer.parts - 1)
-        folded = FOLDED_LOSS[layer.vector_kind] if layer.folding != (1, 1) else 1.0
-        loads = vectors * (self._vector_cycles(staged=raw_slots > 0) * folded + split)
+        loss = S2D_LOSS[layer.vector_kind] if layer.s2d_factors != (1, 1) else 1.0
+        loads = vectors * (self._vector_cycles(staged=raw_slots > 0) * loss + split)
         if raw_slots > 0:
             loads += vectors / (2 * self.pitch) * self._piece_cycles(bulk, wraps)
             loads *= ONE_SLOT_LOSS if raw_slots == 1 else 1
@@ -322,7 +324,7 @@ class Shape:
         """Bytes of a consumer's staging buffers, for passes of ``pass_pixels`` pixels."""
         operands, vector = self.layer.operands, self.layer.vector
         row = self.layer.interleave * pass_pixels
-        if self.layer.unfolds:
+        if self.layer.depth_to_space:
             lines = self.layer.mma_outputs // self.layer.interleave
             elements = lines * (round_up(row + vector - 1, 2 * vector) + vector)
         elif operands.output_channels_last:
@@ -352,7 +354,7 @@ class Shape:
             needs = [(layer.weight_stages, choice) for choice in choices[:3]] + needs
         found = []
         for weights, (inputs, count, buffers) in needs:
-            if buffers == 2 and (layer.column_sums == 2 or layer.unfolds):
+            if buffers == 2 and (layer.stacked_columns == 2 or layer.depth_to_space):
                 continue  # all rows are staged at once, and stored before the next tile is
             pass_pixels = round_up(ceil_div(self.pixels, count), 16)
             staging = CONSUMERS * self.staging_bytes(pass_pixels, buffers)
@@ -384,9 +386,9 @@ def _shapes(layer: Layer) -> Iterator[Shape]:
             yield Shape(layer, channel_groups, 1, width)
         # If rows are not whole sectors, neighbouring strips share one, unless the strips of each
         # row begin at its own sectors or cache lines.
-        neighbours = layer.interleave == 1 and not layer.unfolds
+        neighbours = layer.interleave == 1 and not layer.depth_to_space
         own = layer.whole_rows and neighbours and width % sector
-        leads = (sector, 4 * sector) if layer.halves else (sector,)
+        leads = (sector, 4 * sector) if layer.scaled_fp16 else (sector,)
         for columns in _strip_widths(width, most, layer.vector, sector):
             yield Shape(layer, channel_groups, 1, columns)
         for lead in leads if own else ():

@@ -13,7 +13,7 @@ namespace fastconv {
 namespace hopper {
 
 constexpr int kPieces = C::k_steps * kLines;
-static_assert(!C::staged || (!C::in_channels_last && C::stride_width == 1 && !kFolded), "");
+static_assert(!C::staged || (!C::in_channels_last && C::stride_width == 1 && !kSpaceToDepth), "");
 
 // Iterates over the pieces of one warp: every kLoaderWarps-th, from stage to stage.
 struct PieceCursor : StageCursor {
@@ -44,7 +44,7 @@ struct Piece {
     const int line = index / C::k_steps;
     const int slot = kRowSlots == 1 ? 0 : line / kStageRows;
     const int y = source.row +
-                  C::dilation_height * (slot + (line - slot * kStageRows) * kRowPhases) -
+                  C::dilation_height * (slot + (line - slot * kStageRows) * kRowResidues) -
                   C::padding_top;
     const int x = source.column - C::padding_left;
     channel = source.channel + k_step * kPieceChannels;

@@ -8,7 +8,8 @@ namespace hopper {
 
 constexpr int kPasses = ceil_div(C::pixels, C::pass_pixels);
 constexpr int kStoredPass = C::interleave * C::pass_pixels;
-static_assert(!C::bulk_stores || kUnfolds || C::out_step_width == C::interleave, "of whole rows");
+static_assert(!C::bulk_stores || kDepthToSpace || C::out_step_width == C::interleave,
+              "of whole rows");
 
 using Pair = decltype(narrow_pair(Scalar{}, 0.0f, 0.0f));
 
@@ -117,7 +118,7 @@ __device__ __forceinline__ void stage_rows(const float (&acc)[kAccumulators], Sc
         stage_wrapped(target, 8 * i + past, first, second);
       } else if constexpr (C::interleave == 1) {
         stage_pair(target, first, second);
-      } else if constexpr (C::column_sums == 2) {
+      } else if constexpr (C::stacked_columns == 2) {
         stage_pair(target, first, finish(acc[4 * j + 2]));
         stage_pair(target + 2, second, finish(acc[4 * j + 3]));
       } else {
@@ -130,7 +131,7 @@ __device__ __forceinline__ void stage_rows(const float (&acc)[kAccumulators], Sc
 
 // Whether every stored row, and every strip of one, starts at a multiple of 16 bytes.
 constexpr bool kRowsAligned = C::lead == 0 && kStoredWidth % kVector == 0 &&
-                              (kStrips == 1 || kStoredColumns % kVector == 0) && !kUnfolds;
+                              (kStrips == 1 || kStoredColumns % kVector == 0) && !kDepthToSpace;
 
 // Stores columns [begin, end) of a row: whole 16-byte vectors with a bulk copy, the rest element by
 // element.
@@ -179,7 +180,7 @@ struct Window {
   }
 };
 
-constexpr int kStoringLanes = kUnfolds ? 32 : 8;  // lanes of a warp that issue bulk stores
+constexpr int kStoringLanes = kDepthToSpace ? 32 : 8;  // lanes of a warp that issue bulk stores
 
 // Stores staged rows of 8 channels, each by one lane: the lanes' bulk copies start one after the
 // other, but their addresses are computed in parallel.
@@ -225,7 +226,7 @@ __device__ __forceinline__ void store_rows(const float (&acc)[kAccumulators],
                                            const Finish (&finish)[2], Scalar* staging,
                                            const Target& target, const Epilogue<C>& epilogue,
                                            int warp, int lane) {
-  constexpr int kRowHalves = 2 / C::column_sums;
+  constexpr int kRowHalves = 2 / C::stacked_columns;
   static_assert(kRowHalves * kPasses % C::buffers == 0, "tiles begin with the same buffer");
 #pragma unroll
   for (int half = 0; half < kRowHalves; ++half) {

@@ -1,4 +1,4 @@
-// Epilogue of a strided input gradient whose residues are output channels (`out_fold`): a
+// Epilogue of a strided input gradient whose residues are output channels (`d2s_*`): a
 // consumer's accumulators go through shared memory to global memory, in lines.
 //
 // A line is a row of the image: of one channel, or of all channels if these are neighbours. Each
@@ -13,9 +13,11 @@ namespace hopper {
 constexpr int kStagedLines = C::stack * kStackLines;  // for each row of positions of the tile
 constexpr int kLineElements = C::image_width * kOutColumn;
 constexpr int kLineBegin = -C::column_begin * kOutColumn;  // in stored columns: see Line
-static_assert(!kUnfolds || (kLineBegin >= 0 && C::lead == 0 && !C::halves && !C::wraps), "");
-static_assert(!kUnfolds || !C::out_channels_last || C::groups == 1, "all channels are neighbours");
-static_assert(!kUnfolds || !C::bulk_stores || C::tile_rows == 1 ||
+static_assert(!kDepthToSpace || (kLineBegin >= 0 && C::lead == 0 && !C::scaled_fp16 && !C::wraps),
+              "");
+static_assert(!kDepthToSpace || !C::out_channels_last || C::groups == 1,
+              "all channels are neighbours");
+static_assert(!kDepthToSpace || !C::bulk_stores || C::tile_rows == 1 ||
                   (kLineElements % kVector == 0 && kStoredPitch % kVector == 0),
               "several rows are aligned alike");
 
@@ -28,7 +30,7 @@ struct Line {
 
   __device__ __forceinline__ Line(const Target& target, int index, int line) {
     const int output = target.outputs + index % kStackLines * C::interleave;
-    const UnfoldedChannel first(output);
+    const DepthToSpaceChannel first(output);
     const int row = target.row + kRowStep * (line + index / kStackLines);
     const int y = C::out_step_height * row + C::row_begin + first.row;
     exists = output < C::group_out && row < C::out_height && y >= 0 && y < C::image_height;
@@ -50,7 +52,7 @@ __device__ __forceinline__ bool is_reached(int residue, int last_tap, int taps, 
 // One of a thread's two rows of M.
 struct ResidueRow {
   static constexpr bool kAllReached =
-      C::weight_height >= C::out_fold_height && C::weight_width >= C::out_fold_width;
+      C::weight_height >= C::d2s_height && C::weight_width >= C::d2s_width;
   int index;    // index of its line
   int element;  // index among a position's elements
   bool exists;
@@ -63,7 +65,7 @@ struct ResidueRow {
     element = of_stack % C::interleave;
     exists = of_stack < kStackLines * C::interleave;
     if constexpr (!kAllReached) {
-      const UnfoldedChannel to(target.outputs + of_stack);
+      const DepthToSpaceChannel to(target.outputs + of_stack);
       reached = is_reached(to.row, C::last_tap_row, C::kernel_height, C::out_step_height,
                            C::weight_height) &&
                 is_reached(to.column, C::last_tap_column, C::kernel_width, C::out_step_width,

@@ -12,10 +12,10 @@ constexpr int kConsumers = 2;
 constexpr int kPixelGroups = kConsumers / C::channel_groups;
 constexpr int kGroupRows = C::tile_rows * C::stack;  // output rows of a consumer
 static_assert(kTileRows == kPixelGroups * kGroupRows, "");
-static_assert(C::stack == 1 || (C::tile_rows == 1 && kRowPhases == 1), "rows stacked in M alone");
-static_assert(!C::rolling || (kChunks == 1 && kRowPhases == 1 && C::tile_rows == 1), "see above");
+static_assert(C::stack == 1 || (C::tile_rows == 1 && kRowResidues == 1), "rows stacked in M alone");
+static_assert(!C::rolling || (kChunks == 1 && kRowResidues == 1 && C::tile_rows == 1), "see above");
 // N is a multiple of 8 pixels, so the last MMA may read a little beyond the tile's last row.
-constexpr int kReach = C::pixels + (C::kernel_width - 1) * kColumnStep / kColumnPhases;
+constexpr int kReach = C::pixels + (C::kernel_width - 1) * kColumnStep / kColumnResidues;
 constexpr int kSlack = kReach > C::tile_rows* C::pitch ? kReach - C::tile_rows * C::pitch : 0;
 static_assert(C::lead + C::tile_columns + (C::tile_rows - 1) * C::pitch <= C::pixels, "");
 constexpr int kInputBytes = (C::parts * kPartPixels + kSlack) * 16;
@@ -24,7 +24,7 @@ static_assert(kOutputs == 64, "rows of wgmma");
 
 // Staging buffers of the epilogue. Contiguous outputs: each warp has `buffers` buffers, with rows
 // of pass_pixels for 8 channels. Channels-last outputs: each warpgroup has one, with 64 channels of
-// pass_pixels. Residues as channels (`out_fold`): each warpgroup has one, with the lines of all
+// pass_pixels. Residues as channels (`d2s_*`): each warpgroup has one, with the lines of all
 // existing residues of pass_pixels. The pitches spread a warp's accesses over all banks.
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kRowPitch = round_up(C::interleave * C::pass_pixels + kVector - 8, 16) + 8;
@@ -34,7 +34,7 @@ constexpr int kLinePitch =
 constexpr int kStackLines =  // lines of a stacked output row
     min_of(kStackChannels, C::group_out) / C::interleave;
 constexpr int kStagingBytes =
-    kScalarBytes * (kUnfolds               ? C::stack * kStackLines * kLinePitch
+    kScalarBytes * (kDepthToSpace          ? C::stack * kStackLines * kLinePitch
                     : C::out_channels_last ? C::pass_pixels * kPixelPitch
                                            : 4 * C::buffers * 8 * kRowPitch);
 
@@ -44,7 +44,7 @@ static_assert(!C::wraps || (C::out_width > (kStrips - 1) * C::tile_columns &&
                                 (kStrips - 1) * C::tile_columns + C::pixels),
               "the last strip has room for a lead of the next row");
 static_assert(!C::wraps || (C::stride_height == 1 && C::stride_width == 1 &&
-                            C::fold_height * C::fold_width == 1 && C::out_step_height == 1),
+                            C::s2d_height * C::s2d_width == 1 && C::out_step_height == 1),
               "the next row reads the next row");
 static_assert(!C::wraps || !C::staged || (C::padding_left == 0 && C::in_width == kPaddedWidth),
               "neighbours in memory");
@@ -68,7 +68,7 @@ constexpr int kRawRing = kStaging + kConsumers * kStagingBytes;
 constexpr int kPowers = kRawRing + kRawSlots * kRawBytes;
 // Scaled fp16: each loading warp's copy of the powers of two that scale a chunk's channels. Bulk
 // copies fetch long lines, beside which reading the powers from global memory costs little.
-constexpr bool kPowersCopied = C::halves && !C::bulk_loads;
+constexpr bool kPowersCopied = C::scaled_fp16 && !C::bulk_loads;
 constexpr int kPowersBytes = kPowersCopied ? kChunkChannels * 4 : 0;
 constexpr int kBarriers = kPowers + kLoaderWarps * kPowersBytes;
 constexpr int kWatch =

@@ -85,7 +85,7 @@ class Tile:
         all with 3xTF32.
         """
         layer = self.layer
-        if layer.halves:
+        if layer.scaled_fp16:
             allowed = layer.rolling or layer.chunks <= self.input_stages
         else:
             allowed = layer.rolling and layer.parts == 1
@@ -98,7 +98,7 @@ class Tile:
             self.layer.operands.output_channels_last
             and self.shape.channel_groups == CONSUMERS
             and self.layer.mma_channels == OUTPUTS
-            and not self.layer.unfolds
+            and not self.layer.depth_to_space
             and self.stores_bind
         )
 
@@ -111,7 +111,7 @@ class Tile:
     def powers_bytes(self) -> int:
         """Bytes of a loading warp's copy of the powers of two that scale a chunk's channels."""
         layer = self.layer
-        copied = layer.halves and not self.bulk_loads
+        copied = layer.scaled_fp16 and not self.bulk_loads
         return 4 * layer.k_steps * 2 * layer.vector_channels if copied else 0
 
     @property
@@ -143,7 +143,7 @@ class Tile:
         unpadded = layer.padding[1] == 0 and layer.in_size[1] == read
         return (
             shape.lead > 0
-            and layer.stride == layer.folding == (1, 1)
+            and layer.stride == layer.s2d_factors == (1, 1)
             and layer.placing[0].step == layer.placing[1].step == 1
             and self.pass_pixels >= shape.pixels
             and before < width

@@ -124,8 +124,8 @@ constexpr int kColumns = C::columns;     // N: output channels
 constexpr int kSteps = C::chunk / kStep;
 constexpr int kChunks = ceil_div(C::group_in, C::chunk);
 constexpr int kColumnTiles = ceil_div(C::group_out, kColumns);
-static_assert(C::tile_pixels <= kConsumers * 64 * kRowTiles, "rows of the products");
-static_assert(kReachedResidues * kRowTiles * kColumns <= 256, "sums of a thread");
+static_assert(C::tile_pixels <= kConsumers * 64 * kRowTiles, "rows of the MMAs");
+static_assert(kReachedResidues * kRowTiles * kColumns <= 256, "accumulators of a thread");
 
 // --- Pieces of planes in shared memory -----------------------------------------------------------
 // What a tile needs of a chunk of channels is cut into pieces: [channel][pitch]. A piece has

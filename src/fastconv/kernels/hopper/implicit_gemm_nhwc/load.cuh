@@ -39,7 +39,7 @@ __device__ __forceinline__ void load_rows(const Shared& shared, const Maps& maps
 
 // Loads the weights of the tile's output channels for 64 channels of K. The layer's input channels
 // are neighbours in memory: those are K, or for an input gradient N, 64 to a TMA box (wgmma's
-// kRightAcross).
+// kRightMnMajor).
 __device__ __forceinline__ void load_weights(unsigned char* target, const TensorMap& map,
                                              int channel, int tap_column, int tap_row, int column,
                                              Barrier* full) {

@@ -19,7 +19,7 @@ from fastconv.kernels.hopper.block import OUTPUTS
 from fastconv.kernels.planning import limits
 from fastconv.kernels.planning.limits import (
     FLUSH_ADDITIONS,
-    FLUSH_PRODUCTS,
+    FLUSH_MMAS,
     MOST_REDUCE_BLOCKS,
     REDUCE_THREADS,
     WORKSPACE_BYTES,
@@ -218,6 +218,6 @@ def _constants(layer: Layer, band_rows: int) -> dict[str, Constant]:
         "pair_loads": layer.pair_loads,
         "unit_steps": layer.unit_steps,
         "band_rows": band_rows,
-        "flush_steps": max(1, FLUSH_ADDITIONS // units if split else FLUSH_PRODUCTS // layer.steps),
+        "flush_steps": max(1, FLUSH_ADDITIONS // units if split else FLUSH_MMAS // layer.steps),
         "shared_bytes": layer.shared_bytes,
     }

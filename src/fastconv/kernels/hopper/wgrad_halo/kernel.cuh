@@ -39,7 +39,7 @@
 // (`parts` = 2), they are first added to totals in registers, after every few columns. A second
 // kernel reduces the slots of all blocks in a fixed order, so results are the same bits every time.
 //
-// Where numbers are in float16's range, float32 is multiplied as scaled fp16 (`halves`), and
+// Where numbers are in float16's range, float32 is multiplied as scaled fp16 (`scaled_fp16`), and
 // filters for which they are not are computed again in TF32 (`repairs`): see scale.cuh.
 //
 // With `bias`, consumers also add up what they load of grad_output, before it is rounded: the
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(1024)
     scale(const Config::Scalar* grad_output, const Config::Scalar* input, float4* scratch,
           int batch) {
-  if constexpr (Config::halves) {
+  if constexpr (Config::scaled_fp16) {
     fastconv::hopper::find_powers(grad_output, input, {scratch}, batch);
   }
 }

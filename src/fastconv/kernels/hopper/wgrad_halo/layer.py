@@ -23,7 +23,7 @@ class Layer:
 
     problem: Problem
     operands: Operands
-    halves: bool  # float32 multiplied as scaled fp16, see scale.cuh
+    scaled_fp16: bool  # float32 multiplied as scaled fp16, see scale.cuh
     # Every plane_classes-th plane of grad_output begins at the same distance from a multiple of 16
     # bytes. A tile has planes of one such class.
     plane_classes: int = 1
@@ -44,7 +44,7 @@ class Layer:
     @lazy
     def interleave(self) -> int:
         """Members of a K vector: elements in 16 bytes of an MMA operand."""
-        return 8 if self.halves else self.vector
+        return 8 if self.scaled_fp16 else self.vector
 
     @lazy
     def lane_members(self) -> int:
@@ -121,7 +121,7 @@ class Layer:
         return round_up(self.problem.output_size[1] + self.lead, BODY_COLUMNS)
 
 
-def takes_halves(problem: Problem, operands: Operands) -> bool:
+def takes_scaled_fp16(problem: Problem, operands: Operands) -> bool:
     """Whether float32 can be multiplied as scaled fp16."""
     contiguous = not (operands.input_channels_last or operands.output_channels_last)
     filters = problem.out_channels * (problem.in_channels // problem.groups)

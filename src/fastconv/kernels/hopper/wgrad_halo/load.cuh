@@ -167,7 +167,7 @@ struct InputLoader {
           load_quad(source + (of_image * kImage + static_cast<long long>(below) * kInRow),
                     neighbour, exists ? count : 0);
     }
-    if constexpr (C::halves) {
+    if constexpr (C::scaled_fp16) {
       loaded.power = load_or_zero(tables.powers() + number(unit), valid);
     }
   }
@@ -189,7 +189,7 @@ struct InputLoader {
       }
       store_k_vector(ring_row + (vector + i * kNeighbour) * 16, members);
     }
-    if constexpr (C::halves) count_lossy(unit, loaded);
+    if constexpr (C::scaled_fp16) count_lossy(unit, loaded);
   }
 
   __device__ __forceinline__ void count_lossy(int unit, const Loaded& loaded) const {

@@ -164,7 +164,7 @@ template <class Element>
 __device__ __forceinline__ void load_fragments(Fragments& fragments, Channels& channels,
                                                const unsigned char* stage, const FragmentRows& rows,
                                                int column) {
-  if constexpr (C::halves) {
+  if constexpr (C::scaled_fp16) {
     load_scaled(fragments, channels, stage, rows, column);
   } else if constexpr (sizeof(Element) == 4) {
     load_rounded(fragments, channels, stage, rows, column);
@@ -213,7 +213,7 @@ struct Consumer {
     const unsigned first = tile.group * C::group_out + tile.output + channel + thread % 32 / 4;
     origin = misalignment(grad_output) + first * kOutChannel +
              member_distance(thread % 4 * kLaneMembers);
-    if constexpr (C::halves) {
+    if constexpr (C::scaled_fp16) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int of_group = tile.channel(channel + thread % 32 / 4 + 8 * half);
@@ -387,12 +387,12 @@ struct Consumer {
         wgmma_fence();
         multiply<kLow, 0>(acc, fragments[group], starts, group * kGroupColumns, group > 0);
         multiply<0, kLow>(acc, fragments[group], starts, group * kGroupColumns, true);
-        if constexpr (!C::halves) {
+        if constexpr (!C::scaled_fp16) {
           multiply<0, 0>(acc, fragments[group], starts, group * kGroupColumns, true);
         }
         wgmma_commit();
       }
-      if constexpr (C::halves) {
+      if constexpr (C::scaled_fp16) {
         // Low parts are enlarged, so their products are accumulated separately.
         add_to_totals(totals, acc, 1.0f / kLowFactor);
         wgmma_fence();
@@ -491,7 +491,7 @@ __device__ __forceinline__ void consume(const Grad& grad_output, const Tables& t
   // With numbers in two parts, `more` collects the accumulators.
   Accumulators& totals = C::parts == 2 ? more : acc;
   clear(totals);
-  if constexpr (C::halves) counters()[0] = counters()[1] = 0u;
+  if constexpr (C::scaled_fp16) counters()[0] = counters()[1] = 0u;
   int steps = 0;  // since the last flush
   bool flushed = false;
   while (share.more()) {
@@ -500,7 +500,7 @@ __device__ __forceinline__ void consume(const Grad& grad_output, const Tables& t
 #pragma unroll 1
     for (int step = 0; step < run.steps; ++step) {
       consumer.wait_for_rows<kOldRows, C::kernel_rows>();
-      if constexpr (C::halves) {
+      if constexpr (C::scaled_fp16) {
         consumer.channels.counts_lossy = Consumer::has_turn(partition, run.output_row(step));
       }
       consumer.compute(acc, totals, run.image, run.output_row(step), partition.tile().of_class(),
@@ -519,7 +519,7 @@ __device__ __forceinline__ void consume(const Grad& grad_output, const Tables& t
   }
   if (steps > 0 || !flushed) flush(totals, slots, !flushed);
   if constexpr (C::bias) store_bias(consumer, tables.workspace(), partition);
-  if constexpr (C::halves) consumer.count_lossy(tables, partition.tile());
+  if constexpr (C::scaled_fp16) consumer.count_lossy(tables, partition.tile());
 }
 
 }  // namespace hopper

@@ -30,7 +30,7 @@ from fastconv.kernels.hopper.wgrad_halo.layer import (
     LANES,
     Layer,
     in_plane_classes,
-    takes_halves,
+    takes_scaled_fp16,
 )
 from fastconv.kernels.hopper.wgrad_halo.tiles import (
     BLOCK_CYCLES,
@@ -47,7 +47,7 @@ from fastconv.kernels.planning.launches import (
     reduction_bytes,
     weight_grad_launches,
 )
-from fastconv.kernels.planning.limits import FLUSH_ADDITIONS, FLUSH_PRODUCTS
+from fastconv.kernels.planning.limits import FLUSH_ADDITIONS, FLUSH_MMAS
 from fastconv.problem import Problem
 
 __all__ = [
@@ -59,7 +59,7 @@ __all__ = [
     "in_plane_classes",
     "plan",
     "portable_cycles",
-    "takes_halves",
+    "takes_scaled_fp16",
 ]
 
 MOST_MMA_COLUMNS = 256  # wgmma's largest N
@@ -80,11 +80,11 @@ def portable_cycles(problem: Problem, gpu: Gpu) -> float:
 
 def plan(tile: Tile, gpu: Gpu) -> Plan:
     """The launches that compute the gradient with a tile."""
-    if not tile.layer.halves:
+    if not tile.layer.scaled_fp16:
         return Plan(*_launches(tile, gpu), "hopper", _why(tile))
     launches, scratch = _launches(tile, gpu)
     operands = replace(tile.layer.operands, bias_grad=False)
-    again = choose_tile(tile.layer.problem, operands, gpu, halves=False)
+    again = choose_tile(tile.layer.problem, operands, gpu, scaled_fp16=False)
     repairs, more = _launches(again, gpu, repairs=True)
     scale = Launch(
         replace(launches[0].kernel, entry="scale"),
@@ -106,7 +106,7 @@ def _launches(tile: Tile, gpu: Gpu, repairs: bool = False) -> tuple[tuple[Launch
     """The launches that compute a tile's weights, and the bytes of workspace that they need."""
     tiles_at_once = min(tile.count, tile.most_blocks)
     workers = tile.workers(gpu)
-    tables = tile.layer.tables_bytes if tile.layer.halves or repairs else 0
+    tables = tile.layer.tables_bytes if tile.layer.scaled_fp16 or repairs else 0
     launches = weight_grad_launches(
         "hopper/wgrad_halo/kernel.cuh",
         tuple(_constants(tile, tables // 16, repairs).items()),
@@ -157,11 +157,11 @@ def choose_tile(
     operands: Operands,
     gpu: Gpu,
     most_cycles: float = math.inf,
-    halves: bool | None = None,
+    scaled_fp16: bool | None = None,
 ) -> Tile:
     """The tile with the least estimated time, at most ``most_cycles``.
 
-    ``halves`` says whether float32 is multiplied as scaled fp16; with None, it is where that is
+    ``scaled_fp16`` says whether float32 is multiplied as scaled fp16; None means where that is
     clearly faster.
 
     Raises:
@@ -170,7 +170,7 @@ def choose_tile(
     best: Tile | None = None
     least = most_cycles
     # The best lower bounds come first, so most candidates are never examined.
-    for bound, cut in _by_bounds(problem, operands, gpu, halves):
+    for bound, cut in _by_bounds(problem, operands, gpu, scaled_fp16):
         if bound > least:
             break
         for candidate in with_strips(cut):
@@ -178,7 +178,7 @@ def choose_tile(
             if fitted is None or not fitted.fits_workspace:
                 continue
             for tile in with_steps(fitted, gpu):
-                cycles = tile.cycles(gpu) * _loss(tile, halves)
+                cycles = tile.cycles(gpu) * _loss(tile, scaled_fp16)
                 if cycles < least or (cycles == least and best is None):
                     best, least = tile, cycles
     if best is None:
@@ -192,7 +192,7 @@ def choose_tile(
 
 
 def _by_bounds(
-    problem: Problem, operands: Operands, gpu: Gpu, halves: bool | None
+    problem: Problem, operands: Operands, gpu: Gpu, scaled_fp16: bool | None
 ) -> Iterator[tuple[float, Tile]]:
     """All ways to cut the weights into MMAs, with lower bounds of their cycles, the least first.
 
@@ -200,7 +200,7 @@ def _by_bounds(
     one.
     """
     queue: list[tuple[float, int, int, Tile, float]] = []
-    for layer in _layers(problem, operands, halves):
+    for layer in _layers(problem, operands, scaled_fp16):
         grad_cycles: dict[tuple[int, int], float] = {}  # by the two sizes that decide it
         for group in _groups(layer, gpu):
             key = (group.channel_groups, group.interleaved_images)
@@ -208,7 +208,7 @@ def _by_bounds(
                 grad_cycles[key] = replace(group, segments=1).least_grad_cycles
             grad = grad_cycles[key]
             if grad < math.inf:  # otherwise rows are so short that there is no stage
-                bound = group.least_group_cycles(gpu, grad) * _loss(group, halves)
+                bound = group.least_group_cycles(gpu, grad) * _loss(group, scaled_fp16)
                 queue.append((bound, len(queue), 0, group, grad))
     heapify(queue)
     while queue:
@@ -218,14 +218,14 @@ def _by_bounds(
             continue
         for segments in range(1, cut.segments + 1):
             one = replace(cut, segments=segments)
-            bound = one.least_cycles(gpu, grad) * _loss(one, halves)
+            bound = one.least_cycles(gpu, grad) * _loss(one, scaled_fp16)
             heappush(queue, (bound, place, segments, one, grad))
 
 
-def _layers(problem: Problem, operands: Operands, halves: bool | None) -> Iterator[Layer]:
+def _layers(problem: Problem, operands: Operands, scaled_fp16: bool | None) -> Iterator[Layer]:
     """The layers that the problem can be computed as."""
-    for one in (False, True) if takes_halves(problem, operands) else (False,):
-        if halves in (None, one):
+    for one in (False, True) if takes_scaled_fp16(problem, operands) else (False,):
+        if scaled_fp16 in (None, one):
             layer = Layer(problem, operands, one)
             yield layer
             of_classes = in_plane_classes(layer)
@@ -233,9 +233,9 @@ def _layers(problem: Problem, operands: Operands, halves: bool | None) -> Iterat
                 yield of_classes
 
 
-def _loss(tile: Tile, halves: bool | None) -> float:
+def _loss(tile: Tile, scaled_fp16: bool | None) -> float:
     """The factor by which a tile must be faster than others to be chosen."""
-    return FP16_LOSS if tile.layer.halves and halves is None else 1.0
+    return FP16_LOSS if tile.layer.scaled_fp16 and scaled_fp16 is None else 1.0
 
 
 def _groups(layer: Layer, gpu: Gpu) -> Iterator[Tile]:
@@ -284,9 +284,9 @@ def _constants(tile: Tile, slots_at: int, repairs: bool) -> dict[str, Constant]:
     return {
         **weight_grad_constants(problem, operands),
         "parts": tile.layer.parts,
-        "halves": tile.layer.halves,
+        "scaled_fp16": tile.layer.scaled_fp16,
         "repairs": repairs,
-        "ties_to_even": tile.layer.halves or repairs,
+        "ties_to_even": tile.layer.scaled_fp16 or repairs,
         "slots_at": slots_at,
         "vector_input": tile.vector_input,
         "grad_vector": tile.layer.grad_vector,
@@ -308,8 +308,8 @@ def _constants(tile: Tile, slots_at: int, repairs: bool) -> dict[str, Constant]:
         "last_strip_weight": tile.weights[1],
         "input_stages": tile.input_stages,
         "grad_stages": tile.grad_stages,
-        "flush_steps": max(1, FLUSH_ADDITIONS // bodies if split else FLUSH_PRODUCTS // mmas),
-        "batch": 2 if producer == 88 and not tile.layer.halves else 1,
+        "flush_steps": max(1, FLUSH_ADDITIONS // bodies if split else FLUSH_MMAS // mmas),
+        "batch": 2 if producer == 88 and not tile.layer.scaled_fp16 else 1,
         "producer_registers": producer,
         "consumer_registers": block.consumer_registers(producer),
         "shared_bytes": tile.shared_bytes,
@@ -317,8 +317,8 @@ def _constants(tile: Tile, slots_at: int, repairs: bool) -> dict[str, Constant]:
 
 
 def _why(tile: Tile) -> str:
-    halves = " in scaled fp16" if tile.layer.halves else ""
+    scaled = " in scaled fp16" if tile.layer.scaled_fp16 else ""
     return (
-        f"tensor cores{halves}: {tile.segments} MMAs of {tile.columns} columns a warpgroup, "
+        f"tensor cores{scaled}: {tile.segments} MMAs of {tile.columns} columns a warpgroup, "
         f"{tile.mma_taps} taps of {tile.mma_octets * OCTET} channels each"
     )

@@ -83,7 +83,7 @@ struct ScaledTotals {
 // Reduces the slots of every weight, workers in order, and writes it where the strides say.
 __device__ __forceinline__ void reduce(const Tables& tables, Scalar* grad, int first_tile,
                                        int tiles, int workers) {
-  using Sum = Either<C::halves, ScaledTotals, Totals>::type;
+  using Reduced = Either<C::scaled_fp16, ScaledTotals, Totals>::type;
   constexpr int kBlockSlots = kConsumers * kSlots * 128;
   const int step = static_cast<int>(gridDim.x * blockDim.x);
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kBlockSlots; i += step) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ void reduce(const Tables& tables, Scalar* grad, int f
 #pragma unroll
     for (int j = 0; j < 4; ++j) wanted = wanted || weight_of(j).is_wanted(tables, tile.group);
     if (!wanted) continue;
-    const Sum sum(tables.workspace() + i, tiles * kBlockSlots, workers);
+    const Reduced sum(tables.workspace() + i, tiles * kBlockSlots, workers);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const Weight weight = weight_of(j);

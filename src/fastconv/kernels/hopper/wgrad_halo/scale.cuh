@@ -43,7 +43,7 @@ struct Tables {
 };
 
 __device__ __forceinline__ float scaled(float number, float power) {
-  return C::halves ? number * power : number;
+  return C::scaled_fp16 ? number * power : number;
 }
 template <class Half>
 __device__ __forceinline__ Half scaled(Half element, float) {

@@ -22,14 +22,15 @@ __device__ __forceinline__ Half load_element(const Half* source, bool valid) {
 // --- Weights: what a block computes --------------------------------------------------------------
 
 // The MMA's operand type: the tensor's own, or scaled fp16 for float32 (see scale.cuh).
-using Factor = Either<C::halves, Float16, Operand>::type;
+using Factor = Either<C::scaled_fp16, Float16, Operand>::type;
 __device__ __forceinline__ float round_factor(float value) {
   return C::ties_to_even ? round_to_even_tf32(value) : round_operand_to_tf32(value);
 }
-constexpr int kInterleave = C::halves ? 8 : kVector;
+constexpr int kInterleave = C::scaled_fp16 ? 8 : kVector;
 static_assert(C::interleaved_images * C::interleaved_strips == kInterleave,
               "members fill 16 bytes");
-static_assert(!C::halves || (kScalarBytes == 4 && !C::in_channels_last && !C::grad_channels_last),
+static_assert(!C::scaled_fp16 ||
+                  (kScalarBytes == 4 && !C::in_channels_last && !C::grad_channels_last),
               "contiguous float32");
 
 constexpr int kOutputs = 64;  // the M of a wgmma: output channels
@@ -283,7 +284,7 @@ struct Barriers {
   Barrier box_full[C::grad_stages];  // the box has arrived, but is not cleared
 };
 constexpr int kCounters = kBarriers + sizeof(Barriers);
-static_assert(kCounters + (C::halves ? sizeof(Counters) : 0) <= C::shared_bytes, "");
+static_assert(kCounters + (C::scaled_fp16 ? sizeof(Counters) : 0) <= C::shared_bytes, "");
 
 __device__ __forceinline__ Barriers& barriers() {
   return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);

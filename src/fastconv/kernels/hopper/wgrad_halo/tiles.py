@@ -35,7 +35,7 @@ MMA_CYCLES = 1.0  # overhead of a wgmma beyond its multiplications
 NARROW_CYCLES = 8.0  # extra cycles of a wgmma of small N
 INPUT_CYCLES = 4.0  # loading 16 bytes of the input, half of it for each part
 FP16_LOAD_LOSS = 1.6  # factor of scaled fp16: twice as many numbers, which are converted
-# Time that three loading warps take relative to two, by `halves`.
+# Time that three loading warps take relative to two, by `scaled_fp16`.
 THIRD_WARP = {True: 0.67, False: 0.7}
 FP16_LAUNCH_CYCLES = 4e4  # launches that find scales, and those that repair nothing
 # Measured time of scaled fp16 over its estimate: 1.1 to 1.3, with asym5x7 in ieee 1.7.
@@ -240,7 +240,7 @@ class Tile:
             self.input_stages * (self.row_bytes + 16)
             + self.grad_stages * (self.stage_bytes + 24)
             + (BOX_ALIGNMENT if self.grad_boxes else 0)
-            + (COUNTER_BYTES if self.layer.halves else 0)
+            + (COUNTER_BYTES if self.layer.scaled_fp16 else 0)
         )
 
     def fitted(self, budget: int) -> Tile | None:
@@ -317,9 +317,9 @@ class Tile:
         channels = self.block_planes * self.mma_octets * OCTET
         vectors = channels * columns * self.new_rows * (1 + layer.parts) / 2
         cycles = vectors * INPUT_CYCLES * (1 if self.vector_input else 1.5)
-        cycles *= FP16_LOAD_LOSS if layer.halves else 1
+        cycles *= FP16_LOAD_LOSS if layer.scaled_fp16 else 1
         if self.grad_boxes and layer.lead == 0:
-            cycles *= THIRD_WARP[layer.halves]
+            cycles *= THIRD_WARP[layer.scaled_fp16]
         cycles *= ROWS_LOSS if self.new_rows > 1 and not layer.operands.input_channels_last else 1
         return cycles * (STRIDED_LOSS if layer.problem.stride[1] > 2 else 1)
 
@@ -351,7 +351,7 @@ class Tile:
         rows_again = (self.kernel_rows - self.new_rows) / self.new_rows
         again = (1 + rows * self.strips / self.steps) * rows_again / 2
         whole, last = self.weights
-        share = FP16_SHARE if self.layer.halves else 1.0
+        share = FP16_SHARE if self.layer.scaled_fp16 else 1.0
         return self.launch_cycles + waves * (
             BLOCK_CYCLES + 16 * share * (rows * ((self.strips - 1) * whole + last) + again * whole)
         )
@@ -359,7 +359,7 @@ class Tile:
     @property
     def launch_cycles(self) -> float:
         """Cycles of the launches that find scales, and of those that have nothing to repair."""
-        return FP16_LAUNCH_CYCLES if self.layer.halves else 0.0
+        return FP16_LAUNCH_CYCLES if self.layer.scaled_fp16 else 0.0
 
     def least_cycles(self, gpu: Gpu, grad_cycles: float) -> float:
         """A lower bound of ``cycles`` with any strips and stages, but for what TMA boxes may save.
@@ -403,7 +403,7 @@ class Tile:
             multiply, input_, grad
         )
         begun = self.launch_cycles + max(self.count / gpu.sm_count, 1.0) * BLOCK_CYCLES
-        share = FP16_SHARE if layer.halves else 1.0
+        share = FP16_SHARE if layer.scaled_fp16 else 1.0
         return begun + share * self.count * rows * row / gpu.sm_count
 
     @property

@@ -35,7 +35,7 @@ BARRIER_BYTES = 16  # barriers of a stage
 CLUSTERS = {2: 1.0, 4: 0.85}
 MOST_VALUES = 80  # values that a lane has in flight: with 96, steps took a third longer
 # MMAs that are accumulated in a row: tensor cores truncate what does not fit the accumulator.
-FLUSH_PRODUCTS = 256
+FLUSH_MMAS = 256
 # Threads that share the reduction of a slot, if each has two runs of a tile at least.
 REDUCE_PARTS = (32, 8)
 WORKSPACE_BYTES = 1 << 30
@@ -121,7 +121,7 @@ class Tile:
 
     @property
     def flush_steps(self) -> int:
-        return FLUSH_PRODUCTS * self.layer.mma_depth // self.depth
+        return FLUSH_MMAS * self.layer.mma_depth // self.depth
 
     @property
     def group_tiles(self) -> int:

@@ -35,9 +35,7 @@ class Case:
     @property
     def launch(self) -> Launch:
         constants = (("Kind", f"fastconv::{self.kind}"), ("gap", self.gap))
-        kernel = Kernel(
-            str(SOURCE), "small_products", (*constants, ("transposed", self.transposed))
-        )
+        kernel = Kernel(str(SOURCE), "small_mmas", (*constants, ("transposed", self.transposed)))
         shared_bytes = self.warps * 40 * (32 + self.gap)
         return Launch(kernel, (1, 1, 1), 32 * self.warps, shared_bytes, ("left", "right", "sums"))
 

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from fastconv.kernels.arithmetic import round_up
 from fastconv.kernels.family import Kernel, Launch
-from small_products import KINDS
+from small_mmas import KINDS
 
 SOURCE = Path(__file__).with_suffix(".cuh")
 ROWS = 64
@@ -24,12 +24,12 @@ class Case:
 
     kind: str
     columns: int
-    left_across: bool = False
-    right_across: bool = False
+    left_mn_major: bool = False
+    right_mn_major: bool = False
 
     def __str__(self) -> str:
-        across = {"left": self.left_across, "right": self.right_across}
-        return "-".join([self.kind, str(self.columns), *(side for side in across if across[side])])
+        mn_major = {"left": self.left_mn_major, "right": self.right_mn_major}
+        return "-".join([self.kind, str(self.columns), *filter(mn_major.get, mn_major)])
 
     @property
     def places(self) -> int:
@@ -40,8 +40,8 @@ class Case:
     def matrix_bytes(self) -> tuple[int, int]:
         """The bytes of the left and the right matrix in shared memory."""
         left, right = (
-            round_up(rows, 64 if across else 1) * SPAN
-            for rows, across in ((ROWS, self.left_across), (self.columns, self.right_across))
+            round_up(rows, 64 if mn_major else 1) * SPAN
+            for rows, mn_major in ((ROWS, self.left_mn_major), (self.columns, self.right_mn_major))
         )
         return left, right
 
@@ -53,11 +53,11 @@ class Case:
             ("columns", self.columns),
             ("places", self.places),
             ("left_bytes", self.matrix_bytes[0]),
-            ("left_across", self.left_across),
-            ("right_across", self.right_across),
+            ("left_mn_major", self.left_mn_major),
+            ("right_mn_major", self.right_mn_major),
         )
-        kernel = Kernel(str(SOURCE), "swizzled_product", constants)
-        return Launch(kernel, (1, 1, 1), 128, bytes_ + 8, ("matrices", "products", bytes_))
+        kernel = Kernel(str(SOURCE), "swizzled_mma", constants)
+        return Launch(kernel, (1, 1, 1), 128, bytes_ + 8, ("matrices", "results", bytes_))
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """The left and the right matrix; the terms of a sum lie along their rows."""
@@ -68,13 +68,13 @@ class Case:
         return left, right
 
     def tensors(self) -> dict[str, Tensor]:
-        across = (self.left_across, self.right_across)
+        mn_major = (self.left_mn_major, self.right_mn_major)
         lying = [
             swizzled(in_columns(matrix) if turned else matrix)
-            for matrix, turned in zip(self.matrices(), across, strict=True)
+            for matrix, turned in zip(self.matrices(), mn_major, strict=True)
         ]
-        products = torch.full((ROWS, self.columns), torch.nan)
-        return {"matrices": torch.cat(lying), "products": products}
+        results = torch.full((ROWS, self.columns), torch.nan)
+        return {"matrices": torch.cat(lying), "results": results}
 
     def expected(self) -> Tensor:
         left, right = self.matrices()
@@ -96,6 +96,6 @@ def swizzled(rows: Tensor) -> Tensor:
 
 CASES = [
     *(Case(kind, columns) for kind in KINDS for columns in (8, 72)),
-    *(Case("Float16", 136, *across) for across in ((True, False), (False, True), (True, True))),
-    *(Case("Bfloat16", 64, *across) for across in ((True, False), (False, True), (True, True))),
+    *(Case("Float16", 136, *mn_major) for mn_major in ((True, False), (False, True), (True, True))),
+    *(Case("Bfloat16", 64, *mn_major) for mn_major in ((True, False), (False, True), (True, True))),
 ]

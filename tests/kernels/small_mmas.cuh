@@ -1,4 +1,4 @@
-// A kernel whose warps each run one mma.sync: tests/kernels/small_products.py.
+// A kernel whose warps each run one mma.sync: tests/kernels/small_mmas.py.
 #include "device/mma.cuh"
 
 namespace fastconv {
@@ -17,7 +17,7 @@ __device__ __forceinline__ const unsigned char* lane_row(const unsigned char* ma
 // Each warp multiplies its own 16 rows of `left` with its own 8 rows of `right`, both of 32 bytes;
 // or with 8 columns of `right`, 16 rows of 16 bytes, which are transposed as they are loaded.
 extern "C" __global__ void __launch_bounds__(1024)
-    small_products(const unsigned char* left, const unsigned char* right, float* sums) {
+    small_mmas(const unsigned char* left, const unsigned char* right, float* sums) {
   using namespace fastconv;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   unsigned char* const tile = shared_memory() + warp * (24 * kPitch + 16 * kPitch);
