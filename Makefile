@@ -7,7 +7,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # For the GPU targets: a Python whose PyTorch is a CUDA build, with cuda-bindings, pytest, hypothesis.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test lint types docs test-cpu test-corpus test-compile corpus test-gpu test-oldest-torch package test-package examples sanitize stress clean
+.PHONY: demo test lint types docs test-cpu test-corpus test-compile corpus test-gpu test-oldest-torch package test-package examples sanitize stress results results-cpu results-status results-pages clean
 
 # Verifies a few layers, compares their speed with PyTorch's, and writes plots and a page to demo/.
 demo: .venv/demo-ready
@@ -16,8 +16,8 @@ demo: .venv/demo-ready
 test: lint types docs test-cpu
 
 lint: .venv/ready
-	$(BIN)/ruff check src tests docs/assets
-	$(BIN)/ruff format --check src tests docs/assets
+	$(BIN)/ruff check src tests tools docs/assets
+	$(BIN)/ruff format --check src tests tools docs/assets
 	find src tests -name '*.cuh' -o -name '*.h' -o -name '*.cc' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/python tests/check_markdown.py
 
@@ -117,6 +117,19 @@ sanitize:
 # Processes that compile side by side, are killed, and find the cache folder in every state.
 stress:
 	PYTHONPATH=src:tests $(GPU_PYTHON) tests/gpu/stress.py
+
+# All figures of docs/results that are out of date, in calls of SECONDS: again, until nothing is left.
+# JOBS="networks host" measures some of them alone.
+RESULTS = PYTHONPATH=src:tools $(GPU_PYTHON) -m results
+results:
+	$(RESULTS) measure --seconds $(or $(SECONDS),440) $(if $(JOBS),--jobs $(JOBS))
+
+results-cpu: .venv/ready
+	PYTHONPATH=tools $(BIN)/python -m results measure --device cpu
+
+# What is out of date, and why; and all pages from the files as they are. Both need no GPU.
+results-status results-pages: .venv/ready
+	PYTHONPATH=tools $(BIN)/python -m results $(@:results-%=%)
 
 # The demo needs PyTorch and a few small packages; the tests add linters, compilers and ONNX to them.
 # Torch first and by its exact version: asked for by a range, pip may take the newest release, with

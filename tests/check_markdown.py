@@ -2,10 +2,10 @@
 
     python tests/check_markdown.py
 
-Prose is at most 100 columns wide; tables, code blocks, headings and lines that are nothing but a
-link may be wider. Relative links lead to existing files, and anchors to existing headings. Pages
-below docs/results are written by the benchmark, so only their links are checked. The exit status is
-1 if anything was found.
+Prose is at most 100 columns wide; tables, code blocks, headings, comments and lines that are
+nothing but a link may be wider. Relative links lead to existing files, and anchors to existing
+headings. Pages below docs/results are written by the benchmark, so only their links are checked.
+The exit status is 1 if anything was found.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def anchors(path: Path) -> set[str]:
 
 def wrong_width(line: str) -> str | None:
     """What is wrong with the width of a line of prose, if anything is."""
-    may_be_wide = line.lstrip().startswith(("|", "#")) or LINK_ALONE.fullmatch(line)
+    may_be_wide = line.lstrip().startswith(("|", "#", "<!-- ")) or LINK_ALONE.fullmatch(line)
     if len(line) <= WIDTH or may_be_wide:
         return None
     return f"{len(line)} columns, more than {WIDTH}"

@@ -1,13 +1,22 @@
-"""The cost of a computation on any machine: seconds say nothing on a slow or busy one."""
+"""Costs and waiting that do not depend on how fast or how busy a machine is."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from cProfile import Profile
 from typing import Any
 
 PATIENCE_S = 600.0
 """How long tests wait for other threads and processes: only what hangs takes longer."""
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Waits for other threads or processes until ``condition()`` is true."""
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, f"waited for {PATIENCE_S:.0f} s"
+        time.sleep(0.001)
 
 
 def calls(function: Callable[[], Any]) -> int:

@@ -137,7 +137,7 @@ def _in_turn(
         for of_run, sampler in zip(samples, samplers, strict=True):
             of_run.append(sampler())
         stop_early = taken >= LEAST_SAMPLES and (
-            time.perf_counter() > end or (enough is not None and enough(samples))
+            time.perf_counter() >= end or (enough is not None and enough(samples))
         )
         round_ends = taken % effort.repeats == 0
         if stop_early or (round_ends and all(spread(of_run) <= STEADY for of_run in samples)):

@@ -1,4 +1,4 @@
-"""Checks the Python half of an exported file, with PyTorch's CPU convolution in place of kernels.
+"""Checks the Python code of an exported file, with PyTorch's CPU convolution in place of kernels.
 
 Needs nothing but torch, so that it also runs under the oldest version that exported files support:
 
@@ -28,7 +28,8 @@ def on_cpu(module, architecture="sm_80"):
     ran = []
 
     def run(built, which, tensors):
-        geometry = geometries[id(built)]  # kept alive by the cache of plan_and_build
+        # The cache of plan_and_build keeps the objects alive, so that their IDs stay theirs.
+        geometry = geometries[id(built)]
         ran.append((which, built.plans[which]))
         how = (geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
         if which == "forward":

@@ -194,7 +194,7 @@ def test_a_full_disk_loses_nothing(
     assert cli.main([*BENCH, *SHOWN, "--quiet", "--output", str(results)]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(f"fastconv: cannot write {results}: No space left on device")
-    assert "forward" in captured.out  # the table
+    assert "forward" in captured.out  # The table is printed all the same.
     assert calls
     assert results.read_text(encoding="utf-8") == before
     monkeypatch.setattr(cache, "replace", replace)

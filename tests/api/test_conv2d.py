@@ -121,7 +121,7 @@ def test_lazy_negatives(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("needed", [(2,), (0, 2), (1, 2), (0, 1, 2)], ids=str)
-def test_gradients_of_complex_halves(needed: tuple[int, ...], device: torch.device) -> None:
+def test_gradients_of_complex32(needed: tuple[int, ...], device: torch.device) -> None:
     tensors = [
         oracle.random(shape, torch.complex32, device)
         for shape in ((2, 3, 6, 5), (4, 3, 3, 3), (4,))

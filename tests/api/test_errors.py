@@ -103,7 +103,7 @@ def test_same_exception_as_pytorch(changed: dict[str, Any], message: str) -> Non
 def test_sparse_tensors(where: set[str]) -> None:
     arguments = {"input": INPUT, "weight": WEIGHT, "bias": randn(6)}
     arguments |= {name: arguments[name].to_sparse() for name in where}
-    with pytest.raises(RuntimeError):  # PyTorch's words, here
+    with pytest.raises(RuntimeError):  # PyTorch raises as well, in its own words.
         F.conv2d(**arguments)
     with pytest.raises(RuntimeError, match=r"(?i)sparse"):
         fastconv.conv2d(**arguments)

@@ -33,7 +33,7 @@ from fastconv.kernels.gpus import GPUS
 from fastconv.problem import Problem
 from fastconv.workloads import FOUNDING, Workload, parse_shape
 
-__all__ = ["narrow", "small"]  # fixtures of the tests below
+__all__ = ["narrow", "small"]  # Tests below use these fixtures by their names.
 
 ROOT = Path(__file__).parents[2]
 NAMES = [workload.name for workload in FOUNDING]
@@ -105,12 +105,12 @@ def test_parts_have_no_names_in_common() -> None:
     assert len(names) == len(set(names))
 
 
-# --- The Python half -----------------------------------------------------------------------------
+# --- The Python code of a file --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("check", exported_file.CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", NAMES)
-def test_python_half(name: str, check: Any) -> None:
+def test_python_code(name: str, check: Any) -> None:
     check(exported_file.load(exported(name)))
 
 
@@ -118,7 +118,7 @@ def test_python_half(name: str, check: Any) -> None:
     "FASTCONV_OLDEST_TORCH" not in os.environ,
     reason="FASTCONV_OLDEST_TORCH names no Python with torch 2.0.1: make test-oldest-torch",
 )
-def test_python_half_with_the_oldest_torch() -> None:
+def test_python_code_with_the_oldest_torch() -> None:
     python = os.environ["FASTCONV_OLDEST_TORCH"]
     script = ROOT / "tests/api/exported_file.py"
     subprocess.run([python, script, *map(exported, NAMES)], check=True, env={"PYTHONPATH": ""})
@@ -267,8 +267,8 @@ def _pretend(
 @pytest.mark.parametrize(
     ("architecture", "kib", "made_for"),
     [
-        ("sm_90", 227, "sm_80"),  # compiled by CUDA 11
-        ("sm_88", 99, "sm_86"),  # an architecture that this package does not list
+        ("sm_90", 227, "sm_80"),  # CUDA 11 compiles for sm_90, without the "a".
+        ("sm_88", 99, "sm_86"),  # This package does not list sm_88.
         ("sm_130", 300, "sm_80"),
         ("sm_130", 162, "sm_86"),
         ("sm_130", 98, ""),
@@ -287,7 +287,8 @@ def test_plans_are_the_packages(workload: Workload) -> None:
         assert (tuned is None) == (expected is None)
         if tuned is not None and expected is not None:
             found = tuned(_same)
-            assert repr(launches(found)) == repr([*expected.launches])  # repr tells True from 1
+            # Unlike ==, repr distinguishes True from 1.
+            assert repr(launches(found)) == repr([*expected.launches])
             assert found.scratch_bytes == expected.scratch_bytes
 
 
@@ -453,7 +454,7 @@ def _compiled(code: str, architecture: str) -> str:
         ("square3x3", "sm_86", ["compute_75,code=sm_75", "compute_86,code=sm_86"]),
     ],
 )
-def test_nvcc_compiles_both_halves(
+def test_nvcc_compiles_device_and_host_code(
     tmp_path: Path, name: str, made_for: str, flags: list[str]
 ) -> None:
     """PyTorch may add an architecture that lacks the tensor cores' instructions."""

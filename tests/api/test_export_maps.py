@@ -19,7 +19,7 @@ from fastconv.exporter.file import PARTS
 from fastconv.exporter.parts import portable
 from fastconv.kernels import family, gpus
 
-__all__ = ["small"]  # fixtures of the tests below
+__all__ = ["small"]  # Tests below use these fixtures by their names.
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +66,7 @@ def test_maps_as_numbers(small: Path) -> None:
 
 @pytest.mark.parametrize("version", [11080, 13000])
 def test_launcher_makes_maps_and_launches_early(tmp_path: Path, version: int) -> None:
-    """Without CUDA: the calls that the driver and the runtime get."""
+    """Records the calls that the driver and the runtime get; there is no CUDA."""
     stub, program = ROOT / "tests/data/cuda_stub", tmp_path / "calls"
     defined = {
         "CUDART_VERSION": str(version),

@@ -17,7 +17,7 @@ from exported_launches import compare, emulate
 from exports import narrow, small
 from fastconv.exporter.parts import portable
 
-__all__ = ["narrow", "small"]  # fixtures of the tests below
+__all__ = ["narrow", "small"]  # Tests below use these fixtures by their names.
 
 
 @pytest.mark.parametrize(

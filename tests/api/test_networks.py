@@ -316,7 +316,7 @@ def _become(model: nn.Module, source: type[nn.Module], target: type[nn.Module]) 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 def test_fuse() -> None:
-    # Imported here, for this warns of PyTorch's own use of TorchScript.
+    # Imported here, because this warns of PyTorch's own use of TorchScript.
     from torch.fx.experimental.optimization import fuse
 
     network, input = _Network().eval(), _input()
@@ -338,7 +338,7 @@ def test_fuse_one() -> None:
 
 
 def _quantized(network: nn.Module, input: Tensor) -> torch.fx.GraphModule:
-    # Imported here, likewise.
+    # Imported here, because this warns of PyTorch's own use of TorchScript, too.
     from torch.ao.quantization import get_default_qconfig_mapping
     from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
 
@@ -430,7 +430,7 @@ def test_waits_for_a_module_that_raises(tmp_path: Path, monkeypatch: pytest.Monk
     assert calls == ["imported"]
 
 
-def test_a_registration_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registration_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "late_three", None)
     with pytest.warns(UserWarning, match="registered with late_three .*no such name"):
         when_imported("late_three", lambda: vars(sys)["no such name"])
@@ -445,7 +445,7 @@ late = {"torch.utils.flop_counter", "torch.distributed.tensor", "torch.onnx"}
 print(sorted(late & (set(sys.modules) - before)))
 from torch.utils.flop_counter import flop_registry
 print(torch.ops.fastconv.forward in flop_registry)
-import torch.distributed.fsdp  # which imports DTensor while it is imported
+import torch.distributed.fsdp  # This imports DTensor.
 from torch.distributed.tensor import DTensor
 propagator = DTensor._op_dispatcher.sharding_propagator
 print(torch.ops.fastconv.forward.default in propagator.op_strategy_funcs)

@@ -286,7 +286,7 @@ def test_backward_takes_the_choice_of_forward() -> None:
 def test_unknown_modes(mode: Any) -> None:
     with pytest.raises(ValueError, match=f"'ieee' or 'tf32', but got {mode!r}"):
         fastconv.precision(mode)
-    if mode is not None:  # where None is the default
+    if mode is not None:  # None is conv2d's default.
         with pytest.raises(ValueError, match=f"but got {mode!r}"):
             fastconv.conv2d(*_tensors(), precision=mode)
         with pytest.raises(ValueError, match=f"but got {mode!r}"):

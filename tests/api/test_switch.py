@@ -178,7 +178,7 @@ def test_plans_that_the_backend_keeps() -> None:
 
 @pytest.mark.usefixtures("_on_a_gpu")
 def test_entries_are_the_process_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the native host path is told stays in its table, whatever is set at that moment."""
+    """Entries of the native host path stay in its table, whatever is set at that moment."""
     input, weight = (
         torch.empty(shape, dtype=torch.float16)
         for shape in (PROBLEM.input_shape, PROBLEM.weight_shape)

@@ -46,7 +46,10 @@ def reference(*tensors: Tensor) -> Tensor:
 
 
 def _reference_gradients(grad_output: Tensor, **given: Tensor) -> list[Tensor]:
-    """Of PyTorch's convolution, differentiable; it does not matter where, but for what is given."""
+    """Differentiable gradients of PyTorch's convolution for the tensors that are not ``given``.
+
+    A convolution is linear in each of them, so that their values, zeros, do not matter.
+    """
     tensors = {"input": INPUT, "weight": WEIGHT, "bias": BIAS}
     values = [
         given[name] if name in given else torch.zeros(shape, dtype=torch.float64).requires_grad_()
@@ -194,10 +197,12 @@ def test_only_what_is_asked_for(
     computed.clear()
     gradients = way(results, above, [tensors[index] for index in asked])
     assert returned == [asked]
-    assert list(dict.fromkeys(computed)) == _work(asked, names)  # many at once: one by one
+    # Batched gradients are computed one by one.
+    assert list(dict.fromkeys(computed)) == _work(asked, names)
     expected = torch.autograd.grad(theirs(*tensors), [tensors[index] for index in asked], above)
     torch.testing.assert_close(gradients, list(expected))
-    if way is not WAYS["create_graph"]:  # to ask takes recording, which must be over then
+    # To find out what is wanted, a node records for a moment; the gradients must not be recorded.
+    if way is not WAYS["create_graph"]:
         assert not any(gradient.requires_grad for gradient in gradients)
 
 
@@ -211,7 +216,7 @@ def test_leaves_beside_inner_tensors(
     output = conv2d(*tensors)
     returned = _returned_by(output.grad_fn)
     computed.clear()
-    # Leaves behind the inner tensors: those of the latter that are not asked for are passed by.
+    # The leaves lie behind inner tensors, which have gradients only on the way to a wanted leaf.
     wanted = [leaves[index] for index in asked]
     gradients = torch.autograd.grad(output.sin().sum(), wanted, retain_graph=True)
     assert returned == [asked]
@@ -256,7 +261,7 @@ def test_gradient_penalty(asked: tuple[int, ...], watched: bool, computed: list[
         return list(torch.autograd.grad(gradient.square().sum(), wanted))
 
     gradients = penalty(conv2d)
-    # For the weight: that of the input's gradient, and that of the output.
+    # The weight has a gradient through the input's gradient, and one through the output.
     of_gradient = ["forward", *(["weight_grad"] if 1 in asked else [])]
     of_output = _work(asked, ("input_grad", "weight_grad"))
     assert computed == ["forward", "input_grad", *of_gradient, *of_output]
@@ -401,7 +406,7 @@ def test_passes_within_hooks(
     torch.testing.assert_close(gradients(conv2d), gradients(reference))
 
 
-@by_python  # C++ nodes, PyTorch's own too, go by the pass that is under way
+@by_python  # Nodes in C++ go by the pass that is under way; so do PyTorch's own.
 def test_nodes_called_by_hand(watched: bool) -> None:
     """They return all gradients in every pass."""
     leaves = _leaves(INPUT, WEIGHT, BIAS)
@@ -458,7 +463,7 @@ def test_a_pytorch_that_does_not_tell(
     torch.testing.assert_close(ours, theirs)
 
 
-def test_this_pytorch_tells() -> None:
+def test_this_pytorch_says_which_gradients_are_wanted() -> None:
     assert None not in (autograd._everything_is_wanted, autograd._current_node)
     assert autograd._will_execute is not None
 

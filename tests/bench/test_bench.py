@@ -106,18 +106,59 @@ def test_the_limit_of_mma_sync() -> None:
         _plan("ampere", {"parts": 2, "scaled_fp16": True}),
     )
     for plan, tflops in ((ampere, 10), (scaled_fp16, 20)):
-        found = limits.mma_limit(one, ceilings, [plan])
+        found = limits.own_limit(one, ceilings, [plan])
         assert found is not None
         assert (found.name, found.flops) == ("mma.sync", FOUNDING[0].problem.flops)
         assert found.ms == pytest.approx(371.5 / tflops, rel=1e-3)
     step = Case(FOUNDING[0], "step", "float32", "ieee", "nchw")
-    found = limits.mma_limit(step, ceilings, [ampere, scaled_fp16, _plan("direct", {})])
+    found = limits.own_limit(step, ceilings, [ampere, scaled_fp16, _plan("direct", {})])
     assert found is not None
     assert found.ms == pytest.approx(371.5 * (1 / 10 + 1 / 20 + 1 / 50), rel=1e-3)
     slow = Ceilings({"float32 ieee": 50.0}, copy_tb_s=0.001, mma_tflops=mma)
-    assert limits.mma_limit(one, slow, [ampere]) == limits.limit(one, slow)
-    assert limits.mma_limit(one, ceilings, [_plan("hopper", {"parts": 2})]) is None
-    assert limits.mma_limit(one, Ceilings({"float32 ieee": 50.0}, 4.0), [ampere]) is None
+    assert limits.own_limit(one, slow, [ampere]) == limits.limit(one, slow)
+    assert limits.own_limit(one, ceilings, [_plan("hopper", {"parts": 2})]) is None
+    assert limits.own_limit(one, Ceilings({"float32 ieee": 50.0}, 4.0), [ampere]) is None
+
+
+@pytest.mark.parametrize(
+    ("precision", "constants", "name", "tflops"),
+    [
+        ("tf32", {"parts": 1, "scaled_fp16": True}, "scaled fp16", 80.0),
+        ("ieee", {"parts": 2, "scaled_fp16": True}, "scaled fp16 x3", 80 / 3),
+        ("ieee", {"parts": 2}, "TF32 x3", 40 / 3),
+    ],
+)
+def test_the_limit_of_float32_that_is_multiplied_otherwise(
+    precision: str, constants: dict[str, Any], name: str, tflops: float
+) -> None:
+    rates = {"float32 ieee": 5.0, "float32 tf32": 40.0, "float16": 80.0}
+    one = Case(FOUNDING[0], "forward", "float32", precision, "nchw")
+    found = limits.own_limit(one, Ceilings(rates, copy_tb_s=4.0), [_plan("hopper", constants)])
+    assert found is not None
+    assert found.name == name
+    assert found.ms == pytest.approx(371.5 / tflops, rel=1e-3)
+    unknown = Ceilings({one.mode: 40.0}, copy_tb_s=4.0)  # Older files have no rate of float16.
+    assert (
+        limits.own_limit(one, unknown, [_plan("hopper", {"parts": 1, "scaled_fp16": True})]) is None
+    )
+
+
+def test_plain_products_have_the_limit_of_their_mode() -> None:
+    ceilings = Ceilings({"float32 tf32": 40.0, "float16": 80.0, "bfloat16": 80.0}, copy_tb_s=4.0)
+    for mode in (("float32", "tf32"), ("bfloat16", None)):
+        one = Case(FOUNDING[0], "forward", *mode, "nchw")
+        assert limits.own_limit(one, ceilings, [_plan("hopper", {"parts": 1})]) is None
+        assert limits.own_limit(one, ceilings, [_plan("direct", {})]) is None
+
+
+def test_the_limit_of_a_step_of_several_kinds_of_mmas() -> None:
+    rates = {"float32 ieee": 5.0, "float32 tf32": 40.0, "float16": 80.0}
+    step = Case(FOUNDING[0], "step", "float32", "ieee", "nchw")
+    plans = [_plan("hopper", {"parts": 2, "scaled_fp16": scaled}) for scaled in (True, True, False)]
+    found = limits.own_limit(step, Ceilings(rates, copy_tb_s=4.0), plans)
+    assert found is not None
+    assert found.name == "MMAs"
+    assert found.ms == pytest.approx(371.5 * (2 * 3 / 80 + 3 / 40), rel=1e-3)
 
 
 def test_the_rate_of_mma_sync_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +224,7 @@ def test_shares_of_rows_with_a_limit_of_their_own(tmp_path: Path) -> None:
         results.read(path)
 
 
-def test_a_changed_mma_ceiling_is_told() -> None:
+def test_a_changed_mma_ceiling_is_reported() -> None:
     before, after = (Ceilings({}, 1.0, mma_tflops={"tf32": rate}) for rate in (30.0, 10.0))
     (doubt,) = limits.doubts(before, after)
     assert "mma.sync tf32 TFLOP/s 30 before, 10 after" in doubt
@@ -204,7 +245,7 @@ class Clock:
 
 
 @pytest.mark.parametrize(("share", "busy"), [(0.3, True), (0.97, False), (2.6, False)])
-def test_a_busy_cpu_is_told_beside_the_figures(
+def test_a_busy_cpu_is_reported_beside_the_figures(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -216,9 +257,8 @@ def test_a_busy_cpu_is_told_beside_the_figures(
     assert cli.main(["bench", *FAST, "--shape", SHAPE, "--output", str(path)]) == 0
     captured = capsys.readouterr()
     sentence = "this machine is busy: threads got 30% of the processor time"
-    assert (
-        sentence in captured.err.partition("[1/3]")[0]
-    ) == busy  # It is told before the first row.
+    # The warning comes before the first row.
+    assert (sentence in captured.err.partition("[1/3]")[0]) == busy
     assert (sentence in captured.out) == busy
     assert (sentence in "".join(json.loads(path.read_text())["doubts"])) == busy
     assert cli.main(["report", str(path)]) == 0
@@ -231,7 +271,7 @@ def test_the_share_of_processors_is_measured() -> None:
     assert 0 <= limits._processor_share() <= 1
 
 
-def test_a_machine_that_changes_is_told(
+def test_a_machine_that_changes_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a GPU, only changed ceilings show that others use it."""

@@ -188,7 +188,7 @@ def test_models_are_built_untrained_at_their_size(
 BENCH = ["bench", *FAST, "--model"]
 
 
-def test_a_broken_library_is_told(
+def test_a_broken_library_is_reported(
     install: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

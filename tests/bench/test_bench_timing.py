@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import fastconv
+from effort import PATIENCE_S
 from fastconv import cli, native, timing
 from fastconv.bench import contestants, host, results, row_timing
 from fastconv.bench.cases import PASSES, STEP, Case
@@ -52,7 +53,7 @@ def test_samples_are_repeated_while_they_spread(monkeypatch: pytest.MonkeyPatch)
     at = case().tensors(torch.device("cpu"))
     for spread, rounds in ((1.0, timing.MOST_ROUNDS), (0.0, 1)):
         monkeypatch.setattr(timing, "spread", lambda taken, spread=spread: spread)
-        (taken,) = row_timing.take_turns([lambda _: None], [at], Effort(3, 60.0))
+        (taken,) = row_timing.take_turns([lambda _: None], [at], Effort(3, PATIENCE_S))
         assert len(taken) == 3 * rounds
 
 
@@ -163,10 +164,13 @@ def test_one_failing_host_row_loses_no_other(
     def fails() -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def nothing() -> tuple[host.Contestant, host.Contestant]:
-        return (lambda: lambda: None), (lambda: lambda: None)
+    def run() -> None:
+        sum(range(1000))  # long enough for a clock of microseconds
 
-    cases = [host.HostCase("a", "", 1, fails), host.HostCase("b", "", 1, nothing)]
+    def succeeds() -> tuple[host.Contestant, host.Contestant]:
+        return (lambda: run), (lambda: run)
+
+    cases = [host.HostCase("a", "", 1, fails), host.HostCase("b", "", 1, succeeds)]
     monkeypatch.setattr(host, "cases", lambda device: cases)
     assert cli.main([*HOST, "--json"]) == 1
     failed, measured = json.loads(capsys.readouterr().out)["rows"]

@@ -117,6 +117,53 @@ def test_markdown(results: Path, tmp_path: Path) -> None:
     assert len({line.count("|") for line in lines}) == 1
 
 
+def test_what_is_slower_is_listed(results: Path, host_times: Path, tmp_path: Path) -> None:
+    table, contents = tmp_path / "table.md", json.loads(results.read_text())
+    assert cli.main(["report", str(results), "--quiet", "--markdown", str(table)]) == 0
+    assert "\nSlower than PyTorch: none.\n" in table.read_text(encoding="utf-8")
+    for at, ms in (
+        (1, 20.0),
+        (4, 32.0),
+        (5, 16.01),
+    ):  # The peer takes 16; the last rounds to 1.00x.
+        contents["rows"][at]["ours"]["ms"] = ms
+    results.write_text(json.dumps(contents))
+    assert cli.main(["report", str(results), "--quiet", "--markdown", str(table)]) == 0
+    slower = (
+        "\nSlower than PyTorch: asym5x9 input_grad float32 ieee nchw 0.50x, "
+        "dilated5x9 input_grad float32 ieee nchw 0.80x.\n"
+    )
+    assert slower in table.read_text(encoding="utf-8")
+
+
+def test_roofs_of_a_roofline() -> None:
+    plots = pytest.importorskip("fastconv.bench.plots")
+    ours, peer = Timing(1.0, 0.01, 7, 1.0), Timing(2.0, 0.01, 7, 1.0)
+    limit = Limit("compute", 1.0, 4 * 10**11, 10**9)
+    rows = [
+        Row(
+            Case(FOUNDING[0], direction, "float32", "tf32", "nchw"), "", ours, peer, "PyTorch",
+            limit, own_limit=own,
+        )
+        for direction, own in (
+            ("forward", Limit("scaled fp16", 0.5, 4 * 10**11, 10**9)),
+            ("input_grad", Limit("memory", 1.0, 4 * 10**11, 10**9)),
+            ("weight_grad", None),
+            ("step", Limit("MMAs", 0.75, 4 * 10**11, 10**9)),
+        )
+    ]  # fmt: skip
+    ceilings = Ceilings({"float32 tf32": 400.0, "float16": 800.0}, 4.0)
+    roofs = plots._roofs(ceilings, rows)
+    assert roofs == pytest.approx(
+        {("float32 tf32", ""): 400.0, ("float32 tf32", "scaled fp16"): 800.0}
+    )
+    names = {("bfloat16", ""): 810.0, **roofs}
+    assert [text for text, _ in plots._labels(names)] == [
+        "float32 tf32: 400 TFLOP/s",
+        "float32 tf32, scaled fp16: 800; bfloat16: 810 TFLOP/s",
+    ]
+
+
 def test_several_files(
     results: Path, host_times: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -116,7 +116,7 @@ def test_tensors_lie_as_the_trial_says() -> None:
     assert data.second.is_contiguous()
     assert all(tensor.data_ptr() % 16 == 4 for tensor in (data.first, data.second))
     weight = trials.compute(one, data).main
-    assert weight.is_contiguous(memory_format=torch.channels_last)  # as autograd makes it
+    assert weight.is_contiguous(memory_format=torch.channels_last)  # Autograd makes it so, too.
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -274,9 +274,8 @@ def test_scales_that_are_not_kept_are_found(
 
     def broken(right: Compute, trial: Trial, data: Data) -> Results:
         largest = data.first.abs().nan_to_num().max().double()
-        unit = torch.exp2(
-            largest.log2().floor() - 48
-        )  # so small that only scaled numbers lose bits
+        # The unit is so small that only scaled numbers lose bits.
+        unit = torch.exp2(largest.log2().floor() - 48)
         first = ((data.first / unit).round() * unit).to(data.first.dtype)
         return right(trial, data._replace(first=first))
 
@@ -342,7 +341,7 @@ def test_shapes_are_compared_beside_pytorch(capsys: pytest.CaptureFixture[str]) 
     assert captured.err.count(": ok, error") == 3
 
 
-def test_what_is_wrong_is_told(
+def test_failures_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong_in(monkeypatch, lambda result: result.add_(1))
@@ -369,7 +368,7 @@ def test_summaries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "| mode | float64 | 4 | 0 |" in markdown.read_text(encoding="utf-8")
 
 
-def test_the_time_limit_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_time_limit_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*RANDOM, "4", "--time-limit", "0"]) == 0
     captured = capsys.readouterr()
     assert "0 of 4 trials, 0 wrong" in captured.out
@@ -388,10 +387,10 @@ def test_ctrl_c_keeps_what_was_done(
 ) -> None:
     right = verify.check
 
-    def interrupted(one: Trial, device: torch.device, with_peer: bool) -> Check:
+    def interrupted(one: Trial, **options: Any) -> Check:
         if one.case.direction == "weight_grad":
             raise KeyboardInterrupt
-        return right(one, device, with_peer)
+        return right(one, **options)
 
     monkeypatch.setattr(verify, "check", interrupted)
     assert cli.main([*RANDOM, "4"]) == 130

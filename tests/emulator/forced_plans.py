@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
 from emulator.pass_cases import Planner
-from fastconv.kernels import ampere, gpus, planner
+from fastconv.kernels import gpus, planner
+from fastconv.kernels.ampere import block
 from fastconv.kernels.ampere.halo import plan as ampere_halo
-from fastconv.kernels.ampere.halo.tiles import tiles_of
+from fastconv.kernels.ampere.halo.layer import Layer
 from fastconv.kernels.ampere.wgrad_halo import plan as ampere_wgrad_halo
 from fastconv.kernels.arithmetic import round_up
 from fastconv.kernels.family import Declined, Gpu, Kernel, Operands, Plan
@@ -23,7 +23,8 @@ from fastconv.kernels.hopper.implicit_gemm_nchw import plan as implicit_gemm_nch
 from fastconv.kernels.hopper.implicit_gemm_nhwc import plan as implicit_gemm_nhwc
 from fastconv.kernels.hopper.wgrad_halo import plan as hopper_wgrad_halo
 from fastconv.kernels.hopper.wgrad_implicit_gemm import plan as wgrad_implicit_gemm
-from fastconv.kernels.planning.layers import views
+from fastconv.kernels.planning import limits
+from fastconv.kernels.planning.layers import forward_ways, input_grad_ways
 from fastconv.problem import Problem
 
 FORCED = "*"
@@ -56,25 +57,29 @@ class Forced:
         return f"{self.direction}{FORCED}{','.join(map(str, self.tile))}"
 
     def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        made: Plan
         if gpus.number(gpu) != gpus.number(H200):
             return self._by_ampere(problem, operands, gpu)
         if self.direction == "weight_grad":
             return hopper_wgrad_halo.plan(self._tile(problem, operands, gpu), gpu)
-        with _free_scaled_fp16(hopper_halo):
-            made = getattr(planner, self.direction)(problem, operands, gpu)
+        with _free_scaled_fp16():
+            made: Plan = getattr(planner, self.direction)(problem, operands, gpu)
             return made
 
     def _by_ampere(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        made: Plan
-        ampere.block.check(gpu)
-        with _free_scaled_fp16(ampere_halo), mock.patch.object(ampere.block, "PORTABLE_SHARE", 0.0):
-            if self.direction == "weight_grad":
-                made = ampere_wgrad_halo.plan(self._ampere_tile(problem, operands, gpu), gpu)
-            else:
-                with mock.patch.object(ampere_halo, "_tiles", self._ampere_tiles):
-                    made = getattr(planner, self.direction)(problem, operands, gpu)
-            return made
+        block.check(gpu)
+        if self.direction == "weight_grad":
+            return ampere_wgrad_halo.plan(self._ampere_tile(problem, operands, gpu), gpu)
+        problem = problem.without_idle_dilation
+        limits.check_reach(problem, operands)
+        layer = Layer.of(problem, operands)
+        if self.direction == "forward":
+            ways = forward_ways(layer)
+        else:
+            ways = input_grad_ways(layer, problem, most_together=1)
+        scaled = [way for way in ways if way[0].scaled_fp16]
+        with suppress(Declined):
+            return ampere_halo.plan(scaled or ways, gpu, self._ampere_tiles)
+        return ampere_halo.plan(ways, gpu, self._ampere_tiles)
 
     def _ampere_tile(self, problem: Problem, operands: Operands, gpu: Gpu) -> Any:
         if not self.tile:
@@ -94,7 +99,7 @@ class Forced:
         return tile
 
     def _ampere_tiles(self, layer: Any, gpu: Gpu) -> tuple[Any, ...]:
-        found = tuple(tiles_of(views(layer), gpu))
+        found = ampere_halo.fitting_tiles(layer, gpu)
         if not self.tile:
             return found
         of_choice = operator.attrgetter(
@@ -197,14 +202,10 @@ def tile_of(kernel: Kernel) -> tuple[int, ...]:
 
 
 @contextmanager
-def _free_scaled_fp16(halo: ModuleType) -> Iterator[None]:
-    """Makes the planner of a halo kernel prefer scaled fp16 for float32, at no cost."""
-    costs = halo.SCALED_FP16_COST
-    free = -1.0 if isinstance(costs, float) else dict.fromkeys(costs, -1.0)
-    with (
-        mock.patch.object(halo, "SCALED_FP16_CYCLES", 0.0),
-        mock.patch.object(halo, "SCALED_FP16_COST", free),
-    ):
+def _free_scaled_fp16() -> Iterator[None]:
+    """Makes Hopper's planners prefer scaled fp16 for float32, at no cost."""
+    free = dict.fromkeys(hopper_halo.SCALED_FP16_COST, -1.0)
+    with mock.patch.multiple(hopper_halo, SCALED_FP16_CYCLES=0.0, SCALED_FP16_COST=free):
         yield
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import product
 from operator import attrgetter
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +28,6 @@ from emulator.pass_cases import (
     run,
     some,
 )
-from fastconv.kernels.ampere import block
 from fastconv.kernels.ampere.halo import plan as halo
 from fastconv.kernels.ampere.halo.layer import Layer
 from fastconv.kernels.ampere.halo.tiles import TEAMS, Tile
@@ -66,17 +64,12 @@ def planner_of(direction: str, choice: Choice | None = None, scaled_fp16: bool =
         ways = [
             way for way in _ways(direction, problem, operands) if way[0].scaled_fp16 == scaled_fp16
         ]
-        all_tiles = halo._tiles
 
         def tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
-            found = all_tiles(layer, gpu)
+            found = halo.fitting_tiles(layer, gpu)
             return tuple(one for one in found if choice is None or choice(one)) or found
 
-        with (
-            mock.patch.object(halo, "_tiles", tiles),
-            mock.patch.object(block, "PORTABLE_SHARE", 0.0),
-        ):
-            return halo._plan(ways, gpu)
+        return halo.plan(ways, gpu, tiles)
 
     planner.__name__ = direction
     return planner

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import wraps
 from itertools import product
 from random import Random
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,6 +27,9 @@ from emulator.pass_cases import (
 )
 from fastconv.kernels import depthwise
 from fastconv.kernels.depthwise import passes
+from fastconv.kernels.depthwise.layer import Layer
+from fastconv.kernels.depthwise.tiles import best
+from fastconv.kernels.depthwise.toeplitz import plan as toeplitz
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
 from fastconv.problem import Problem
@@ -99,8 +101,8 @@ def _with_toeplitz(planner: Planner) -> Planner:
 
     @wraps(planner)
     def plan(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        with patch.object(passes, "_takes_toeplitz", return_value=True):
-            return planner(problem, operands, gpu)
+        layer = Layer.of(problem, operands, transposed=planner is depthwise.input_grad)
+        return passes.plan(layer, best(toeplitz.tiles(layer, gpu), gpu), gpu)
 
     return plan
 

@@ -26,13 +26,14 @@ from emulator.pass_cases import (
 )
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import Gpu, Operands, Plan
+from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper.halo import plan as halo
 from fastconv.kernels.hopper.layers import forward_ways, input_grad_ways
 from fastconv.problem import Problem
 
 # Few SMs, so that a block takes several work items.
-FEW = Gpu("sm_90a", 4, 232448, 233472)
-ONE = Gpu("sm_90a", 1, 232448, 233472)
+FEW = replace(H200, sm_count=4)
+ONE = replace(H200, sm_count=1)
 # Little shared memory: accumulators leave in several passes, and weights do not stay resident.
 SMALL = Gpu("sm_90a", 4, 90000, 91024)
 

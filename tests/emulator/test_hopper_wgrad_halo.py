@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -32,11 +31,10 @@ from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu, Kernel, Launch, Operands, Plan
 from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper.wgrad_halo import plan as by_tiles
-from fastconv.kernels.hopper.wgrad_halo import tiles as wgrad_tiles
 from fastconv.problem import Problem
 
 # Few SMs, so that a block has several runs of steps.
-GPU = Gpu("sm_90a", 3, 232448, 233472)
+GPU = replace(H200, sm_count=3)
 
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -49,22 +47,12 @@ def _in_stages_of(columns: int, scaled_fp16: bool = False, boxes: bool = False) 
 
     With ``boxes``, each stage is one TMA box.
     """
-    ways = by_tiles._groups
 
-    def wanted(*arguments: Any) -> Iterator[by_tiles.Tile]:
-        tiles = ways(*arguments)
-        if not boxes:
-            return tiles
-        return (tile for tile in tiles if tile.layer.has_boxes and tile.interleaved_strips == 1)
+    def accept(tile: by_tiles.Tile) -> bool:
+        return tile.stage_columns == columns and (tile.grad_boxes or not boxes)
 
     def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        with (
-            mock.patch.object(wgrad_tiles, "ROW_STAGE_COLUMNS", (columns,)),
-            mock.patch.object(by_tiles, "_groups", wanted),
-        ):
-            tile = by_tiles.choose_tile(problem, operands, gpu, scaled_fp16=scaled_fp16)
-        assert tile.stage_columns == columns
-        assert tile.grad_boxes or not boxes
+        tile = by_tiles.choose_tile(problem, operands, gpu, scaled_fp16=scaled_fp16, accept=accept)
         return by_tiles.plan(tile, gpu)
 
     return weight_grad

@@ -133,7 +133,8 @@ def large_convolutions(draw: st.DrawFn) -> Convolution:
     batch = draw(st.integers(1, 4))
     sides = (*padding[0], *padding[1])
     single = Problem.of((batch, 1, *size), (1, 1, *kernel), stride, sides, dilation, 1)
-    most = max(1, MOST_PRODUCTS * 2 // single.flops)  # products of channels
+    # The most pairs of an input and an output channel.
+    most = max(1, MOST_PRODUCTS * 2 // single.flops)
     kind = draw(st.sampled_from(["dense", "dense", "grouped", "depthwise"]))
     most_groups = {"dense": 1, "grouped": 5, "depthwise": min(most, MOST_CHANNELS)}[kind]
     groups = draw(st.integers(1, most_groups))
@@ -172,7 +173,8 @@ def tensor_core_convolutions(
     batch, groups = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 1, 2, 3]))
     sides = (*padding[0], *padding[1])
     single = Problem.of((batch, 1, *size), (1, 1, *kernel), stride, sides, dilation, 1)
-    most = max(64, 5 * MOST_PRODUCTS * 2 // single.flops // groups)  # products of channels
+    # The most pairs of an input and an output channel of a group.
+    most = max(64, 5 * MOST_PRODUCTS * 2 // single.flops // groups)
     depth = draw(st.integers(8, min(90, most // 8)))
     multiplier = draw(st.integers(8, max(8, min(200, most // depth))))
     return Convolution(

@@ -1,7 +1,7 @@
 """Runs KernelBench's own evaluation on exported files, and writes down what it reports.
 
     git clone https://github.com/ScalingIntelligence/KernelBench
-    PYTHONPATH=src python tests/gpu/run_kernelbench.py KernelBench docs/results/h200-kernelbench
+    PYTHONPATH=src python tests/gpu/run_kernelbench.py KernelBench /tmp/kernelbench
 
 For each of its two-dimensional convolutions, ``fastconv export --reference`` turns the problem's
 file into one with our kernels. KernelBench's static checker and ``eval_kernel_against_ref``, both

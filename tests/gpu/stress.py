@@ -82,7 +82,7 @@ LAST_WORDS = (
     "Fatal Python error", "terminate called", "LLVM ERROR", "free(): ", "malloc(): ", "corrupted",
     "double free",
 )  # fmt: skip
-TAIL = 4000  # characters at the end of a process's messages that the summary has
+TAIL = 4000  # The summary has this many characters of the end of a process's messages.
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def _build_for_ever(kernels: list[Kernel], arch: str) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a process ended. ``signalled`` tells that it got its signal before it had ended."""
+    """How a process ended. ``signalled``: it got its signal before it had ended."""
 
     task: Task
     status: int
@@ -392,7 +392,7 @@ def command(task: Task) -> list[str]:
 
 
 def begin(began: Path | None, task: Task) -> None:
-    """Prepares the process, and tells the watching process that signals may come."""
+    """Prepares the process, and reports to the watching process that signals may come."""
     # A shell's background jobs ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if task.folder == "full":

@@ -26,7 +26,7 @@ WORKS = [
     for work in map(case_of, EVERY_LINE)
     if is_hopper() or work.gpu.architecture != H200.architecture
 ]
-TF32_ROUNDINGS = 2.0**13  # how many of float32's roundings one of TF32's is
+TF32_ROUNDINGS = 2.0**13  # A rounding to TF32 is this many times one to float32.
 
 
 @pytest.fixture(scope="module")

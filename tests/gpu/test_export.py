@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -30,8 +29,6 @@ COMMAND = (
     "x = torch.randn({shape}, device='cuda', requires_grad=True); y = model(x); "
     "y.sum().backward(); torch.cuda.synchronize()"
 )
-FIRST_COMPILE_S = 120
-FROM_CACHE_S = 5
 GRADIENT_ERROR = 1e-4  # relative to the gradient's norm
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
@@ -47,20 +44,14 @@ def test_one_line_command(workload: Workload, tmp_path: Path) -> None:
     """A first run compiles everything; a second one finds it compiled."""
     shape = ", ".join(map(str, workload.input))
     code = COMMAND.format(name=workload.name, shape=shape)
-    folder, environment = exported(workload.name).parent, dict(os.environ)
-    environment["TORCH_EXTENSIONS_DIR"] = str(tmp_path)
-    for limit in (FIRST_COMPILE_S, FROM_CACHE_S):
-        # The limits do not count the time that PyTorch itself takes to start.
-        bare = _seconds("import torch; torch.randn(1, device='cuda')", folder, environment)
-        taken = _seconds(code, folder, environment)
-        print(f"{workload.name}: {taken:.1f} s, PyTorch alone {bare:.1f} s")
-        assert taken - bare < limit
-
-
-def _seconds(code: str, folder: Path, environment: dict[str, str]) -> float:
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=folder, env=environment)
-    return time.perf_counter() - start
+    folder = exported(workload.name).parent
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    compiled = []
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=folder, env=environment)
+        compiled.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.so")})
+    assert compiled[0]
+    assert compiled[1] == compiled[0]
 
 
 @pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
@@ -184,7 +175,7 @@ def test_streams_and_graphs(example: ModuleType) -> None:
     """A captured call uses no other stream than the current one, and waits for nothing."""
     model = example.ModelNew(8, 8, 3, 1, 1, 1).cuda()
     x = torch.randn(1, 8, 20, 20, device="cuda")
-    expected = model(x).detach()  # compiles
+    expected = model(x).detach()  # The first call compiles.
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
         y = model(x)

@@ -101,7 +101,7 @@ WORKS = [
 
 @contextmanager
 def _planned_as(work: PassCase) -> Iterator[None]:
-    """With the work's plan, for its GPU of few SMs: blocks take several tiles."""
+    """Calls get the work's plan, for its GPU of few SMs, on which blocks take several tiles."""
     backend._ready.cache_clear()
     only = {"FORWARD": (work.planner,), "INPUT_GRAD": (work.planner,)}
     with (
@@ -164,7 +164,7 @@ ODD_WORKS = [
 
 @pytest.mark.parametrize(("work", "make"), ODD_WORKS)
 def test_odd_numbers_in_two_parts(work: PassCase, make: Callable[[PassCase], Tensors]) -> None:
-    """As in plain float32: infinities are so, with their sign, and what is not finite is NaN."""
+    """Infinite results keep their sign, and undefined ones are NaN, as in plain float32."""
     tensors = make(work)
     assert_special_values(work, tensors, _run_work(work, tensors), LONG_SUMS["ieee"])
 

@@ -47,7 +47,7 @@ WORKS = [
 
 @contextmanager
 def _planned_as(work: PassCase) -> Iterator[None]:
-    """With the work's plan, for its GPU of few SMs."""
+    """Calls get the work's plan, for its GPU of few SMs."""
     backend._ready.cache_clear()
     with (
         mock.patch.object(backend, "gpu", return_value=work.gpu),
@@ -97,7 +97,7 @@ def test_emulated(work: PassCase) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_infinity_stays_where_it_is(mode: str) -> None:
-    """As in plain float32: infinities are so, with their sign, and what is not finite is NaN."""
+    """Infinite results keep their sign, and undefined ones are NaN, as in plain float32."""
     work = test_hopper_wgrad_halo.shifted(mode)
     tensors = Tensors.random(work)
     put_special_values(tensors.input, SPECIAL_VALUES[:3])

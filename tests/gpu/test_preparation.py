@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fastconv
+from effort import wait_until
 from fastconv.backends import cuda
 from fastconv.jit import pool
 from fastconv.network import lookahead
@@ -107,8 +107,7 @@ def test_backward_finds_its_kernels(
     ours = fastconv.Conv2d(37, 59, 3, padding=1).cuda().to(memory_format=layout)
     images = torch.randn(3, 37, 29, 31, device="cuda").to(memory_format=layout).requires_grad_()
     output = ours(images)
-    while pool._workers._threads:
-        time.sleep(0.01)
+    wait_until(lambda: not pool._workers._threads)
 
     def fails(*_: object) -> None:
         raise AssertionError("compiled after all")

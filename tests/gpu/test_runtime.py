@@ -290,11 +290,11 @@ class TestMemory:
             result = run()
             after = torch.cuda.memory_allocated() - before
             extra = torch.cuda.max_memory_allocated() - before - after
-            assert after == pytest.approx(result.nbytes, abs=2 << 20)  # rounded up
+            assert after == pytest.approx(result.nbytes, abs=2 << 20)  # PyTorch rounds up.
             assert extra <= 64 << 20
             assert _bytes_elsewhere() == elsewhere
             del result
-            assert torch.cuda.memory_allocated() <= before  # less if older garbage was freed
+            assert torch.cuda.memory_allocated() <= before  # It is less if older garbage was freed.
 
 
 def _bytes_elsewhere() -> int:

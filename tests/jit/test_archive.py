@@ -33,7 +33,7 @@ from fastconv import jit
 from fastconv.jit import archive, cache, compile
 from test_jit import scale
 
-__all__ = ["file", "folder"]  # fixtures of the tests below
+__all__ = ["file", "folder"]  # Tests below use these fixtures by their names.
 
 NAMES = st.integers(0, 2**256 - 1).map(lambda number: f"{key_of(number)}.cubin")
 PACKED = st.dictionaries(NAMES, st.binary(max_size=200), min_size=1, max_size=5).map(

@@ -30,7 +30,7 @@ from fastconv import cli, jit
 from fastconv.jit import archive, cache
 from test_jit import scale
 
-__all__ = ["file", "folder"]  # fixtures of the tests below
+__all__ = ["file", "folder"]  # Tests below use these fixtures by their names.
 
 
 class TestLimit:

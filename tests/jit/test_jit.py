@@ -194,7 +194,7 @@ for _ in range(2):
     threading.Thread(target=work, daemon=True).start()
 while not compile._compiling_threads:
     time.sleep(0.01)
-time.sleep(0.3)  # so that both are in the compiler
+time.sleep(0.3)  # On most machines, both are in the compiler then.
 """
 
 
@@ -445,11 +445,11 @@ class TestCache:
         """Eight processes store and load one entry, which is damaged or missing at times."""
         program = (
             "import os, sys, types\n"
-            "for name in ('fastconv', 'fastconv.jit'):\n"  # their __init__ imports torch
+            "for name in ('fastconv', 'fastconv.jit'):\n"  # Their __init__ imports torch.
             "    sys.modules[name] = types.ModuleType(name)\n"
             "sys.modules[name].__path__ = sys.argv[1:]\n"
             "from fastconv.jit import cache\n"
-            "os.umask(0o022)\n"  # damaged entries must be trusted to be read
+            "os.umask(0o022)\n"  # Only files that are trusted are read, damaged ones included.
             "payload = b'machine code' * 10000\n"
             "key = 'c0' * 32\n"
             "path = cache._path('cubin', key)\n"

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from effort import PATIENCE_S
+from effort import PATIENCE_S, wait_until
 from fastconv import jit
 from fastconv.jit import compile, nvrtc, pool, processes
 from fastconv.jit.workers import Workers
@@ -48,10 +47,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
 
 def _idle(workers: Workers) -> None:
     """Waits until no thread has a compiler process."""
-    until = time.monotonic() + PATIENCE_S
-    while workers._threads or processes._owners:
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    wait_until(lambda: not workers._threads and not processes._owners)
 
 
 def _program(body: str = BODY) -> nvrtc.Program:
@@ -267,10 +263,7 @@ with processes.allowed():
         [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path},
         capture_output=True, encoding="utf-8", timeout=PATIENCE_S, check=True,
     )  # fmt: skip
-    until = time.monotonic() + PATIENCE_S
-    while _is_alive(int(ended.stdout)):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: not _is_alive(int(ended.stdout)))
 
 
 def _is_alive(pid: int) -> bool:

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("resource", reason="needs limits of other processes")
 
+from effort import PATIENCE_S
 from gpu.stress import ENDS, Outcome, Task, Watch
 
 TASK = Task(seed=0, layers=0)
@@ -53,14 +54,14 @@ def test_trouble(change: dict[str, Any], trouble: str) -> None:
 
 
 def test_process_that_aborts(tmp_path: Path) -> None:
-    outcome = Watch(tmp_path, 120).run(replace(TASK, end="abort"))
+    outcome = Watch(tmp_path, PATIENCE_S).run(replace(TASK, end="abort"))
     assert outcome.trouble == "status -6, wrote 'Fatal Python error'"
     assert "in work" in outcome.errors
 
 
 def test_damaged_entries_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTCONV_CACHE_DIR", "")  # pytest restores it afterwards.
-    watch = Watch(tmp_path, 120)
+    watch = Watch(tmp_path, PATIENCE_S)
     (tmp_path / "shared/key.cubin").write_bytes(b"damaged")
     (tmp_path / "shared/key.0.tmp").touch()
     found = watch.entries()

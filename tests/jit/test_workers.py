@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from effort import PATIENCE_S
+from effort import PATIENCE_S, wait_until
 from fastconv.jit import pool
 from fastconv.jit.workers import UNCLAIMED_S, Workers, is_ahead
 from test_jit import in_threads
@@ -34,10 +34,7 @@ class Gate:
 
 def _idle(workers: Workers) -> None:
     """Waits until no thread has anything left to do."""
-    until = time.monotonic() + PATIENCE_S
-    while workers._threads:
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    wait_until(lambda: not workers._threads)
 
 
 def test_a_task_done_ahead_is_not_done_again() -> None:
@@ -68,9 +65,7 @@ def test_one_thread_is_left_for_requests() -> None:
     workers, gates = Workers(), [Gate() for _ in range(4)]
     for number, gate in enumerate(gates):
         workers.submit_ahead(number, gate, 3)
-    until = time.monotonic() + PATIENCE_S
-    while sum(gate.began.is_set() for gate in gates) < 2:
-        assert time.monotonic() < until
+    wait_until(lambda: sum(gate.began.is_set() for gate in gates) == 2)
     assert workers.submit("asked", lambda: "at once", 3).result(PATIENCE_S) == "at once"
     assert sum(gate.began.is_set() for gate in gates) == 2
     for gate in gates:
@@ -151,7 +146,7 @@ def test_tasks_that_have_not_started_are_dropped_as_well() -> None:
 
 
 def test_claimed_tasks_are_not_dropped() -> None:
-    """Nor are tasks under way, whose age counts from their end."""
+    """Tasks under way are not dropped, either: their age counts from their end."""
     time, gates = Time(), [Gate() for _ in range(2)]
     workers = time.workers()
     for number, gate in enumerate(gates):
@@ -251,8 +246,7 @@ def test_requests_come_first() -> None:
     workers.claim("c")
     assert gates[1].began.wait(PATIENCE_S)
     gates[0].may_end.set()
-    while len(order) < 4:
-        time.sleep(0.001)
+    wait_until(lambda: len(order) == 4)
     assert order == ["d", "c", "b", "a"]
     gates[1].may_end.set()
     assert [future.result(PATIENCE_S) for future in futures] == ["through"] * 2

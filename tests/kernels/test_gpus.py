@@ -1,4 +1,4 @@
-"""The table of GPUs has published rates; a GPU that it lacks has those of the next older one."""
+"""The table of GPUs has published figures; a GPU that it lacks has those of the next older one."""
 
 from __future__ import annotations
 
@@ -22,6 +22,14 @@ PUBLISHED = {
     "sm_120a": (209.5, 104.8, 104.8),
 }
 
+# KiB of shared memory of an SM, and how many of them the system keeps from a block: the CUDA C++
+# Programming Guide's table "Technical Specifications per Compute Capability".
+SHARED_KIB = {
+    "sm_70": (96, 0), "sm_75": (64, 0), "sm_80": (164, 1), "sm_86": (100, 1), "sm_87": (164, 1),
+    "sm_89": (100, 1), "sm_90a": (228, 1), "sm_100a": (228, 1), "sm_103a": (228, 1),
+    "sm_120a": (100, 1), "sm_121a": (100, 1),
+}  # fmt: skip
+
 
 def _of(architecture: str) -> Gpu:
     return replace(gpus.H200, architecture=architecture)
@@ -34,6 +42,15 @@ def test_rates_are_the_published_ones(architecture: str) -> None:
     found = (rates.mma["float16"], rates.mma["tf32"], rates.float32)
     assert [2 * rate * cycles for rate in found] == pytest.approx(PUBLISHED[architecture], rel=0.01)
     assert rates.memory_bytes * cycles == pytest.approx(board.memory_gb_s * 1e-3)
+
+
+@pytest.mark.parametrize("architecture", GPUS)
+def test_shared_memory_is_the_published_one(architecture: str) -> None:
+    """Plans for a GPU with less would be slower or none; a launch with more would fail there."""
+    gpu = GPUS[architecture]
+    sm_kib, reserved_kib = SHARED_KIB[architecture]
+    assert gpu.shared_bytes_per_sm == sm_kib * 1024
+    assert gpu.shared_bytes_per_block == (sm_kib - reserved_kib) * 1024
 
 
 @pytest.mark.parametrize("architecture", GPUS)
@@ -70,7 +87,7 @@ def test_the_sm_count_of_a_live_gpu_does_not_matter() -> None:
 
 def test_names_with_and_without_their_suffix() -> None:
     assert gpus.named("sm_90") is gpus.named("sm_90a") is gpus.H200
-    assert gpus.named("sm_87").shared_bytes_per_block == 163 * 1024
+    assert gpus.named("sm_87") is GPUS["sm_87"]
     for unknown in ("sm_88", "sm_80a", "90", ""):
         with pytest.raises(ValueError, match=rf"no GPU '{unknown}': known are sm_70, .*, sm_121a"):
             gpus.named(unknown)

@@ -77,7 +77,8 @@ class Driver:
         self.replace_statuses: list[int] = []
         self.captured = ctypes.c_int.in_dll(library, "captured")
         self.captured.value = 0
-        self._callbacks = (ON_LAUNCH(self._launch), ON_REPLACE(self._replace))  # kept alive
+        # The library holds addresses, which do not keep the callbacks alive.
+        self._callbacks = (ON_LAUNCH(self._launch), ON_REPLACE(self._replace))
         for name, function in zip(("on_launch", "on_replace"), self._callbacks, strict=True):
             address = ctypes.cast(function, ctypes.c_void_p).value
             ctypes.c_void_p.in_dll(library, name).value = address
@@ -110,7 +111,7 @@ class Trouble(Exception):
 
 
 class Launching:
-    """For tests that make their own entries; CPU tensors have the null stream."""
+    """A base of tests that make their own entries; CPU tensors have the null stream."""
 
     TENSORS = tuple(("tensor", i) for i in range(6))
 

@@ -11,7 +11,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastconv
-from effort import PATIENCE_S
+from effort import PATIENCE_S, wait_until
 from fastconv import native
 from fastconv.native import build
 from fastconv.ops import entries
@@ -32,7 +31,7 @@ INPUT, WEIGHT, BIAS = (2, 4, 6, 5), (6, 4, 3, 3), (6,)
 
 
 def tensors(*shapes: tuple[int, ...], requires_grad: bool = False) -> list[Tensor]:
-    # Multiples of a quarter, whose products have exact sums.
+    # Products of multiples of a quarter have exact sums.
     some = (torch.randint(-8, 8, shape) / 4 for shape in shapes)
     return [tensor.requires_grad_(requires_grad) for tensor in some]
 
@@ -72,7 +71,7 @@ class Compiler:
             'for last; do :; done\n: > "$last"\n'
             f'echo "$*" >> {self._log}\n{wait}\necho {shlex.quote(words)}\n'
             f"test {status} = 0 || exit {status}\n"
-            f'cp {self._built} "$last"\nchmod +rwx "$last"\n'  # as linkers, but for the umask
+            f'cp {self._built} "$last"\nchmod +rwx "$last"\n'  # Linkers do so, within the umask.
         )
         self.path.chmod(0o755)
 
@@ -81,10 +80,7 @@ class Compiler:
         return self._log.read_text().splitlines() if self._log.exists() else []
 
     def wait_for_a_call(self, before: int = 0) -> None:
-        until = time.monotonic() + PATIENCE_S
-        while len(self.calls) <= before:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: len(self.calls) > before)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,9 @@ import stat
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,7 +134,8 @@ class TestBuilding:
         fake.set(held=True)
         self._kill_builder(fake, build.library())
         (left,) = unfinished(folder)
-        assert len(list(left.iterdir())) == 2  # a part of the library, and a temporary file
+        # The compiler left a part of the library, and a temporary file.
+        assert len(list(left.iterdir())) == 2
         self._kill_builder(fake, build.library().with_name(f"host-{'0' * 32}.so"))
         assert left not in unfinished(folder)
         assert len(unfinished(folder)) == 1
@@ -336,19 +339,28 @@ class TestCommand:
         capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        fake.set(seconds=0.2)
+        """The compiler ends after the first report, however slow the machine is."""
+        fake.set(held=True)
+
+        def sleep(seconds: float) -> None:
+            fake.go.touch()
+            time.sleep(seconds)
+
+        clock = SimpleNamespace(time=time.time, monotonic=lambda: 0.0, sleep=sleep)
+        monkeypatch.setattr(compiler, "time", clock)
         monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
         for options, words in (
             (["--quiet"], ""),
             ([], "\rcompiling, 0:00\x1b[K" if terminal else "compiling, 0:00\n"),
         ):
+            fake.go.unlink(missing_ok=True)
             assert cli.main(["build", "--again", *options]) == 0
             captured = capsys.readouterr()
             assert captured.err.startswith(words)
             assert bool(captured.err) == bool(words)
             assert captured.out.startswith("built ")
 
-    def test_what_is_missing_is_told(
+    def test_the_compiler_s_words_are_shown(
         self, folder: Path, fake: Compiler, capsys: pytest.CaptureFixture[str]
     ) -> None:
         fake.set(status=1, words="some words\nin lines")

@@ -6,14 +6,13 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from effort import PATIENCE_S
+from effort import wait_until
 from fastconv import native
 from fastconv.backends import cuda
 from fastconv.kernels import planner
@@ -54,10 +53,7 @@ assert native.conv2d is native.load()
         assert run("call(); native.start_build()") == ["Python"]
         assert not build.is_built(), "the process has not waited"
         fake.go.touch()
-        start = time.monotonic()
-        while not build.is_built():
-            assert time.monotonic() < start + PATIENCE_S
-            time.sleep(0.05)
+        wait_until(build.is_built)
         assert run("call(); native.start_build(); call()") == ["Python", "native"]
         assert len(fake.calls) == 1
 

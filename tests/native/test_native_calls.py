@@ -43,10 +43,8 @@ class TestGradients:
     """Only the gradients that a backward pass asks for are computed, as in Python."""
 
     def _expected(self, wanted: tuple[int, ...]) -> list[str]:
-        both = {
-            0: "input_grad",
-            1: "weight_grad",
-        }  # The bias's comes with the weight's, or is a sum.
+        # The gradient of the bias comes with that of the weight, or is a sum.
+        both = {0: "input_grad", 1: "weight_grad"}
         return [name for index, name in both.items() if index in wanted]
 
     @pytest.mark.parametrize("how", ["grad", "inputs", "only leaves", "not leaves"])

@@ -214,7 +214,7 @@ class TestTable:
         input, weight = tensors(INPUT, (6, 5, 3, 3))
         with pytest.raises(RuntimeError, match="channels") as ours:
             fastconv.conv2d(input, weight)
-        native.conv2d = None  # the fixture's patch is undone all the same
+        native.conv2d = None  # The fixture restores it.
         with pytest.raises(RuntimeError) as pythons:
             fastconv.conv2d(input, weight)
         assert str(ours.value) == str(pythons.value)
@@ -319,7 +319,7 @@ class TestEpilogues:
         some = tensors(INPUT, WEIGHT)
         with pytest.raises((RuntimeError, ValueError)) as ours:
             fastconv.conv2d(*some, **options)
-        native.conv2d = None  # the fixture's patch is undone all the same
+        native.conv2d = None  # The fixture restores it.
         with pytest.raises(type(ours.value)) as pythons:
             fastconv.conv2d(*some, **options)
         assert str(ours.value) == str(pythons.value)

@@ -151,7 +151,7 @@ def check(results: list[Tensor], expected: list[Tensor]) -> None:
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
     if dtype in INTEGERS:
-        return torch.float64  # exact for the values used here
+        return torch.float64  # It is exact for the values used here.
     return torch.complex128 if dtype.is_complex else torch.float64
 
 
@@ -182,7 +182,7 @@ def test_any_geometry(
     given = tensors(problem, dtype, layout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu.scratch, "SCRATCH_BYTES", scratch)
-        # 0: thin layers are computed tap by tap.
+        # With 0, thin layers are computed tap by tap.
         patch.setattr(cpu.tiling, "EFFICIENT_POSITIONS", efficient_positions)
         results = run(problem, given, memory_format)
     check(results, exact_results(problem, given))
@@ -277,7 +277,7 @@ def test_thin_layers(
         results = run(THIN[case], given, memory_format)
     assert "addcmul_" in operators.seen
     depthwise = THIN[case].out_channels == THIN[case].groups
-    assert ("baddbmm_" in operators.seen) != depthwise  # for other input gradients
+    assert ("baddbmm_" in operators.seen) != depthwise  # Other layers use it in input gradients.
     check(results, exact_results(THIN[case], given))
 
 

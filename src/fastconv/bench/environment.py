@@ -17,6 +17,8 @@ import fastconv
 from fastconv import native
 from fastconv.kernels import planner
 
+COMMIT_VARIABLE = "FASTCONV_COMMIT"
+
 _CLOCKS = {
     "driver": "driver_version",
     "sm_clock": "clocks.sm",
@@ -30,7 +32,7 @@ def describe(device: torch.device) -> dict[str, str]:
     """Everything about this machine and installation that results may depend on."""
     found = {
         "fastconv": fastconv.__version__,
-        "commit": _output(["git", "describe", "--always", "--dirty"]) or "unknown",
+        "commit": _commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -55,6 +57,15 @@ def free_bytes(device: torch.device) -> int:
     except (OSError, StopIteration):
         pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else sys.maxsize
         return pages * mmap.PAGESIZE
+
+
+def _commit() -> str:
+    """The commit of the sources, with "-dirty" if they have changed since.
+
+    A copy of the sources without their history takes it from the environment variable.
+    """
+    described = ["git", "describe", "--always", "--dirty"]
+    return os.environ.get(COMMIT_VARIABLE) or _output(described) or "unknown"
 
 
 def _gpu(device: torch.device) -> dict[str, str]:

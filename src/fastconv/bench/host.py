@@ -122,7 +122,7 @@ def take_turns(
     for taken in range(1, MOST_SAMPLES + 1):
         for of_contestant, prepare in zip(samples, contestants, strict=True):
             of_contestant.append(_sample_us(prepare, device) / calls)
-        if taken >= timing.LEAST_SAMPLES and time.perf_counter() > end:
+        if taken >= timing.LEAST_SAMPLES and time.perf_counter() >= end:
             break
     return samples
 

@@ -32,6 +32,8 @@ HASHED_BYTES = 4 << 20  # A few milliseconds of work, during which the interpret
 BUSY = 0.8  # If threads get less than this share of processor time, the machine is busy.
 CHANGED = 0.3  # If a ceiling changes by more than this share during a run, the machine is busy.
 MMA_FAMILY = "ampere"  # The family of kernels that use the mma.sync instruction.
+COMPUTE = "compute"  # The name of the limit that a case's mode has.
+WGMMA_FAMILY = "hopper"  # Its kernels use wgmma, as PyTorch's matrix products do on such GPUs.
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ class Ceilings:
 class Limit:
     """The ceiling that binds a case, and the least time that it allows."""
 
-    name: str  # "compute", "memory", or "mma.sync" for kernels that use this instruction
+    # "compute", "memory", or the MMAs of kernels that multiply otherwise than the mode says:
+    # "mma.sync", "scaled fp16", "scaled fp16 x3", "TF32 x3"; "MMAs" if passes of a step differ.
+    name: str
     ms: float
     flops: int
     bytes: int
@@ -60,9 +64,14 @@ class Limit:
 
 
 def measure(cases: Iterable[Case], device: torch.device) -> Ceilings:
-    """Measures the machine's ceilings, in all modes that the cases have."""
-    modes = {case.mode: case for case in cases}
-    tflops = {mode: _matrix_tflops(case, device) for mode, case in modes.items()}
+    """Measures the machine's ceilings, in all modes that the cases have.
+
+    On a GPU, float32 may also be multiplied as TF32 or float16: then these rates are measured, too.
+    """
+    modes = {case.mode: (case.torch_dtype, case.precision) for case in cases}
+    if device.type == "cuda" and any(dtype is torch.float32 for dtype, _ in modes.values()):
+        modes |= {"float32 tf32": (torch.float32, "tf32"), "float16": (torch.float16, None)}
+    tflops = {mode: _matrix_tflops(*how, device) for mode, how in modes.items()}
     share = _processor_share() if device.type == "cpu" else None
     return Ceilings(tflops, _copy_tb_s(device), share, _mma_tflops(device))
 
@@ -109,20 +118,23 @@ def _pairs(before: Ceilings, after: Ceilings) -> list[tuple[str, float, float]]:
 def limit(case: Case, ceilings: Ceilings) -> Limit:
     """The case's roofline limit, if every operand is moved once and nothing is recomputed."""
     flops, _ = flops_and_bytes(case)
-    return _binding("compute", flops / ceilings.tflops[case.mode] * 1e-9, case, ceilings)
+    return _binding(COMPUTE, flops / ceilings.tflops[case.mode] * 1e-9, case, ceilings)
 
 
-def mma_limit(case: Case, ceilings: Ceilings, plans: Sequence[Plan]) -> Limit | None:
-    """The case's roofline limit if its ``plans`` use ``mma.sync``, which has a ceiling of its own.
+def own_limit(case: Case, ceilings: Ceilings, plans: Sequence[Plan]) -> Limit | None:
+    """The case's roofline limit if its ``plans`` multiply otherwise than the case's mode says.
 
-    None if no plan uses it, or if its ceiling was not measured.
+    ``mma.sync`` has a ceiling of its own, float32 multiplied as scaled fp16 has float16's, and
+    float32 in three MMAs a third of theirs. None if no plan does that, or if the ceilings that it
+    takes were not measured.
     """
-    if not ceilings.mma_tflops or all(plan.family != MMA_FAMILY for plan in plans):
-        return None
     flops, _ = flops_and_bytes(case)
-    rates = [_plan_tflops(case, plan, ceilings) for plan in plans]
-    compute_ms = sum(flops / len(plans) / rate for rate in rates) * 1e-9
-    return _binding("mma.sync", compute_ms, case, ceilings)
+    found = [_plan_ceiling(case, plan, ceilings) for plan in plans]
+    names = {name for name, _ in found if name != COMPUTE}
+    if not names:
+        return None
+    compute_ms = sum(flops / len(plans) / tflops for _, tflops in found) * 1e-9
+    return _binding(names.pop() if len(names) == 1 else "MMAs", compute_ms, case, ceilings)
 
 
 def multiplied(plan: Plan, dtype: str) -> tuple[str, int]:
@@ -138,12 +150,18 @@ def multiplied(plan: Plan, dtype: str) -> tuple[str, int]:
     return kind, 3 if parts > 1 else 1
 
 
-def _plan_tflops(case: Case, plan: Plan, ceilings: Ceilings) -> float:
-    """The highest rate at which a plan can compute, counting the convolution's own operations."""
-    if plan.family != MMA_FAMILY:
-        return ceilings.tflops[case.mode]
+def _plan_ceiling(case: Case, plan: Plan, ceilings: Ceilings) -> tuple[str, float]:
+    """The name and rate of the ceiling of a plan, counting the convolution's own operations."""
+    by_mode = COMPUTE, ceilings.tflops[case.mode]
     kind, count = multiplied(plan, case.dtype)
-    return ceilings.mma_tflops[kind] / count
+    if plan.family == MMA_FAMILY and ceilings.mma_tflops:
+        return "mma.sync", ceilings.mma_tflops[kind] / count
+    if plan.family != WGMMA_FAMILY or case.dtype != "float32":
+        return by_mode
+    mode, name = ("float16", "scaled fp16") if kind == "float16" else ("float32 tf32", "TF32")
+    if mode not in ceilings.tflops or (mode == case.mode and count == 1):
+        return by_mode
+    return name if count == 1 else f"{name} x{count}", ceilings.tflops[mode] / count
 
 
 def _binding(name: str, compute_ms: float, case: Case, ceilings: Ceilings) -> Limit:
@@ -166,12 +184,10 @@ def flops_and_bytes(case: Case) -> tuple[int, int]:
     return passes * problem.flops, passes * elements * DTYPES[case.dtype].itemsize
 
 
-def _matrix_tflops(case: Case, device: torch.device) -> float:
+def _matrix_tflops(dtype: torch.dtype, precision: str | None, device: torch.device) -> float:
     side = MATRIX_SIDE[device.type]
-    left, right = (
-        torch.randn(side, side, device=device).to(case.torch_dtype) for _ in range(2)
-    )  # fmt: skip
-    with settings(case.precision):
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    with settings(precision):
         seconds = _best(lambda: left @ right, device)
     return 2 * side**3 / seconds * 1e-12
 

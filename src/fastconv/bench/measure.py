@@ -77,7 +77,7 @@ class Bench:
         if self.gpu is None:
             return None
         plans = [configuration.plan for configuration in configurations.planned(case, self.gpu)]
-        return limits.mma_limit(case, self.ceilings, plans)
+        return limits.own_limit(case, self.ceilings, plans)
 
     def _compile_s(self, case: Case) -> float | None:
         if self.gpu is None:

@@ -24,6 +24,7 @@ COLOURS = dict(zip((*PASSES, STEP), ("#3b6fb6", "#d9822b", "#3d9970", "#8e5ea2")
 NETWORK_COLOURS = dict(zip(MODES, ("#8e5ea2", "#3b6fb6"), strict=True))
 MARKERS = ("o", "s", "^", "D", "v")  # one for each mode in a roofline
 BAR_INCHES = 0.17
+NEAR_ROOFS = 1.15  # Roofs whose rates differ by less than this factor share a label.
 TITLE_COLUMNS = 110  # Characters of a title that fit above a figure, in the title's size.
 
 AnyRow = TypeVar("AnyRow", Row, NetworkRow)
@@ -111,9 +112,15 @@ def write(results: Results | NetworkResults, folder: Path) -> None:
     else:
         figures = {name: draw(results) for name, draw in PLOTS.items()}
     for path in outputs(results, folder):
-        buffer, suffix = io.BytesIO(), path.suffix[1:]
-        figures[path.stem].savefig(buffer, format=suffix, dpi=150, metadata=_undated(suffix))
-        files.write(path, buffer.getvalue())
+        save(figures[path.stem], path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes a figure to a file, in the format of its suffix; it has no date."""
+    buffer, suffix = io.BytesIO(), path.suffix[1:]
+    with extra("matplotlib").rc_context({"svg.hashsalt": "fastconv"}):
+        figure.savefig(buffer, format=suffix, dpi=150, metadata=_undated(suffix))
+    files.write(path, buffer.getvalue())
 
 
 def outputs(results: Results | NetworkResults, folder: Path) -> list[Path]:
@@ -161,17 +168,42 @@ def _plain_ticks(axis: Any, values: Sequence[float]) -> None:
 
 
 def _draw_ceilings(axes: Axes, ceilings: Ceilings, rows: Sequence[Row]) -> None:
+    """Draws a solid roof for each mode, and a dashed one for MMAs other than the mode's."""
     intensities = [row.limit.intensity for row in rows if row.limit]
     low, high = min(intensities) / 2, max(intensities) * 2
-    for mode, tflops in ceilings.tflops.items():
+    roofs = _roofs(ceilings, rows)
+    for (_, own), tflops in roofs.items():
         knee = tflops / ceilings.copy_tb_s
         steps = sorted({low, min(max(knee, low), high), high})
         roof = [min(tflops, x * ceilings.copy_tb_s) for x in steps]
-        axes.plot(steps, roof, color="black", linewidth=1)
-        axes.annotate(f"{mode}: {tflops:.3g} TFLOP/s", (high, roof[-1]), fontsize=7,
-                      ha="right", va="bottom")  # fmt: skip
+        axes.plot(steps, roof, "--" if own else "-", color="black", linewidth=1)
+    for names, tflops in _labels(roofs):
+        at = (high, min(tflops, high * ceilings.copy_tb_s))
+        axes.annotate(names, at, fontsize=7, ha="right", va="bottom")
     axes.annotate(f"copy: {ceilings.copy_tb_s:.3g} TB/s", (low, low * ceilings.copy_tb_s),
                   fontsize=7, rotation=35, ha="left", va="bottom")  # fmt: skip
+
+
+def _roofs(ceilings: Ceilings, rows: Sequence[Row]) -> dict[tuple[str, str], float]:
+    """The TFLOP/s of each roof, by the mode of its rows and the name of their own limit, or ""."""
+    modes = {row.case.mode for row in rows}
+    roofs = {(mode, ""): tflops for mode, tflops in ceilings.tflops.items() if mode in modes}
+    for row in rows:
+        own = row.own_limit
+        if own and own.name != "memory" and row.case.direction != STEP:
+            roofs[row.case.mode, own.name] = own.flops / own.ms * 1e-9
+    return roofs
+
+
+def _labels(roofs: Mapping[tuple[str, str], float]) -> list[tuple[str, float]]:
+    """A text for each roof and its height; roofs so near that texts would overlap share one."""
+    found: list[tuple[str, float]] = []
+    for (mode, own), tflops in sorted(roofs.items(), key=lambda roof: roof[1]):
+        text = f"{mode}{own and f', {own}'}: {tflops:.3g}"
+        if found and tflops < NEAR_ROOFS * found[-1][1]:
+            text = f"{found.pop()[0]}; {text}"
+        found.append((text, tflops))
+    return [(f"{text} TFLOP/s", tflops) for text, tflops in found]
 
 
 def _draw_point(axes: Axes, row: Row, marker: str) -> None:

@@ -218,12 +218,48 @@ def table(results: AnyResults) -> Table:
 
 
 def markdown(results: AnyResults) -> str:
-    """A Markdown table with its legend."""
+    """A Markdown table with its legend, and a list of what is slower than the peer."""
+    return f"{legend(results)}\n{section(results)}"
+
+
+def legend(results: AnyResults) -> str:
+    """The sentence above a Markdown table: versions, device, and what the columns are."""
     if isinstance(results, HostResults):
-        return _host_markdown(results)
+        return f"{title(results)}; {host_path(results)}; {HOST_NOTE}."
     if isinstance(results, NetworkResults):
-        return _networks_markdown(results)
-    return _results_markdown(results)
+        return f"{title(results)}; {host_path(results)}; {NETWORKS_NOTE}."
+    return f"{title(results)}; {ceilings(results)}; {note(results)}."
+
+
+def section(results: AnyResults) -> str:
+    """A Markdown table without its legend, between warnings and notes."""
+    if isinstance(results, HostResults):
+        warnings, after = unsteady(results), _host_failures(results)
+        table = _markdown(HOST_LEFT, HOST_RIGHT, list(map(host_cells, results.rows)))
+    elif isinstance(results, NetworkResults):
+        warnings, after = unsteady(results), [*overall(results), *_network_failures(results)]
+        table = _markdown(NETWORK_LEFT, NETWORK_RIGHT, list(map(network_cells, results.rows)))
+    else:
+        warnings, after = remarks(results), failures(results)
+        table = _markdown(LEFT, RIGHT, _results_cells(results))
+    before = "".join(f"\n**{line[0].upper()}{line[1:]}.**\n" for line in warnings)
+    notes = "".join(f"\n{line}\n" for line in [*slower(results.rows), *after])
+    return f"{before}\n{table}{notes}"
+
+
+def slower(rows: Sequence[Row | Sum | HostRow | NetworkRow]) -> list[str]:
+    """A sentence that names all measured rows that lose to the peer, the slowest first."""
+    measured = [one for one in map(_speed, rows) if one is not None]
+    lost = [f"{label} {figure}" for ratio, label, figure in sorted(measured) if round(ratio, 2) < 1]
+    return [f"Slower than PyTorch: {', '.join(lost) or 'none'}."] if measured else []
+
+
+def _speed(row: Row | Sum | HostRow | NetworkRow) -> tuple[float, str, str] | None:
+    """A row's speed relative to the peer's, its label and its figure; None if it has no times."""
+    if isinstance(row, HostRow):
+        return (1 / row.ratio, row.name, _ratio(row)) if row.ratio else None
+    label = row.case.label if isinstance(row, Row) else row.label
+    return (row.speedup, label, speedup(row)) if row.speedup else None
 
 
 def _results_table(results: Results) -> Table:
@@ -246,22 +282,10 @@ def failures(results: Results) -> list[str]:
     return [f"{row.case.label} {row.complaint}" for row in results.rows if row.complaint]
 
 
-def _results_markdown(results: Results) -> str:
-    legend = f"{title(results)}; {ceilings(results)}; {note(results)}."
-    rows = _markdown(LEFT, RIGHT, _results_cells(results))
-    return _section(legend, remarks(results), rows, failures(results))
-
-
 def _host_table(results: HostResults) -> Table:
     columns = Columns(HOST_LEFT, HOST_RIGHT, HOST_NOTES, _HOST_ORDER)
     lines = (host_path(results), *unsteady(results), *_host_failures(results))
     return made(title(results), lines, columns, list(map(host_cells, results.rows)))
-
-
-def _host_markdown(results: HostResults) -> str:
-    legend = f"{title(results)}; {host_path(results)}; {HOST_NOTE}."
-    rows = _markdown(HOST_LEFT, HOST_RIGHT, list(map(host_cells, results.rows)))
-    return _section(legend, unsteady(results), rows, _host_failures(results))
 
 
 def host_cells(row: HostRow) -> Cells:
@@ -288,13 +312,6 @@ def _networks_table(results: NetworkResults) -> Table:
     lines = (host_path(results), *overall(results), *unsteady(results))
     rows = list(map(network_cells, results.rows))
     return made(title(results), (*lines, *_network_failures(results)), columns, rows)
-
-
-def _networks_markdown(results: NetworkResults) -> str:
-    legend = f"{title(results)}; {host_path(results)}; {NETWORKS_NOTE}."
-    rows = _markdown(NETWORK_LEFT, NETWORK_RIGHT, list(map(network_cells, results.rows)))
-    after = [*overall(results), *_network_failures(results)]
-    return _section(legend, unsteady(results), rows, after)
 
 
 def network_cells(row: NetworkRow) -> Cells:
@@ -393,13 +410,6 @@ def summary_markdown(summary: Summary, environment: Mapping[str, str]) -> str:
     versions = f"fastconv {ours} ({commit}), PyTorch {torch}, {where}"
     legend = f"{versions}: {_totals(summary)}; {_SHARE_NOTE}."
     return f"{legend}\n\n{_markdown(*_SUMMARY, _group_cells(summary))}"
-
-
-def _section(legend: str, warnings: Sequence[str], table: str, notes: Sequence[str]) -> str:
-    """A section of Markdown: legend, warnings in bold, table, notes."""
-    before = "".join(f"\n**{line[0].upper()}{line[1:]}.**\n" for line in warnings)
-    after = "".join(f"\n{line}\n" for line in notes)
-    return f"{legend}\n{before}\n{table}{after}"
 
 
 def unsteady(results: AnyResults) -> list[str]:

@@ -42,7 +42,7 @@ class Row:
     compile_s: float | None = None  # sum over our kernels; near 0 if they were in the disk cache
     error: str | None = None
     skipped: str | None = None  # why it was not measured, which is no failure
-    own_limit: Limit | None = None  # of our kernels, if they have one of their own: mma.sync's
+    own_limit: Limit | None = None  # of our kernels, if they multiply otherwise than the mode says
 
     @property
     def speedup(self) -> float | None:
@@ -128,6 +128,10 @@ class Sum:
             _total([(count, ours) for count, ours, _ in counted]),
             _total([(count, peer) for count, _, peer in counted]),
         )  # fmt: skip
+
+    @property
+    def label(self) -> str:
+        return f"{self.model} {self.direction} {self.mode} {self.format}"
 
     @property
     def speedup(self) -> float:

@@ -28,6 +28,8 @@ MOST_PACK_BLOCKS = 4096
 MANY_IMAGES = 32  # batch for which fma and toeplitz are compared, whatever the layer's is
 MOST_NARROW_CHANNELS = 4  # limit on a group's channels, for contiguous tensors of 16-bit types
 
+AnyTile = fma.Planes | fma.Pixels | toeplitz.ToeplitzTile
+
 
 def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     """Plans a forward convolution: tensors ``input``, ``weight``, ``bias`` and ``output``.
@@ -35,7 +37,7 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     Raises:
         Declined: this family does not take the layer.
     """
-    return _plan(Layer.of(problem, operands, transposed=False), gpu)
+    return _plan_fastest(Layer.of(problem, operands, transposed=False), gpu)
 
 
 def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -44,12 +46,16 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     Raises:
         Declined: this family does not take the layer.
     """
-    return _plan(Layer.of(problem, operands, transposed=True), gpu)
+    return _plan_fastest(Layer.of(problem, operands, transposed=True), gpu)
 
 
-def _plan(layer: Layer, gpu: Gpu) -> Plan:
+def _plan_fastest(layer: Layer, gpu: Gpu) -> Plan:
     _check_width(layer)
-    tile = _tile(layer, gpu)
+    return plan(layer, _tile(layer, gpu), gpu)
+
+
+def plan(layer: Layer, tile: AnyTile, gpu: Gpu) -> Plan:
+    """The launches that compute a layer with a tile."""
     source = tile.source
     constants: dict[str, Constant] = {
         **layer.constants(),
@@ -98,7 +104,7 @@ def _check_width(layer: Layer) -> None:
         raise Declined(f"contiguous groups of more than {MOST_NARROW_CHANNELS} channels")
 
 
-def _tile(layer: Layer, gpu: Gpu) -> fma.Planes | fma.Pixels | toeplitz.ToeplitzTile:
+def _tile(layer: Layer, gpu: Gpu) -> AnyTile:
     if _takes_toeplitz(layer, gpu):
         return best(toeplitz.tiles(layer, gpu), gpu)
     if layer.operands.input_channels_last:

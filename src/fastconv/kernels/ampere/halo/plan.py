@@ -5,8 +5,9 @@ The plan takes the tile that fits with the fewest estimated cycles.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from fastconv.kernels import gpus
 from fastconv.kernels.ampere import block
@@ -23,6 +24,8 @@ from fastconv.kernels.planning.launches import (
 )
 from fastconv.kernels.planning.layers import forward_ways, input_grad_ways, views
 from fastconv.problem import Problem
+
+TilesOf = Callable[[Layer, Gpu], tuple[Tile, ...]]
 
 EXPLAINED = 5  # tiles that a plan's explanation lists
 # Shares of a pass's time that launches add to it: those of each layer (a residue of a stride is a
@@ -51,7 +54,7 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         Declined: another family does it better, or this one cannot.
     """
     limits.check_reach(problem, operands)
-    return _plan(forward_ways(Layer.of(problem, operands)), gpu)
+    return plan(forward_ways(Layer.of(problem, operands)), gpu)
 
 
 def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -61,7 +64,37 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         Declined: another family does it better, or this one cannot.
     """
     limits.check_reach(problem, operands)
-    return _plan(input_grad_ways(Layer.of(problem, operands), problem, most_together=1), gpu)
+    return plan(input_grad_ways(Layer.of(problem, operands), problem, most_together=1), gpu)
+
+
+def plan(ways: list[list[Layer]], gpu: Gpu, tiles: TilesOf | None = None) -> Plan:
+    """Plans a pass; each of ``ways`` is a list of layers that together compute it.
+
+    ``tiles`` gives the tiles of a layer, the best first: they are used even where the portable
+    kernels are as fast. By default they are :func:`fitting_tiles`.
+
+    Raises:
+        Declined: another family does it better, or this one cannot.
+    """
+    tiles_of_layer = tiles or fitting_tiles
+
+    def candidates(layers: list[Layer]) -> list[tuple[Tile, ...]]:
+        _check(layers, gpu)
+        if tiles is None:
+            _check_rate(layers, gpu)
+        return [tiles_of_layer(layer, gpu) for layer in layers]
+
+    layers, found = best_way(ways, candidates, _cost)
+    repairing = None
+    if layers[0].scaled_fp16:
+        repairing = tiles_of_layer(replace(layers[0], scaled_fp16=False), gpu)[0]
+    return _plan_of(layers, found, repairing)
+
+
+@lru_cache(maxsize=64)
+def fitting_tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
+    """All tiles that fit, the best first; cached, because a plan uses them more than once."""
+    return tuple(tiles_of(views(layer), gpu))
 
 
 def _check(layers: list[Layer], gpu: Gpu) -> None:
@@ -69,9 +102,12 @@ def _check(layers: list[Layer], gpu: Gpu) -> None:
     block.check(gpu)
     channels = (layer.group_in // (layer.s2d_factors[0] * layer.s2d_factors[1]), layer.group_out)
     limits.check(operands, layer.groups, channels, layer.in_size, layer.image_size)
-    rates = gpus.rates(gpu)
-    counted = _tensor_share(layers) / layer.mmas_per_step
-    if rates.mma[layer.multiplied] * counted < block.portable_rate(gpu):
+
+
+def _check_rate(layers: list[Layer], gpu: Gpu) -> None:
+    """Declines layers for which the portable kernels are as fast."""
+    counted = _tensor_share(layers) / layers[0].mmas_per_step
+    if gpus.rates(gpu).mma[layers[0].multiplied] * counted < block.portable_rate(gpu):
         raise Declined(
             f"what plain cores are as fast at: {counted:.0%} of the tensor cores' products count"
         )
@@ -88,21 +124,6 @@ def _tensor_share(layers: list[Layer]) -> float:
     return terms / multiplied * rows / (16 * ceil_div(rows, 16))
 
 
-def _plan(ways: list[list[Layer]], gpu: Gpu) -> Plan:
-    return _plan_of(*best_way(ways, partial(_checked_tiles, gpu=gpu), _cost), gpu)
-
-
-def _checked_tiles(layers: list[Layer], gpu: Gpu) -> list[tuple[Tile, ...]]:
-    _check(layers, gpu)
-    return [_tiles(layer, gpu) for layer in layers]
-
-
-@lru_cache(maxsize=64)
-def _tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
-    """All tiles that fit, the best first; cached, because a plan uses them more than once."""
-    return tuple(tiles_of(views(layer), gpu))
-
-
 def _cost(layers: list[Layer], tiles: list[tuple[Tile, ...]]) -> float:
     fastest = sum(min(one.image_tiles * one.tile_cycles for one in each) for each in tiles)
     more = LAYER_COST * len(layers)
@@ -111,11 +132,11 @@ def _cost(layers: list[Layer], tiles: list[tuple[Tile, ...]]) -> float:
     return max(fastest * (1 + more + SCALED_FP16_COST), SCALED_FP16_CYCLES)
 
 
-def _plan_of(layers: list[Layer], tiles: list[tuple[Tile, ...]], gpu: Gpu) -> Plan:
+def _plan_of(layers: list[Layer], tiles: list[tuple[Tile, ...]], repairing: Tile | None) -> Plan:
+    """The plan of a way with its tiles; scaled fp16 also has a tile that repairs."""
     repairs = None
     explanation = tuple(line for of_layer in tiles for line in _explanation(of_layer))
-    if layers[0].scaled_fp16:
-        repairing = _tiles(replace(layers[0], scaled_fp16=False), gpu)[0]
+    if repairing is not None:
         repairs = _tiled_layer(repairing)
         explanation += (f"beyond float16's range, in TF32: {_explain(repairing)}",)
     chosen = [of_layer[0] for of_layer in tiles]

@@ -7,7 +7,7 @@ one with the least estimated time: that of its slowest part, the MMAs or the loa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import product
@@ -158,11 +158,12 @@ def choose_tile(
     gpu: Gpu,
     most_cycles: float = math.inf,
     scaled_fp16: bool | None = None,
+    accept: Callable[[Tile], bool] | None = None,
 ) -> Tile:
     """The tile with the least estimated time, at most ``most_cycles``.
 
     ``scaled_fp16`` says whether float32 is multiplied as scaled fp16; None means where that is
-    clearly faster.
+    clearly faster. Only tiles that ``accept`` is true for are considered.
 
     Raises:
         Declined: there is none.
@@ -174,6 +175,8 @@ def choose_tile(
         if bound > least:
             break
         for candidate in with_strips(cut):
+            if accept is not None and not accept(candidate):
+                continue
             fitted = candidate.fitted(gpu.shared_bytes_per_block)
             if fitted is None or not fitted.fits_workspace:
                 continue

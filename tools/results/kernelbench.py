@@ -1,0 +1,209 @@
+"""Measures exported files on the problems of KernelBench's level 1, without KernelBench.
+
+KernelBench is another project's; this repository has neither its problems nor its evaluation. Here
+are the sizes of its two-dimensional convolutions, a model for each in the form that it uses, and
+a measurement by its rules: float32 in PyTorch's default precision, without ``cudnn.benchmark``;
+results within 1e-4 for five seeds; the mean time of single calls between two CUDA events, with a
+cold L2 cache. ``tests/gpu/run_kernelbench.py`` runs its own evaluation, for those who have it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import fastconv
+from results.catalogue import Job
+from results.keeping import Keeper, Plain, read_plain
+
+SEEDS = range(5)
+TOLERANCE = 1e-4  # absolute and relative, of each element
+WARM_UPS = 3
+TRIALS = 20
+L2_BYTES = {"cuda": 1 << 28, "cpu": 1}  # Writing so many replaces all that an L2 cache holds.
+COMPILE_SECONDS = 120.0  # nvcc takes a minute or so for the largest file.
+SECONDS = 30.0  # A problem takes less.
+
+
+class Problem(NamedTuple):
+    """One of KernelBench's problems: its number, its input, its layers."""
+
+    number: int
+    name: str
+    input: tuple[int, int, int, int]
+    layers: tuple[str, ...]  # the arguments of each nn.Conv2d
+
+
+PROBLEMS = (
+    Problem(62, "asymmetric kernel", (8, 32, 512, 512), ("32, 64, (5, 9), bias=False",)),
+    Problem(63, "square kernel", (16, 16, 1024, 1024), ("16, 128, 3, bias=False",)),
+    Problem(
+        80, "asymmetric kernel, dilated, padded", (8, 32, 512, 512),
+        ("32, 64, (5, 9), padding=(2, 4), dilation=(2, 3), bias=False",),
+    ),
+    Problem(56, "asymmetric input and kernel", (8, 64, 512, 256), ("64, 128, (5, 7), bias=False",)),
+    Problem(50, "AlexNet's first layer", (256, 3, 224, 224), ("3, 96, 11, stride=4, padding=2",)),
+    Problem(82, "depthwise", (16, 64, 512, 512), ("64, 64, 3, groups=64, bias=False",)),
+    Problem(
+        83, "depthwise, asymmetric kernel", (64, 8, 512, 512),
+        ("8, 8, (3, 1), groups=8, bias=False",),
+    ),
+    Problem(
+        84, "depthwise, asymmetric input", (64, 128, 256, 512),
+        ("128, 128, 3, groups=128, bias=False",),
+    ),
+    Problem(
+        85, "depthwise, asymmetric input and kernel", (32, 128, 128, 256),
+        ("128, 128, (3, 7), groups=128, bias=False",),
+    ),
+    Problem(
+        86, "depthwise separable", (16, 64, 512, 512),
+        ("64, 64, 3, padding=1, groups=64, bias=False", "64, 128, 1, bias=False"),
+    ),
+    Problem(87, "pointwise", (16, 64, 1024, 1024), ("64, 128, 1, bias=False",)),
+)  # fmt: skip
+
+_MODEL = '''"""KernelBench's problem {number}, {name}, as fastconv's results have it."""
+
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential({layers})
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def get_init_inputs():
+    return []
+
+
+def get_inputs():
+    return [torch.rand{input}]
+'''
+
+_COMPILE = "import sys; from results import kernelbench; kernelbench.call(*sys.argv[1:])"
+
+
+def measure(job: Job, folder: Path, device: torch.device, deadline: float) -> None:
+    """Measures all problems; their files are compiled before, side by side."""
+    keeper = Keeper(
+        job.files[0], folder, read_plain, Plain, device, deadline, len(PROBLEMS),
+        f"{len(SEEDS)} seeds, {TRIALS} samples",
+    )  # fmt: skip
+    with keeper, tempfile.TemporaryDirectory() as name:
+        done = {row["problem"] for row in keeper.found.rows}
+        left = [problem for problem in PROBLEMS if problem.number not in done]
+        keeper.check(COMPILE_SECONDS)
+        written = {problem: write(problem, Path(name)) for problem in left}
+        _compile(list(written.values()))
+        for problem, paths in written.items():
+            keeper.add(problem.name, SECONDS, partial(_row, problem, *paths, device))
+
+
+def write(problem: Problem, folder: Path) -> tuple[Path, Path]:
+    """Writes a problem's model and the file that is exported from it."""
+    reference = folder / f"reference_{problem.number}.py"
+    layers = ", ".join(f"nn.Conv2d({arguments})" for arguments in problem.layers)
+    text = _MODEL.format(
+        number=problem.number, name=problem.name, layers=layers, input=problem.input
+    )
+    reference.write_text(text, encoding="utf-8")
+    exported = folder / f"exported_{problem.number}.py"
+    fastconv.export(reference=reference, output=exported)
+    return reference, exported
+
+
+def _compile(written: list[tuple[Path, Path]]) -> None:
+    """Compiles exported files, each in a process of its own."""
+    command = [sys.executable, "-c", _COMPILE]
+    processes = [subprocess.Popen([*command, *map(str, paths)]) for paths in written]
+    for process in processes:
+        process.wait()  # A file that does not compile fails again in its row.
+
+
+def call(reference: str, exported: str) -> None:
+    """Calls an exported file's model, which compiles it."""
+    with torch.no_grad(), torch.device("cuda"):
+        inputs = _names(Path(reference))["get_inputs"]()
+        _names(Path(exported))["ModelNew"]()(*inputs)
+
+
+def _row(problem: Problem, reference: Path, exported: Path, device: torch.device) -> list[Any]:
+    row: dict[str, Any] = {"problem": problem.number, "name": problem.name}
+    try:
+        row |= judge(reference, exported, device)
+    except Exception as error:  # One problem must not stop the others, whatever is wrong.
+        row |= {"error": f"{type(error).__name__}: {error}"}
+    return [row]
+
+
+def judge(reference: Path, exported: Path, device: torch.device) -> dict[str, Any]:
+    """Compares an exported file with its reference, and times both."""
+    theirs, ours = _names(reference), _names(exported)
+    right, largest = 0, 0.0
+    settings = torch.backends.cudnn.flags(enabled=True, benchmark=False, allow_tf32=True)
+    with settings, torch.no_grad(), torch.device(device):
+        for seed in SEEDS:
+            models = [_seeded(make, seed) for make in (theirs["Model"], ours["ModelNew"])]
+            inputs = theirs["get_inputs"]()
+            expected, found = (model(*inputs) for model in models)
+            right += torch.allclose(expected, found, atol=TOLERANCE, rtol=TOLERANCE)
+            largest = max(largest, float((expected - found).abs().max()))
+        reference_ms, exported_ms = (_mean_ms(partial(one, *inputs), device) for one in models)
+    return {
+        "correct": right, "seeds": len(SEEDS), "largest_difference": largest,
+        "reference_ms": reference_ms, "exported_ms": exported_ms,
+        "speedup": reference_ms / exported_ms,
+    }  # fmt: skip
+
+
+def _seeded(make: Callable[[], Any], seed: int) -> Any:
+    """A model with the initial weights that follow from the seed."""
+    torch.manual_seed(seed)
+    return make()
+
+
+def _names(path: Path) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), names)
+    return names
+
+
+def _mean_ms(run: Callable[[], Tensor], device: torch.device) -> float:
+    for _ in range(WARM_UPS):
+        run()
+    flush = torch.empty(L2_BYTES[device.type], dtype=torch.uint8, device=device)
+    times = []
+    for _ in range(TRIALS):
+        flush.zero_()
+        times.append(_ms(run, device))
+    return statistics.mean(times)
+
+
+def _ms(run: Callable[[], Tensor], device: torch.device) -> float:
+    """The time of one call; on a CPU, where only tests come to, by the clock."""
+    if device.type == "cpu":
+        begin = time.perf_counter()
+        run()
+        return (time.perf_counter() - begin) * 1e3
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
