@@ -36,10 +36,14 @@ class Bench:
         try:
             return self._measured(case)
         except Exception as error:  # One row must not stop the others, whatever is wrong.
-            return Row(case, self._command(case), error=reason(error, self.advice))
+            return self.failed(case, reason(error, self.advice))
         finally:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+    def failed(self, case: Case, why: str) -> Row:
+        """The row of a case that could not be measured."""
+        return Row(case, self._command(case), error=why)
 
     def skipped(self, case: Case, why: str) -> Row:
         """The row of a case that is not measured, which is no failure."""
