@@ -34,7 +34,7 @@ docs: .venv/ready
 # background ignore Ctrl-C, which test_command and test_jit are about: they are in the other lane.
 # Dry runs look through all objects of their process, so those tests have a small one of their own.
 DRY_RUNS := $(wildcard tests/network/test_dry_run_*.py) tests/network/test_preparation.py \
-  tests/bench/test_bench_networks.py tests/api/test_public_names.py
+  tests/bench/test_bench_networks.py tests/api/test_public_names.py tests/test_snippets.py
 FIRST_LANE := tests/emulator $(DRY_RUNS)
 test-cpu: .venv/ready
 	@log=$$(mktemp); ($(BIN)/pytest -m "not gpu" tests/emulator; emulator=$$?; \

@@ -29,7 +29,7 @@ LANGUAGES = ("python", "sh")
 NEEDS = ("", "gpu", "gpu torchvision", "not run")
 
 BLOCK = re.compile(
-    r"^(?:<!--(?P<needs>[^\n]*)-->\n\n?)?```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```$",
+    r"^(?:<!--(?P<needs>[^\n]*)-->\n)?```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
 

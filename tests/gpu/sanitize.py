@@ -28,12 +28,12 @@ sys.path.append(str(Path(__file__).parents[1]))
 import oracle
 from fastconv import ops
 from fastconv.backends import cuda
-from fastconv.kernels import ampere, planner, plans
+from fastconv.kernels import planner, plans
 from fastconv.kernels.ampere.halo import plan as ampere_halo
-from fastconv.kernels.ampere.wgrad_halo import plan as ampere_wgrad
 from fastconv.kernels.family import Declined
 from fastconv.kernels.hopper.halo import plan as hopper_halo
 from fastconv.kernels.hopper.wgrad_halo import plan as hopper_weight_grad
+from fastconv.kernels.planning import portable
 from fastconv.problem import Problem
 
 DTYPES = (torch.float32, torch.float16, torch.float64, torch.bfloat16)
@@ -236,9 +236,8 @@ def tensor_core_checks() -> list[bool]:
     few = replace(cuda.gpu(torch.cuda.current_device()), sm_count=2)
     with (
         mock.patch.object(cuda, "gpu", return_value=few),
-        mock.patch.object(hopper_weight_grad, "portable_cycles", return_value=math.inf),
-        mock.patch.object(ampere_wgrad, "portable_cycles", return_value=math.inf),
-        mock.patch.object(ampere.block, "PORTABLE_SHARE", 0.0),
+        mock.patch.object(portable, "wgrad_cycles", return_value=math.inf),
+        mock.patch.object(portable, "rate", return_value=0.0),
         mock.patch.object(hopper_halo, "SCALED_FP16_CYCLES", 0.0),
         mock.patch.object(ampere_halo, "SCALED_FP16_CYCLES", 0.0),
     ):
@@ -262,7 +261,7 @@ def gemm_checks() -> list[bool]:
     with (
         mock.patch.object(cuda, "gpu", return_value=few),
         mock.patch.object(hopper_halo, "image_cycles", return_value=math.inf),
-        mock.patch.object(hopper_weight_grad, "portable_cycles", return_value=math.inf),
+        mock.patch.object(portable, "wgrad_cycles", return_value=math.inf),
         mock.patch.object(hopper_weight_grad, "choose_tile", side_effect=Declined("others")),
     ):
         kinds = product(GEMM_PROBLEMS.values(), GEMM_KINDS)

@@ -21,7 +21,7 @@ from fastconv.kernels.hopper.layers import Layer, forward_ways, input_grad_ways
 from fastconv.kernels.hopper.wgrad_few_inputs import plan as wgrad_few_inputs
 from fastconv.kernels.hopper.wgrad_halo import plan as wgrad_halo
 from fastconv.kernels.hopper.wgrad_implicit_gemm import plan as wgrad_implicit_gemm
-from fastconv.kernels.planning import limits
+from fastconv.kernels.planning import limits, portable
 from fastconv.kernels.planning.layers import MOST_RESIDUES
 from fastconv.problem import Problem
 
@@ -69,7 +69,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     limits.check(operands, problem.groups, channels, *sizes)
     limits.check_reach(problem, operands)
     reasons: list[Declined] = []
-    most = wgrad_halo.portable_cycles(problem, gpu) + wgrad_halo.BLOCK_CYCLES
+    most = portable.wgrad_cycles(problem, gpu) + wgrad_halo.BLOCK_CYCLES
     ways: list[_Way] = []
     for way in (_halo_tiles, _few_inputs, _implicit_gemm, _mirrored):
         try:
@@ -144,8 +144,8 @@ def _choice(direction: str, problem: Problem, operands: Operands, gpu: Gpu) -> _
     problem = problem.without_idle_dilation
     ways = _WAYS[direction](problem, operands)
     choices = list(_special(direction, problem, operands, gpu, ways))
-    portable = sum(map(few_outputs.portable_cycles, ways[0]))
-    better = [one for one in choices if one.cycles < portable]
+    most = sum(map(portable.image_cycles, ways[0]))
+    better = [one for one in choices if one.cycles < most]
     plain = [way for way in ways if not way[0].depth_to_space]
     if better:
         # Planning halo tiles is by far the slowest, so only ways that might win are considered.

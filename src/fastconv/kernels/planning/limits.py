@@ -28,11 +28,6 @@ FLUSH_ADDITIONS = 64
 WORKSPACE_BYTES = 64 << 20
 REDUCE_THREADS = 256
 MOST_REDUCE_BLOCKS = 4096
-# Weight gradients of few channels: the portable kernels take longer below the first of these
-# limits, and far longer below both.
-LEAST_PORTABLE_CHANNELS = 8
-LEAST_PORTABLE_TAPS = 64
-FEW_CHANNELS_LOSS = (1.6, 5.0)  # below the first limit, below both
 
 
 def parts(operands: Operands) -> int:
@@ -57,14 +52,6 @@ def band_rows(walks: int, rows: int, workers: int, start: float) -> int:
         return ceil_div(walks * ceil_div(rows, band), workers) * (band + start)
 
     return min(shares(rows), key=cost)
-
-
-def portable_loss(problem: Problem) -> float:
-    """How many times longer the portable kernels take for a weight gradient of so few channels."""
-    if problem.in_channels // problem.groups >= LEAST_PORTABLE_CHANNELS:
-        return 1.0
-    taps = problem.kernel_size[0] * problem.kernel_size[1]
-    return FEW_CHANNELS_LOSS[taps < LEAST_PORTABLE_TAPS]
 
 
 def row_step(problem: Problem) -> int:

@@ -15,7 +15,7 @@ from fastconv.kernels.ampere.halo.layer import Layer
 from fastconv.kernels.ampere.halo.tiles import INPUT_STAGES, Tile, tiles_of
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import Constant, Declined, Gpu, Operands, Plan
-from fastconv.kernels.planning import limits
+from fastconv.kernels.planning import limits, portable
 from fastconv.kernels.planning.launches import (
     TiledLayer,
     best_way,
@@ -107,7 +107,7 @@ def _check(layers: list[Layer], gpu: Gpu) -> None:
 def _check_rate(layers: list[Layer], gpu: Gpu) -> None:
     """Declines layers for which the portable kernels are as fast."""
     counted = _tensor_share(layers) / layers[0].mmas_per_step
-    if gpus.rates(gpu).mma[layers[0].multiplied] * counted < block.portable_rate(gpu):
+    if gpus.rates(gpu).mma[layers[0].multiplied] * counted < portable.rate(gpu):
         raise Declined(
             f"what plain cores are as fast at: {counted:.0%} of the tensor cores' products count"
         )

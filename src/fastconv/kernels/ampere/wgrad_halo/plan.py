@@ -31,7 +31,7 @@ from fastconv.kernels.family import (
     Plan,
     weight_grad_constants,
 )
-from fastconv.kernels.planning import limits
+from fastconv.kernels.planning import limits, portable
 from fastconv.kernels.planning.launches import weight_grad_launches
 from fastconv.kernels.planning.limits import FLUSH_ADDITIONS, FLUSH_MMAS
 from fastconv.problem import Problem
@@ -65,14 +65,8 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     block.check(gpu)
     limits.check(operands, problem.groups, channels, problem.input_size, problem.output_size)
     limits.check_reach(problem, operands)
-    most = portable_cycles(problem, gpu) + 2 * BLOCK_CYCLES
+    most = portable.wgrad_cycles(problem, gpu) + 2 * BLOCK_CYCLES
     return plan(choose_tile(problem, operands, gpu, most), gpu)
-
-
-def portable_cycles(problem: Problem, gpu: Gpu) -> float:
-    """Cycles that the portable kernels take, estimated."""
-    rate = block.portable_rate(gpu)
-    return limits.portable_loss(problem) * problem.flops / 2 / (rate * gpu.sm_count)
 
 
 def plan(tile: Tile, gpu: Gpu) -> Plan:

@@ -47,9 +47,6 @@ SPLIT_LOSS = 1.5  # factor of 3xTF32: only two warpgroups, which add up totals b
 UNIT_LATENCY = 700.0
 STEP_LATENCY = 600.0
 BAND_ROWS = 64  # output rows of a walk, about
-# Per cycle of the portable kernels with few output channels.
-PORTABLE_MADS = 57.0
-PORTABLE_BYTES = 7.0
 
 
 @dataclass(frozen=True)
@@ -184,14 +181,6 @@ def walks_of(layer: Layer, gpu: Gpu) -> Walks:
     if walks.shared_bytes > gpu.shared_bytes_per_block:
         raise Declined("weights that do not fit shared memory")
     return walks
-
-
-def portable_cycles(layer: Layer) -> float:
-    """The estimated cycles of one SM for an image with the portable kernels."""
-    outputs = layer.group_out * layer.out_size[0] * layer.out_size[1]
-    inputs = layer.group_in * layer.in_size[0] * layer.in_size[1]
-    bytes_ = (inputs + outputs) * layer.operands.scalar_bytes
-    return max(outputs * layer.terms / PORTABLE_MADS, bytes_ / PORTABLE_BYTES)
 
 
 def _lines(layer: Layer) -> Layer:

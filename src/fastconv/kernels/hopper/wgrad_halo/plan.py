@@ -40,7 +40,6 @@ from fastconv.kernels.hopper.wgrad_halo.tiles import (
     with_steps,
     with_strips,
 )
-from fastconv.kernels.planning import limits
 from fastconv.kernels.planning.launches import (
     MOST_PACK_BLOCKS,
     SCALE_THREADS,
@@ -58,7 +57,6 @@ __all__ = [
     "choose_tile",
     "in_plane_classes",
     "plan",
-    "portable_cycles",
     "takes_scaled_fp16",
 ]
 
@@ -69,13 +67,7 @@ MOST_WARPGROUP_COLUMNS = {1: 360, 2: 184}
 MOST_SEGMENTS = 9  # MMAs of one iteration of a rolled loop
 MOST_WALKS = 2**30  # the kernel counts the walks of a launch in 32 bits
 FP16_LOSS = 1.05  # scaled fp16 must save this factor, since it may have something to repair
-FFMA_PER_CYCLE = 70.0  # multiply-adds a cycle and SM that the portable kernels reach
 FEW = "so few channels or pixels that most of the MMAs would be padding"
-
-
-def portable_cycles(problem: Problem, gpu: Gpu) -> float:
-    """Estimated cycles of the portable kernels."""
-    return limits.portable_loss(problem) * problem.flops / 2 / (FFMA_PER_CYCLE * gpu.sm_count)
 
 
 def plan(tile: Tile, gpu: Gpu) -> Plan:

@@ -1,0 +1,52 @@
+"""What the portable kernels cost, estimated: tensor-core families decline what these do sooner.
+
+Rates are those of one SM, in multiply-adds or bytes per cycle.
+"""
+
+from __future__ import annotations
+
+from fastconv.kernels import gpus
+from fastconv.kernels.family import Gpu
+from fastconv.kernels.planning.layers import Layer
+from fastconv.problem import Problem
+
+HOPPER_RATE = 70.0  # multiply-adds that weight gradients reach on an H200
+PEAK_SHARE = 0.5  # share of the CUDA cores' peak rate, on GPUs where nothing was measured
+
+# Forward passes and input gradients with few output channels, on an H200.
+FEW_OUTPUTS_RATE = 57.0
+FEW_OUTPUTS_BYTES = 7.0
+
+# Weight gradients of few channels take longer below the first of these limits, and far longer
+# below both.
+LEAST_CHANNELS = 8
+LEAST_TAPS = 64
+FEW_CHANNELS_LOSS = (1.6, 5.0)  # below the first limit, below both
+
+
+def rate(gpu: Gpu) -> float:
+    """The multiply-adds of an SM in a cycle."""
+    if gpu.architecture == gpus.H200.architecture:
+        return HOPPER_RATE
+    return PEAK_SHARE * gpus.rates(gpu).float32
+
+
+def wgrad_cycles(problem: Problem, gpu: Gpu) -> float:
+    """The cycles of a weight gradient."""
+    return _few_channels_loss(problem) * problem.flops / 2 / (rate(gpu) * gpu.sm_count)
+
+
+def image_cycles(layer: Layer) -> float:
+    """The cycles that one SM of an H200 takes for an image, with few output channels."""
+    outputs = layer.group_out * layer.out_size[0] * layer.out_size[1]
+    inputs = layer.group_in * layer.in_size[0] * layer.in_size[1]
+    bytes_ = (inputs + outputs) * layer.operands.scalar_bytes
+    return max(outputs * layer.terms / FEW_OUTPUTS_RATE, bytes_ / FEW_OUTPUTS_BYTES)
+
+
+def _few_channels_loss(problem: Problem) -> float:
+    """How many times longer a weight gradient of so few channels takes."""
+    if problem.in_channels // problem.groups >= LEAST_CHANNELS:
+        return 1.0
+    taps = problem.kernel_size[0] * problem.kernel_size[1]
+    return FEW_CHANNELS_LOSS[taps < LEAST_TAPS]
