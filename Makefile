@@ -9,9 +9,9 @@ GPU_PYTHON ?= python3
 
 .PHONY: demo test lint types docs test-cpu test-corpus test-compile corpus test-gpu test-oldest-torch package test-package examples sanitize stress results results-cpu results-status results-pages clean
 
-demo: .venv/ready
-	$(BIN)/fastconv verify
-	$(BIN)/fastconv bench --row-seconds 3
+# Verifies a few layers, compares their speed with PyTorch's, and writes plots and a page to demo/.
+demo: .venv/demo-ready
+	$(BIN)/fastconv demo --folder demo
 
 test: lint types docs test-cpu
 
@@ -131,13 +131,20 @@ results-cpu: .venv/ready
 results-status results-pages: .venv/ready
 	PYTHONPATH=tools $(BIN)/python -m results $(@:results-%=%)
 
+# The demo needs PyTorch and a few small packages; the tests add linters, compilers and ONNX to them.
 # Torch first and by its exact version: asked for by a range, pip may take the newest release, with
 # gigabytes of CUDA packages that a machine without a GPU has no use for.
-.venv/ready: pyproject.toml constraints.txt
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+comma := ,
+.venv/demo-ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==$(TORCH)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,docs,test]'
+	$(INSTALL) torch==$(TORCH)
+	$(INSTALL) -e '.[bench$(if $(shell command -v nvidia-smi),$(comma)cuda)]'
+	touch $@
+
+.venv/ready: .venv/demo-ready
+	$(INSTALL) -e '.[bench,docs,test]'
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest-torch .venv-package dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf demo .venv .venv-oldest-torch .venv-package dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

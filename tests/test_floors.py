@@ -30,7 +30,7 @@ FLOORS = (
     },
     {"workloads"},
     {"exporter", "bench"},
-    {"commands", "cli"},
+    {"commands", "cli", "__main__"},
 )
 APART = {"exporter", "bench"}  # they are on one floor, and neither imports the other
 UPWARDS = {("__init__", "exporter")}  # fastconv.export is public API
@@ -38,8 +38,6 @@ UPWARDS = {("__init__", "exporter")}  # fastconv.export is public API
 LATE = {
     ("exporter/__init__.py", "exporter/file.py"): "`import fastconv` does not wait for it",
     ("exporter/__init__.py", "exporter/subject.py"): "`import fastconv` does not wait for it",
-    ("commands/report.py", "bench/page.py"): "only one option needs it: the command starts sooner",
-    ("commands/report.py", "bench/plots.py"): "it needs matplotlib, an optional dependency",
 }
 """All imports inside functions of fastconv's own files, each with its reason."""
 

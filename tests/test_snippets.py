@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fastconv import cli
+from _fastconv_command import parser
 from snippets import (
     EVERY,
     NEEDS,
@@ -42,7 +42,7 @@ def test_snippets_that_do_not_run_here_are_at_least_legal(snippet: Snippet) -> N
     targets = " ".join(rules).split()
     for words in snippet.commands():
         if "fastconv" in words and words[0] != "pip":  # maybe after `ssh node`
-            cli._parser().parse_args(words[words.index("fastconv") + 1 :])
+            parser.parse(words[words.index("fastconv") + 1 :])
         elif words[0] == "make":
             assert words[1] in targets
 

@@ -12,12 +12,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from _fastconv_command.choices import SHAPE_SYNTAX
 from fastconv import files
 from fastconv.problem import Padding, Problem
-
-SHAPE_SYNTAX = (
-    '"NxCxHxW OxIxKHxKW [stride=S|SH,SW] [padding=P|PH,PW|T,B,L,R] [dilation=D|DH,DW] [groups=G]"'
-)
 
 MOST_ELEMENTS = 2**59  # A larger tensor could have more bytes than a signed 64-bit integer counts.
 

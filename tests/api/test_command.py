@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 import fastconv
+from _fastconv_command import choices
 from fastconv import cli, files
 from fastconv.bench import (
     campaign,
@@ -30,11 +32,16 @@ from fastconv.bench import (
     tune,
 )
 from fastconv.bench.cases import Case
+from fastconv.bench.contestants import PEERS
 from fastconv.bench.results import Row
-from fastconv.commands import common
+from fastconv.bench.trials import Trial
+from fastconv.bench.verify import Check
+from fastconv.commands import common, demo
 from fastconv.exporter import ExportError, file
 from fastconv.jit import cache
 from fastconv.kernels.family import Plan
+from fastconv.kernels.gpus import GPUS
+from fastconv.workloads import SUITES
 
 ROOT = Path(__file__).parents[2]
 SHAPE = "1x2x6x6 3x2x3x3"
@@ -258,9 +265,61 @@ sys.exit(_fastconv_command.main())
 """
 
 
+def _without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command in a process in which importing PyTorch, or fastconv, is an error."""
+    program = (
+        "import sys\n"
+        "sys.modules['torch'] = sys.modules['numpy'] = None\n"
+        "import _fastconv_command\n"
+        "sys.exit(_fastconv_command.main())"
+    )
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["", "bench", "report", "verify", "demo", "info", "tune", "build", "cache", "export"]
+    + [f"cache {action}" for action in ("list", "export", "import", "clear")],
+)
+def test_help_does_not_wait_for_pytorch(command: str) -> None:
+    done = _without_torch(*command.split(), "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: {f'fastconv {command}'.strip()} ")
+
+
+def test_version_does_not_wait_for_pytorch() -> None:
+    done = _without_torch("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        0, f"fastconv {fastconv.__version__}\n", ""
+    )  # fmt: skip
+
+
+def test_wrong_arguments_do_not_wait_for_pytorch() -> None:
+    done = _without_torch("bench", "--dtype", "int8")
+    assert done.returncode == 2
+    assert "int8" in done.stderr
+    # A command that does something imports PyTorch: the check above can fail.
+    assert "ModuleNotFoundError" in _without_torch("info").stderr
+
+
+def test_the_package_is_the_command() -> None:
+    command = [sys.executable, "-m", "fastconv", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"fastconv {fastconv.__version__}\n"
+
+
+def test_choices_are_those_of_the_package() -> None:
+    """Tables by name, which the parser cannot import."""
+    assert tuple(PEERS) == choices.PEERS
+    assert tuple(SUITES) == choices.SUITES
+    assert tuple(GPUS) == choices.GPUS
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no signals")
 def test_ctrl_c_while_pytorch_is_imported() -> None:
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
+    command = [sys.executable, "-c", INTERRUPTED, "info"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
@@ -332,6 +391,48 @@ def test_an_error_of_ours_loses_no_row(
     assert "input_grad" in capsys.readouterr().out
 
 
+# --- The demo -------------------------------------------------------------------------------------
+
+
+def test_the_demo_says_what_it_saw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(demo, "CPU_DIVISOR", 128)
+    monkeypatch.setattr(demo, "CPU_ROW_SECONDS", 0)
+    folder = tmp_path / "demo"
+    assert cli.main(["demo", "--device", "cpu", "--folder", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "$ fastconv verify --suite founding --device cpu --divisor 128" in shown
+    assert "$ fastconv bench --suite founding --device cpu --divisor 128 --row-seconds 0" in shown
+    last = shown.splitlines()[-1]
+    assert last.startswith("9 of 9 results agree with float64; on a CPU with ")
+    assert "fastconv computes 9 passes at " in last
+    assert last.endswith(
+        f"The page {folder}/page.html shows it, with plots ({folder}/speedups.svg)."
+    )
+    sentence = last.partition(" The page")[0]
+    assert f'<p class="lead">{escape(sentence)}</p>' in (folder / "page.html").read_text("utf-8")
+    made = {"verify.json", "bench.json", "page.html"}
+    made |= {f"{name}.{kind}" for name in ("speedups", "roofline") for kind in ("png", "svg")}
+    assert {path.name for path in folder.iterdir()} == made
+
+
+def test_the_demo_fails_with_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(demo, "CPU_DIVISOR", 128)
+    monkeypatch.setattr(demo, "CPU_ROW_SECONDS", 0)
+    monkeypatch.setattr(campaign, "run", lambda selected, *_: map(_wrong, selected))
+    assert cli.main(["demo", "--device", "cpu", "--folder", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("0 of 9 results agree with float64")
+
+
+def _wrong(trial: Trial) -> Check:
+    return Check(trial, failure="wrong")
+
+
 # --- Rows that fail -------------------------------------------------------------------------------
 
 
@@ -369,7 +470,7 @@ def test_tuning_keeps_each_choice(
     assert cli.main(["tune", "--shape", SHAPE, "--output", str(table)]) == 1
     captured = capsys.readouterr()
     assert "failed: out of memory" in captured.err
-    assert captured.out == f"2 of 3 rows bettered, 1 failed; written to {table}\n"
+    assert captured.out == f"2 of 3 rows improved, 1 failed; written to {table}\n"
     kept = {"forward": "other", "known": "choice", "weight_grad": "other"}
     assert json.loads(table.read_text(encoding="utf-8")) == kept
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from _fastconv_command import parser
 from fastconv import cli, jit
 from fastconv.bench import (
     configurations,
@@ -27,6 +28,7 @@ from fastconv.bench.cases import PASSES, STEP, Case, Tensors
 from fastconv.bench.limits import Ceilings, Limit
 from fastconv.bench.results import Results, Row
 from fastconv.bench.row_timing import Timing
+from fastconv.commands import common
 from fastconv.jit import launch as jit_launch
 from fastconv.kernels import planner
 from fastconv.kernels.family import FOLDER, Kernel, Launch, Plan
@@ -366,7 +368,7 @@ def test_a_row_that_would_not_fit_is_not_tried(
     arguments = ["--device", "cpu", "--shape", SHAPE, "--shape", small, "--pass", "forward"]
     assert cli.main(["bench", *FAST, "--json", *arguments]) == 1
     errors = [row["error"] for row in json.loads(capsys.readouterr().out)["rows"]]
-    assert errors == ["out of memory: a smaller batch, or --divisor 2, would fit", None]
+    assert errors == ["out of memory: --divisor 2 may fit", None]
     assert cli.main(["verify", "--json", *arguments]) == 1
     assert "out of memory" in capsys.readouterr().err
 
@@ -380,19 +382,54 @@ def test_cases_are_listed_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(check["direction"] for check in checks) == sorted(PASSES)
 
 
-def test_time_limit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_time_limit_skips_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "results.json"
     for limit in ("1e-9", "0"):
-        arguments = ["bench", *FAST, "--shape", SHAPE, "--time-limit", limit, "--json"]
-        assert cli.main(arguments) == 1
+        arguments = ["bench", *FAST, "--shape", SHAPE, "--time-limit", limit]
+        assert cli.main([*arguments, "--json", "--output", str(path)]) == 0
         rows = json.loads(capsys.readouterr().out)["rows"]
-        assert all("time limit" in row["error"] for row in rows)
+        assert {row["skipped"] for row in rows} == {"the time limit was reached"}
+        assert {row["error"] for row in rows} == {None}
+    assert cli.main(["report", str(path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("│ skipped │") == 3
+    assert "weight_grad float32 ieee nchw skipped: the time limit was reached" in shown
+    found = results.read(path)
+    assert len(found.rows) == 3
+    assert not found.measured
+
+
+@pytest.mark.parametrize(
+    ("selected", "advice"),
+    [
+        (["--shape", SHAPE], "--divisor 2 may fit"),
+        (["--shape", SHAPE, "--divisor", "3"], "--divisor 6 may fit"),
+        (["--suite", "founding"], "--divisor 8 may fit"),
+        (["--model", "resnet50", "--batch", "32"], "--batch below 32, or --divisor 2 may fit"),
+    ],
+)
+def test_advice_for_want_of_memory(selected: list[str], advice: str) -> None:
+    arguments = parser.parse(["bench", *selected])
+    assert common.memory_advice(arguments, torch.device("cpu")) == advice
+
+
+def test_a_smaller_size_is_suggested_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    large = [Case(FOUNDING[0], direction, "float32", "ieee", "nchw") for direction in PASSES]
+    for options, device, is_advised in (
+        ([], "cpu", True), (["--divisor", "1"], "cpu", False), ([], "cuda", False),
+    ):  # fmt: skip
+        arguments = parser.parse(["bench", *options])
+        common.advise(arguments, large, torch.device(device))
+        assert ("--divisor 8" in capsys.readouterr().err) == is_advised
+    common.advise(parser.parse(["bench"]), [case()], torch.device("cpu"))
+    assert capsys.readouterr().err == ""
 
 
 def test_dry_run_lists_rows_and_configurations(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["bench", "--dry-run", "--suite", "founding", "--pass", "step", "--divisor", "1"]
     assert cli.main([*arguments, "--device", "cpu", "--commands"]) == 0
     shown = capsys.readouterr().out
-    assert "no GPU here" in shown
+    assert "with the kernels of an H200, since this machine has no GPU" in shown
     for workload in FOUNDING:
         assert f"{workload.name} step float32 ieee nchw: {workload.shape}" in shown
     for kernel in ("pack", "convolve", "weight_grad", "reduce"):
@@ -579,6 +616,9 @@ def test_info_for_another_gpu(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "--dtype", "int8"], "int8"),
         (["bench", "--compare", "a.json", "b.json"], "cannot read a.json"),
         (["verify", "--pass", "step"], "step"),
+        (["info", "--gpu", "sm_80"], "--gpu needs a --shape to plan, for example --shape"),
+        (["info", "--explain"], "--explain needs a --shape to plan, for example --shape"),
+        (["info", "--gpu", "sm_1", "--shape", SHAPE], "--gpu: no GPU 'sm_1': known are sm_70"),
         (["tune", "--device", "cpu"], "only GPU kernels are tuned, and cpu is no GPU"),
         (["report", "none.json"], "cannot read none.json"),
     ],

@@ -16,7 +16,16 @@ from effort import PATIENCE_S
 from fastconv import cli
 from fastconv.bench.cases import PASSES, Case
 from fastconv.bench.limits import Ceilings, Limit
-from fastconv.bench.results import HostResults, HostRow, HostTiming, Results, Row
+from fastconv.bench.results import (
+    HostResults,
+    HostRow,
+    HostTiming,
+    NetworkResults,
+    NetworkRow,
+    Optimized,
+    Results,
+    Row,
+)
 from fastconv.bench.row_timing import Timing
 from fastconv.workloads import FOUNDING
 
@@ -84,12 +93,11 @@ def test_table_of_host_times(
     assert capsys.readouterr().out == host_times.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("option", ["--plots", "--html"])
-def test_host_times_are_a_table_alone(
-    host_times: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+def test_host_times_have_no_plots(
+    host_times: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["report", str(host_times), option, str(tmp_path / "made")]) == 2
-    assert f"holds host times, which {option} cannot show" in capsys.readouterr().err
+    assert cli.main(["report", str(host_times), "--plots", str(tmp_path / "made")]) == 2
+    assert "holds host times, of which there are no plots" in capsys.readouterr().err
     assert cli.main(["bench", "--compare", str(host_times), str(host_times)]) == 2
     assert "its format is 'fastconv bench --host 1'" in capsys.readouterr().err
 
@@ -202,7 +210,7 @@ def test_plots_and_a_page_of_several_files(
     assert cli.main(["report", str(other), str(same_name), *made]) == 2
     assert f"of {other} and of {same_name} would both go to" in capsys.readouterr().err
     assert cli.main(["report", str(results), str(host_times), *made]) == 2
-    assert f"{host_times} holds host times" in capsys.readouterr().err
+    assert f"{host_times} holds host times, of which there are no plots" in capsys.readouterr().err
 
 
 def test_a_file_without_results_is_named(
@@ -223,6 +231,34 @@ def test_a_file_without_results_is_named(
     before = results.read_bytes()
     assert cli.main(command) == 2
     assert results.read_bytes() == before
+
+
+def test_page_of_every_kind_of_results(results: Path, host_times: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page, networks = tmp_path / "page.html", tmp_path / "networks.json"
+    ours, peer = Timing(8.0, 0.01, 7, 900.0), Timing(16.0, 0.02, 7, 300.0)
+    optimized = Optimized(53, 50, 0, False, 50, 1.5, 10.0, 5.0, "")
+    rows = [
+        NetworkRow("resnet50", "training", "float32", "8x3x32x32", ours, peer, optimized=optimized),
+        NetworkRow("vgg16", "training", "float32", skipped="the time limit <was> reached"),
+    ]
+    NetworkResults({"gpu": "Abacus", "host_path": "Python"}, rows).write(networks)
+    paths = [str(results), str(host_times), str(networks)]
+    assert cli.main(["report", *paths, "--quiet", "--html", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    first, second, third = (text[text.index(f"<h1>{path}") :] for path in paths)
+    for part, expected in (
+        (first, "dilated5x9"),
+        (second, '<td class="figure speedup" data-value="0.00?">0.00?</td>'),
+        (second, '<tr class="skipped"><td data-value="resnet50_step">resnet50_step</td>'),
+        (second, '<td colspan="3">failed: out of memory</td>'),
+        (third, '<td class="figure speedup" data-value="2.00x">2.00x</td>'),
+        (third, "skipped: the time limit &lt;was&gt; reached"),
+        (third, "Training, 1 row: speed-up 2.00x in the geometric mean"),
+    ):
+        assert expected in part
+    assert text.count("<svg") == 3  # Two plots of the first file, one of the networks.
+    assert len(re.findall("<tr class=", text)) == 9 + 3 + 2
 
 
 def test_unsteady_rows_are_marked(

@@ -372,7 +372,14 @@ def test_the_time_limit_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*RANDOM, "4", "--time-limit", "0"]) == 0
     captured = capsys.readouterr()
     assert "0 of 4 trials, 0 wrong" in captured.out
-    assert "only 0 of 4 trials were begun in time" in captured.err
+    assert "skipped 4 of 4 trials: the time limit was reached" in captured.err
+    shape = ["--device", "cpu", "--shape", "1x2x6x6 3x2x3x3", "--time-limit", "0"]
+    assert cli.main(["verify", *shape]) == 0
+    assert capsys.readouterr().out.count("│ skipped │") == 3
+    assert cli.main(["verify", *shape, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["skipped"]) == 3
+    assert all(command.startswith("fastconv verify --shape") for command in found["skipped"])
 
 
 def test_ctrl_c_keeps_what_was_done(
@@ -380,10 +387,10 @@ def test_ctrl_c_keeps_what_was_done(
 ) -> None:
     right = verify.check
 
-    def interrupted(one: Trial, device: torch.device, with_peer: bool) -> Check:
+    def interrupted(one: Trial, **options: Any) -> Check:
         if one.case.direction == "weight_grad":
             raise KeyboardInterrupt
-        return right(one, device, with_peer)
+        return right(one, **options)
 
     monkeypatch.setattr(verify, "check", interrupted)
     assert cli.main([*RANDOM, "4"]) == 130

@@ -55,7 +55,7 @@ class TestBuilding:
         assert str(build.SOURCE) in call
         assert native.make(again=True) == (path, True)
         assert len(fake.calls) == 2
-        assert native.describe() == f"native from the first call on a GPU on ({path.name})"
+        assert native.describe() == f"native, as soon as a call is made on a GPU ({path.name})"
 
     @pytest.mark.parametrize(
         "part",
@@ -321,7 +321,7 @@ class TestCommand:
         path = build.library()
         for arguments, words in (
             ([], f"built {path} in "),
-            ([], f"{path} is there already"),
+            ([], f"{path} exists already; --again compiles it again"),
             (["--again"], f"built {path} in "),
         ):
             assert cli.main(["build", *arguments]) == 0

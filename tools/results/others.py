@@ -115,7 +115,7 @@ def _verified(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "summary.json"
         where = ["--device", device.type, "--output", str(path), "--json", "--quiet"]
-        _output(["-m", "_fastconv_command", *command, *where], allowed=(0, 1))  # 1: one is wrong
+        _output(["-m", "fastconv", *command, *where], allowed=(0, 1))  # 1: one is wrong
         found = json.loads(path.read_text(encoding="utf-8"))
     row = {key: found[key] for key in ("seed", "summary", "failed")}
     return [{"name": name, "command": " ".join(["fastconv", *command]), **row}]

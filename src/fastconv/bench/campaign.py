@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
+from _fastconv_command.choices import MOST_JOBS
 from fastconv.bench import environment
 from fastconv.bench.trials import Trial
 from fastconv.bench.verify import ELEMENTS, Check
 from fastconv.jit import pool, processes
 
-MOST_JOBS = 16  # The default number of processes is at most this.
 TRIAL_SECONDS = 300.0  # A process that takes longer than this for a trial is taken to hang.
 _PROCESS_BYTES = 3 << 30  # GPU memory reserved for each process, apart from its trial's tensors.
 _COPIES = 5  # Copies of a trial's tensors that exist at once: results, changed operands, float64.

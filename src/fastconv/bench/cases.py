@@ -12,21 +12,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from _fastconv_command import choices
+from _fastconv_command.choices import FORMAT_TRIPLES as FORMAT_TRIPLES
+from _fastconv_command.choices import GRADIENTS as GRADIENTS
+from _fastconv_command.choices import PASSES as PASSES
+from _fastconv_command.choices import PRECISIONS as PRECISIONS
+from _fastconv_command.choices import STEP as STEP
 from fastconv import tables
 from fastconv.bench import environment
 from fastconv.workloads import Workload
 
-GRADIENTS = ("input_grad", "weight_grad")
-PASSES = ("forward", *GRADIENTS)
-STEP = "step"  # A training step: the forward pass and both gradients, through autograd.
-
-DTYPES = {
-    name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")
-}  # fmt: skip
-PRECISIONS = ("ieee", "tf32")
-FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
-FORMAT_TRIPLES = ["/".join(names) for names in product(FORMATS, repeat=3)]
-"""Every choice of a memory format for input, weight and output gradient: "nhwc/nchw/nchw"."""
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in choices.DTYPES}
+FORMATS = dict(
+    zip(choices.FORMATS, (torch.contiguous_format, torch.channels_last), strict=True)
+)  # fmt: skip
 
 
 class Tensors(NamedTuple):
@@ -161,9 +160,9 @@ def case_from(entry: dict[str, Any], workload: Workload) -> Case:
     return Case(workload, *(entry[name] for name in choices))
 
 
-def reason(error: Exception, advice: str = "a smaller batch, or --divisor 2, would fit") -> str:
+def reason(error: Exception, advice: str = "") -> str:
     """Why a case failed, in one line; after an out-of-memory error, ``advice`` follows."""
     line = tables.error_line(error)
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in line:
-        return f"out of memory: {advice}"
+        return ": ".join(filter(None, ("out of memory", advice)))
     return line

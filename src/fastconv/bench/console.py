@@ -1,8 +1,10 @@
-"""Tables and progress: a progress bar on a terminal, plain lines elsewhere, or nothing."""
+"""Tables and progress, on a terminal and elsewhere."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-PLAIN_WIDTH = 170  # Tables that do not go to a terminal are this many characters wide.
+UNLIMITED = 10_000  # Columns for a table that does not go to a terminal: more than any has.
 
 Item = TypeVar("Item")
 
@@ -29,20 +31,33 @@ def extra(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        raise MissingExtra(f"this needs {package}: pip install 'fastconv[bench]'") from error
+        raise MissingExtra(
+            f"this needs {package}, which is not installed: pip install 'fastconv[bench]'"
+        ) from error
 
 
 def console(stderr: bool = False) -> Console:
     """A rich console; if the output is not a terminal, it is wide enough for every table."""
     made: Console = extra("rich.console").Console(stderr=stderr, highlight=False)
     if not made.is_terminal:
-        made.width = PLAIN_WIDTH
+        made.width = UNLIMITED
     return made
 
 
-def show(table: Table) -> None:
-    """Prints a table; characters that the output cannot encode become question marks."""
+def width() -> float:
+    """The columns that a table may take: the terminal's, or any number if there is none."""
     made = console()
+    return made.width if made.is_terminal else math.inf
+
+
+def show(table: Table) -> None:
+    """Prints a table; characters that the output cannot encode become question marks.
+
+    A table that cannot be as narrow as the terminal keeps its lines, and the terminal wraps them.
+    """
+    made = console()
+    least = made.measure(table, options=made.options.update(width=UNLIMITED)).minimum
+    made.width = max(made.width, least)
     with made.capture() as captured:
         made.print(table)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
@@ -128,7 +143,7 @@ Show = Callable[[int, str, str | None], None]
 def _display(total: int, quiet: bool) -> Iterator[Show]:
     if quiet:
         yield lambda done, text, outcome: None
-    elif not sys.stderr.isatty():
+    elif not (sys.stderr.isatty() and importlib.util.find_spec("rich")):
         yield _plain
     else:
         progress = extra("rich.progress").Progress(console=console(stderr=True), transient=True)

@@ -62,10 +62,14 @@ def free_bytes(device: torch.device) -> int:
 def _commit() -> str:
     """The commit of the sources, with "-dirty" if they have changed since.
 
-    A copy of the sources without their history takes it from the environment variable.
+    A copy of the sources without their history takes it from the environment variable. An installed
+    package may lie in a repository of something else, which does not have this file.
     """
-    described = ["git", "describe", "--always", "--dirty"]
-    return os.environ.get(COMMIT_VARIABLE) or _output(described) or "unknown"
+    if told := os.environ.get(COMMIT_VARIABLE):
+        return told
+    if not _output(["git", "ls-files", "--error-unmatch", __file__]):
+        return "unknown"
+    return _output(["git", "describe", "--always", "--dirty"]) or "unknown"
 
 
 def _gpu(device: torch.device) -> dict[str, str]:

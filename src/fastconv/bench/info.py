@@ -86,7 +86,7 @@ def cache_lines(state: dict[str, Any]) -> list[str]:
 def _planned_for(here: Gpu | None, other: Gpu | None) -> str:
     if other is not None:
         return f"{other.architecture}, {other.sm_count} SMs"
-    return "this GPU" if here else "an H200, as this machine has no GPU"
+    return "this GPU" if here else "an H200, since this machine has no GPU"
 
 
 def _case(case: Case, gpu: Gpu, explain: bool) -> dict[str, Any]:

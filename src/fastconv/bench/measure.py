@@ -29,13 +29,14 @@ class Bench:
     ceilings: Ceilings
     gpu: Gpu | None
     compiled: dict[Kernel, float]  # seconds that each kernel took to compile
+    advice: str = ""  # what the user may do if a case does not fit into memory
 
     def row(self, case: Case) -> Row:
         """Measures a case; the row of a case that fails says why."""
         try:
             return self._measured(case)
         except Exception as error:  # One row must not stop the others, whatever is wrong.
-            return self.failed(case, reason(error))
+            return self.failed(case, reason(error, self.advice))
         finally:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -43,6 +44,10 @@ class Bench:
     def failed(self, case: Case, why: str) -> Row:
         """The row of a case that could not be measured."""
         return Row(case, self._command(case), error=why)
+
+    def skipped(self, case: Case, why: str) -> Row:
+        """The row of a case that is not measured, which is no failure."""
+        return Row(case, self._command(case), skipped=why)
 
     def _measured(self, case: Case) -> Row:
         passes = {"fastconv": contestants.ours(case)}

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from _fastconv_command.choices import BATCH as BATCH
 from fastconv.bench.console import MissingExtra
 from fastconv.workloads import Workload, WorkloadError
 
-BATCH = 64  # images of a network, unless the user gives another number
 IMAGE = (3, 224, 224)  # channels, height and width for networks that do not state them
 
 

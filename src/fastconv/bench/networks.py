@@ -20,6 +20,9 @@ import torch
 from torch import Tensor, nn
 
 import fastconv
+from _fastconv_command.choices import MODES as MODES
+from _fastconv_command.choices import NETWORKS as NETWORKS
+from _fastconv_command.choices import UNET as UNET
 from fastconv import timing
 from fastconv.bench import contestants, models
 from fastconv.bench.cases import FORMATS, reason
@@ -30,16 +33,10 @@ from fastconv.network.dry_run import tensors_of
 from fastconv.network.report import Optimization
 from fastconv.timing import Effort
 
-UNET = "unet"
 UNET_IMAGE = (3, 256, 256)
-NETWORKS = (
-    "resnet50", "convnext_tiny", "efficientnet_b0", "inception_v3", "deeplabv3_resnet50", "vgg16",
-    UNET,
-)  # fmt: skip
 # Networks whose outputs are images have smaller batches than models.BATCH.
 BATCHES = {UNET: 16, "deeplabv3_resnet50": 16}
-TRAINING, INFERENCE = "training", "inference"
-MODES = (TRAINING, INFERENCE)
+TRAINING, INFERENCE = MODES
 COMPILE_MODE = "default"  # the mode of torch.compile
 
 

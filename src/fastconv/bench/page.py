@@ -1,13 +1,19 @@
-"""``fastconv report --html``: one self-contained page with plots and a sortable table."""
+"""``fastconv report --html``: one self-contained page with plots and sortable tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastconv.bench import plots, report
-from fastconv.bench.results import Results, Row, Sum
+from fastconv.bench.results import AnyResults, HostResults, NetworkResults, Results
+from fastconv.bench.terminal_table import Cells, filled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1440px;
@@ -22,7 +28,9 @@ th[aria-sort=ascending]::after { content: " \\25B2" }
 th[aria-sort=descending]::after { content: " \\25BC" }
 tr.faster td.speedup { color: #17753f; font-weight: 600 }
 tr.slower td.speedup { color: #b3261e; font-weight: 600 }
+tr.skipped td { color: #777; white-space: normal }
 tr.failed td { color: #b3261e; white-space: normal }
+p.lead { font-size: 1.2rem }
 p.remark { color: #b3261e; font-weight: 600 }
 svg { max-width: 100%; height: auto }
 .environment th { font-weight: 600; background: none; cursor: auto }
@@ -52,11 +60,12 @@ document.querySelectorAll("table.sortable").forEach(table => {
 """
 
 
-def html(found: Mapping[Path, Results]) -> str:
-    """The whole page, with a section for each file of results."""
+def html(found: Mapping[Path, AnyResults], lead: str = "") -> str:
+    """The whole page, with a section for each file of results, below the sentence ``lead``."""
     sections = "\n".join(
         _section(f"{path}: " if len(found) > 1 else "", results) for path, results in found.items()
     )
+    first = f'<p class="lead">{escape(lead)}</p>\n' if lead else ""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -67,77 +76,158 @@ def html(found: Mapping[Path, Results]) -> str:
 <style>{_STYLE}</style>
 </head>
 <body>
-{sections}
+{first}{sections}
 <script>{_SCRIPT}</script>
 </body>
 </html>
 """
 
 
-def _section(name: str, results: Results) -> str:
-    figures = "\n".join(
-        f"<h2>{escape(name.capitalize())}</h2>\n{plots.inline_svg(draw(results))}"
-        for name, draw in plots.PLOTS.items()
-    )
+@dataclass(frozen=True)
+class _Row:
+    """A row of the table."""
+
+    cells: Cells
+    kind: str  # the class of its element
+    tooltip: str = ""  # of its first cell
+    complaint: str | None = None  # takes the place of all figures
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    """What a section shows of one file of results."""
+
+    about: Sequence[str]  # sentences above the table
+    figures: Mapping[str, Figure]  # by their headings
+    left: Cells
+    right: Cells
+    rows: Sequence[_Row]
+    sums: Sequence[_Row]
+    legend: str
+    remarks: Sequence[str]
+
+
+def _section(name: str, results: AnyResults) -> str:
+    sheet = _sheet(results)
+    about = "\n".join(f"<p>{escape(_sentence(line))}</p>" for line in sheet.about)
     remarks = "\n".join(
-        f'<p class="remark">{escape(line[0].upper() + line[1:])}.</p>'
-        for line in report.remarks(results)
+        f'<p class="remark">{escape(_sentence(line))}</p>' for line in sheet.remarks
+    )
+    figures = "\n".join(
+        f"<h2>{escape(heading)}</h2>\n{plots.inline_svg(figure)}"
+        for heading, figure in sheet.figures.items()
     )
     return f"""<h1>{escape(name + report.title(results))}</h1>
-<p>{escape(report.ceilings(results))}.</p>
+{about}
 {remarks}
 {figures}
 <h2>Every row</h2>
-<p>Click a heading to sort. {escape(report.note(results).capitalize())}. The command that
-reproduces a row is the tooltip of its workload.</p>
-<div class="scroll">{_table(results)}</div>
+<p>Click a heading to sort. {escape(_sentence(sheet.legend))}</p>
+<div class="scroll">{_table(sheet)}</div>
 <h2>Environment</h2>
 {_environment(results.environment)}"""
 
 
-def _table(results: Results) -> str:
-    headings, rows = report.LEFT + report.RIGHT, results.rows
-    shown = report.filled([report.row_cells(row) for row in rows], len(headings))
-    head = "".join(f'<th{_class(at)} scope="col">{escape(headings[at])}</th>' for at in shown)
-    body = "\n".join(_row(row, shown) for row in rows)
-    foot = "\n".join(_sum(found, shown) for found in results.sums)  # Sorting moves the body only.
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _sheet(results: AnyResults) -> _Sheet:
+    if isinstance(results, HostResults):
+        return _host_sheet(results)
+    return _networks_sheet(results) if isinstance(results, NetworkResults) else _rows_sheet(results)
+
+
+def _rows_sheet(results: Results) -> _Sheet:
+    return _Sheet(
+        [report.ceilings(results)],
+        {name.capitalize(): draw(results) for name, draw in plots.PLOTS.items()},
+        report.LEFT,
+        report.RIGHT,
+        [
+            _Row(report.row_cells(row), _kind(row.speedup), row.command, row.complaint)
+            for row in results.rows
+        ],
+        [_Row(report.sum_cells(found), _kind(found.speedup)) for found in results.sums],
+        f"{report.note(results)}; the command that reproduces a row is the tooltip of its workload",
+        report.remarks(results),
+    )
+
+
+def _host_sheet(results: HostResults) -> _Sheet:
+    rows = [
+        _Row(report.host_cells(row), _kind(row.ratio and 1 / row.ratio), "", row.complaint)
+        for row in results.rows
+    ]
+    about, legend = [report.host_path(results)], report.HOST_NOTE
+    headings = (report.HOST_LEFT, report.HOST_RIGHT)
+    return _Sheet(about, {}, *headings, rows, [], legend, report.unsteady(results))
+
+
+def _networks_sheet(results: NetworkResults) -> _Sheet:
+    rows = [
+        _Row(report.network_cells(row), _kind(row.speedup), "", row.complaint)
+        for row in results.rows
+    ]
+    return _Sheet(
+        [report.host_path(results), *report.overall(results)],
+        {name.capitalize(): draw(results) for name, draw in plots.NETWORK_PLOTS.items()},
+        report.NETWORK_LEFT,
+        report.NETWORK_RIGHT,
+        rows,
+        [],
+        report.NETWORKS_NOTE,
+        report.unsteady(results),
+    )
+
+
+def _kind(speedup: float | None) -> str:
+    """The class of a row; one without times is neither faster nor slower."""
+    if speedup is None:
+        return "unmeasured"
+    return "faster" if speedup >= 1 else "slower"
+
+
+def _table(sheet: _Sheet) -> str:
+    headings = sheet.left + sheet.right
+    shown = filled([row.cells for row in sheet.rows], len(headings))
+    head = "".join(
+        f'<th{_class(sheet, at)} scope="col">{escape(headings[at])}</th>' for at in shown
+    )
+    body = "\n".join(_row(sheet, row, shown) for row in sheet.rows)
+    foot = "\n".join(_row(sheet, row, shown) for row in sheet.sums)  # Sorting moves the body only.
     return (
         f'<table class="sortable"><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody>'
         f"<tfoot>\n{foot}\n</tfoot></table>"
     )
 
 
-def _sum(found: Sum, shown: Sequence[int]) -> str:
-    """The row of a sum, with the columns that are shown."""
-    cells, kind = report.sum_cells(found), "faster" if found.speedup >= 1 else "slower"
-    return f'<tr class="{kind}">{"".join(_cell(at, cells[at], "") for at in shown)}</tr>'
+def _row(sheet: _Sheet, row: _Row, shown: Sequence[int]) -> str:
+    """A row; if it was skipped or failed, the reason takes the place of all figures."""
+    kind, rest = row.kind, ""
+    if row.complaint is not None:
+        texts = [at for at in shown if at < len(sheet.left)]
+        kind = row.complaint.partition(":")[0]
+        rest = f'<td colspan="{len(shown) - len(texts)}">{escape(row.complaint)}</td>'
+        shown = texts
+    made = "".join(_cell(sheet, row, at) for at in shown)
+    return f'<tr class="{kind}">{made}{rest}</tr>'
 
 
-def _row(row: Row, shown: Sequence[int]) -> str:
-    """The row of a case; if it failed, the reason takes the place of all figures."""
-    cells, tooltip = report.row_cells(row), f' title="{escape(row.command)}"'
-    if row.error is not None:
-        kind, shown, rest = "failed", shown[: len(report.LEFT)], len(shown) - len(report.LEFT)
-        failure = f'<td colspan="{rest}">{escape(f"failed: {row.error}")}</td>'
-    else:
-        kind, failure = "faster" if (row.speedup or 0) >= 1 else "slower", ""
-    made = "".join(_cell(at, cells[at], tooltip) for at in shown)
-    return f'<tr class="{kind}">{made}{failure}</tr>'
-
-
-def _cell(number: int, text: str, tooltip: str) -> str:
+def _cell(sheet: _Sheet, row: _Row, at: int) -> str:
     """The cell of a column; ``data-value`` is what its column is sorted by."""
-    extra = tooltip if number == 0 else ""
-    value = escape(text if number < len(report.LEFT) else text.split(" ")[0])
-    return f'<td{_class(number)}{extra} data-value="{value}">{escape(text)}</td>'
+    text = row.cells[at]
+    tooltip = f' title="{escape(row.tooltip)}"' if at == 0 and row.tooltip else ""
+    value = escape(text if at < len(sheet.left) else text.split(" ")[0])
+    return f'<td{_class(sheet, at)}{tooltip} data-value="{value}">{escape(text)}</td>'
 
 
-def _class(number: int) -> str:
+def _class(sheet: _Sheet, at: int) -> str:
     """The class attribute of a column's cells; the columns of text have none."""
-    if number < len(report.LEFT):
+    if at < len(sheet.left):
         return ""
-    named = " speedup" if report.RIGHT[number - len(report.LEFT)] == "speed-up" else ""
-    return f' class="figure{named}"'
+    is_verdict = sheet.right[at - len(sheet.left)] in ("speed-up", "ratio")
+    return f' class="figure{" speedup" if is_verdict else ""}"'
 
 
 def _environment(found: dict[str, str]) -> str:

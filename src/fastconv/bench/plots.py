@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +25,7 @@ NETWORK_COLOURS = dict(zip(MODES, ("#8e5ea2", "#3b6fb6"), strict=True))
 MARKERS = ("o", "s", "^", "D", "v")  # one for each mode in a roofline
 BAR_INCHES = 0.17
 NEAR_ROOFS = 1.15  # Roofs whose rates differ by less than this factor share a label.
+TITLE_COLUMNS = 110  # Characters of a title that fit above a figure, in the title's size.
 
 AnyRow = TypeVar("AnyRow", Row, NetworkRow)
 
@@ -148,7 +150,8 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _title(results: Results) -> str:
-    return "\n".join((report.title(results), *results.doubts))
+    lines = (report.title(results), *results.doubts)
+    return "\n".join(textwrap.fill(line, TITLE_COLUMNS) for line in lines)
 
 
 def _bar_name(row: Row) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fastconv.bench import row_timing
 from fastconv.bench.campaign import Group, Summary
-from fastconv.bench.console import extra
+from fastconv.bench.cases import Case
 from fastconv.bench.judging import Error
 from fastconv.bench.results import (
     AnyResults,
@@ -24,37 +24,61 @@ from fastconv.bench.results import (
     Sum,
 )
 from fastconv.bench.row_timing import Timing
+from fastconv.bench.terminal_table import Cells, Columns, explained, filled, made
+from fastconv.bench.trials import Trial
 from fastconv.bench.verify import Check
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-Cells = tuple[str, ...]
-
-NOTE = (
-    "times: median of interleaved samples ± half the interquartile range; limit: the ceiling of "
-    "this machine that binds the row; share: the least time that this ceiling allows, over the "
-    "measured time; host: time to queue a call; extra: peak memory beyond operands and results; "
-    "first call: includes compiling and trying out algorithms"
-)
-HOST_NOTE = (
-    "host time to queue a call (on a CPU, to compute it): median of interleaved samples "
-    "(quartiles); ratio: fastconv's time over PyTorch's; below 1, fastconv takes less"
-)
-NETWORKS_NOTE = (
-    "times: a step of the whole network, eager, host time included: median of interleaved samples "
-    "± half the interquartile range; over compile: speed-up over torch.compile; layers: "
-    "convolutions that fastconv.optimize exchanged, of all; layers' ms: GPU time of all "
-    "convolutions measured one by one, PyTorch's / as chosen; difference: norm of the difference "
-    "of the results, relative to PyTorch's norm; extra: peak memory beyond operands and results; "
-    "first call: PyTorch's includes trying out algorithms, fastconv's comes after optimize"
-)
-SUM_NOTE = (
-    "count: how many such layers the model has, in a sum all of its layers; sum: each row's time, "
-    "multiplied by its count; first layers have no input gradient and do not count there"
-)
+NOTES = {
+    "count": "count: how many such layers the model has; in a sum, the number of layers added up, "
+    "each row's time multiplied by its count; first layers have no input gradient and do not "
+    "count there",
+    "fastconv ms": "times: median of interleaved samples ± half the interquartile range",
+    "peer ms": "peer: PyTorch, as --peer selects it; *: in the other memory format",
+    "speed-up": "speed-up: the peer's time over fastconv's",
+    "limit": "limit: what bounds the row on this machine, arithmetic or memory bandwidth",
+    "share": "share: the least time that arithmetic and memory bandwidth allow, over the measured "
+    "time",
+    "host µs": "host µs: time to queue a call, fastconv's / the peer's",
+    "extra MiB": "extra MiB: peak memory beyond operands and results, likewise",
+    "compile s": "compile s: time to compile the row's kernels",
+    "first call ms": "first call ms: includes compiling and trying out algorithms",
+}
+HOST_NOTES = {
+    "fastconv µs": "host time to queue a call (on a CPU, to compute it): median of interleaved "
+    "samples (quartiles)",
+    "ratio": "ratio: fastconv's time over PyTorch's; below 1, fastconv takes less",
+}
+HOST_NOTE = "; ".join(HOST_NOTES.values())
+NETWORK_NOTES = {
+    "fastconv ms": "times: a step of the whole network, eager, host time included: median of "
+    "interleaved samples ± half the interquartile range",
+    "over compile": "over compile: speed-up over torch.compile",
+    "layers": "layers: convolutions that fastconv.optimize exchanged, of all",
+    "layers' ms": "layers' ms: GPU time of all convolutions measured one by one, PyTorch's / as "
+    "chosen",
+    "optimize s": "optimize s: time that fastconv.optimize took",
+    "difference": "difference: norm of the difference of the results, relative to PyTorch's norm",
+    "extra MiB": "extra MiB: peak memory beyond operands and results, fastconv's / PyTorch's",
+    "first call ms": "first call ms: PyTorch's includes trying out algorithms, fastconv's comes "
+    "after optimize",
+}
+NETWORKS_NOTE = "; ".join(NETWORK_NOTES.values())
+CHECK_NOTES = {
+    "error": "error: ‖result - float64‖ / ‖float64‖",
+    "max. error": "max. error: the largest error of an element, over the largest element",
+    "error/bound": "error/bound: the largest error of any element, over the bound that its terms "
+    "allow",
+}
+CHANGE_NOTES = {
+    "change": "change: of fastconv's time",
+    "noise": "noise: changes up to this size may be chance",
+    "peer's change": "peer's change: if it is as large, the machine changed, not fastconv",
+}
 UNSTEADY_NOTE = (
-    f"?: samples spread by more than {row_timing.UNSTEADY:.0%}, as on a busy machine: "
+    f"?: the samples spread by more than {row_timing.UNSTEADY:.0%}, as on a busy machine, so "
     "the figure says little"
 )
 LEFT = ("workload", "pass", "mode", "format")
@@ -62,18 +86,34 @@ RIGHT = (
     "count", "fastconv ms", "peer ms", "speed-up", "limit", "share", "peer's share", "host µs",
     "extra MiB", "compile s", "first call ms",
 )  # fmt: skip
-_HOST_LEFT = ("row", "call")
-_HOST_RIGHT = ("fastconv µs", "PyTorch µs", "ratio")
-_NETWORK_LEFT = ("network", "mode", "configuration", "images")
-_NETWORK_RIGHT = (
+HOST_LEFT = ("row", "call")
+HOST_RIGHT = ("fastconv µs", "PyTorch µs", "ratio")
+NETWORK_LEFT = ("network", "mode", "configuration", "images")
+NETWORK_RIGHT = (
     "fastconv ms", "PyTorch ms", "speed-up", "torch.compile ms", "over compile", "layers",
     "layers' ms", "optimize s", "difference", "extra MiB", "first call ms",
 )  # fmt: skip
 _CHANGE = ("old ms", "new ms", "change", "noise", "peer's change", "verdict")
-_STYLES = {"failed": "red", "FAIL": "red", "slower": "red", "faster": "green"}
-_CHECK = ("compared", "error", "PyTorch's", "max. error", "PyTorch's", "error/bound", "check")
+_CHECK = (
+    "compared", "error", "PyTorch's error", "max. error", "PyTorch's max.", "error/bound", "check"
+)  # fmt: skip
 _SUMMARY = (("kind", "name"), ("trials", "wrong", "error/bound"))
-_SHARE_NOTE = "error/bound: the largest error of any element, as a share of its allowed bound"
+_SHARE_NOTE = CHECK_NOTES["error/bound"]
+
+# The columns that a narrow terminal leaves out, the first of them first.
+_ORDER = (
+    "first call ms", "compile s", "extra MiB", "host µs", "mode", "format", "peer's share", "limit",
+    "share", "count", "peer ms",
+)  # fmt: skip
+_HOST_ORDER = ("call", "PyTorch µs")
+_NETWORK_ORDER = (
+    "first call ms", "extra MiB", "optimize s", "layers' ms", "difference", "images", "mode",
+    "configuration", "torch.compile ms", "layers", "over compile", "PyTorch ms",
+)  # fmt: skip
+_CHECK_ORDER = (
+    "compared", "PyTorch's max.", "max. error", "mode", "format", "PyTorch's error", "error"
+)  # fmt: skip
+_CHANGE_ORDER = ("mode", "format", "noise", "peer's change", "old ms")
 
 
 def title(results: AnyResults) -> str:
@@ -100,12 +140,13 @@ def ceilings(results: Results) -> str:
 
 
 def row_cells(row: Row) -> Cells:
-    """The cells of a row; a failed row has "failed" for its first time, and no other figures."""
+    """The cells of a row; one without times says "skipped" or "failed" in the first's place."""
     case = row.case
     count = f"{case.count}" if case.workload.model else ""
     head = (case.workload.name, case.direction, case.mode, case.format, count)
-    if row.error is not None or not (row.ours and row.peer and row.binding):
-        return (*head, "failed", *[""] * (len(RIGHT) - 2))
+    if row.complaint is not None or not (row.ours and row.peer and row.binding):
+        verdict = "skipped" if row.skipped else "failed"
+        return (*head, verdict, *[""] * (len(RIGHT) - 2))
     ours, peer = row.ours, row.peer
     compiled = "" if row.compile_s is None else f"{row.compile_s:.1f}"
     return (
@@ -133,19 +174,15 @@ def sum_cells(found: Sum) -> Cells:
 
 
 def note(results: Results) -> str:
-    """Explains the columns of the table."""
-    return f"{NOTE}; {SUM_NOTE}" if results.sums else NOTE
-
-
-def filled(rows: Sequence[Cells], columns: int) -> list[int]:
-    """The indices of the columns that at least one row fills; of all, if there are no rows."""
-    return [at for at in range(columns) if not rows or any(cells[at] for cells in rows)]
+    """Explains the columns that the results fill."""
+    shown = filled(_results_cells(results), len(LEFT + RIGHT))
+    return "; ".join(explained(NOTES, [(LEFT + RIGHT)[at] for at in shown]))
 
 
 def brief(row: Row) -> str:
     """A row's outcome in a few words."""
-    if row.error is not None or not (row.ours and row.peer):
-        return f"failed: {row.error}"
+    if not (row.ours and row.peer):
+        return str(row.complaint)
     return f"{_time(row.ours)} ms, {row.peer_name} {_time(row.peer)} ms, {speedup(row)}"
 
 
@@ -188,20 +225,20 @@ def markdown(results: AnyResults) -> str:
 def legend(results: AnyResults) -> str:
     """The sentence above a Markdown table: versions, device, and what the columns are."""
     if isinstance(results, HostResults):
-        return f"{title(results)}; {_host_path(results)}; {HOST_NOTE}."
+        return f"{title(results)}; {host_path(results)}; {HOST_NOTE}."
     if isinstance(results, NetworkResults):
-        return f"{title(results)}; {_host_path(results)}; {NETWORKS_NOTE}."
+        return f"{title(results)}; {host_path(results)}; {NETWORKS_NOTE}."
     return f"{title(results)}; {ceilings(results)}; {note(results)}."
 
 
 def section(results: AnyResults) -> str:
     """A Markdown table without its legend, between warnings and notes."""
     if isinstance(results, HostResults):
-        warnings, after = _unsteady(results), _host_failures(results)
-        table = _markdown(_HOST_LEFT, _HOST_RIGHT, list(map(_host_cells, results.rows)))
+        warnings, after = unsteady(results), _host_failures(results)
+        table = _markdown(HOST_LEFT, HOST_RIGHT, list(map(host_cells, results.rows)))
     elif isinstance(results, NetworkResults):
-        warnings, after = _unsteady(results), [*_overall(results), *_network_failures(results)]
-        table = _markdown(_NETWORK_LEFT, _NETWORK_RIGHT, list(map(_network_cells, results.rows)))
+        warnings, after = unsteady(results), [*overall(results), *_network_failures(results)]
+        table = _markdown(NETWORK_LEFT, NETWORK_RIGHT, list(map(network_cells, results.rows)))
     else:
         warnings, after = remarks(results), failures(results)
         table = _markdown(LEFT, RIGHT, _results_cells(results))
@@ -226,8 +263,9 @@ def _speed(row: Row | Sum | HostRow | NetworkRow) -> tuple[float, str, str] | No
 
 
 def _results_table(results: Results) -> Table:
-    caption = "\n".join((ceilings(results), note(results), *remarks(results), *failures(results)))
-    return _table(title(results), caption, LEFT, RIGHT, _results_cells(results))
+    columns = Columns(LEFT, RIGHT, NOTES, _ORDER)
+    lines = (ceilings(results), *remarks(results), *failures(results))
+    return made(title(results), lines, columns, _results_cells(results))
 
 
 def _results_cells(results: Results) -> list[Cells]:
@@ -236,21 +274,21 @@ def _results_cells(results: Results) -> list[Cells]:
 
 def remarks(results: Results) -> list[str]:
     """Sentences of warning that belong above the figures: whether the machine was busy."""
-    return [*_unsteady(results), *results.doubts]
+    return [*unsteady(results), *results.doubts]
 
 
 def failures(results: Results) -> list[str]:
-    """A line for each row that failed."""
-    return [f"{row.case.label} failed: {row.error}" for row in results.rows if row.error]
+    """A line for each row that was skipped or failed."""
+    return [f"{row.case.label} {row.complaint}" for row in results.rows if row.complaint]
 
 
 def _host_table(results: HostResults) -> Table:
-    lines = (_host_path(results), HOST_NOTE, *_unsteady(results), *_host_failures(results))
-    rows = list(map(_host_cells, results.rows))
-    return _table(title(results), "\n".join(lines), _HOST_LEFT, _HOST_RIGHT, rows)
+    columns = Columns(HOST_LEFT, HOST_RIGHT, HOST_NOTES, _HOST_ORDER)
+    lines = (host_path(results), *unsteady(results), *_host_failures(results))
+    return made(title(results), lines, columns, list(map(host_cells, results.rows)))
 
 
-def _host_cells(row: HostRow) -> Cells:
+def host_cells(row: HostRow) -> Cells:
     """The cells of a row of host times; a row without times says "skipped" or "failed"."""
     if not (row.ours and row.peer):
         return (row.name, row.about, *["skipped" if row.skipped else "failed"] * 2, "")
@@ -270,18 +308,18 @@ def _ratio(row: HostRow) -> str:
 
 
 def _networks_table(results: NetworkResults) -> Table:
-    lines = (_host_path(results), NETWORKS_NOTE, *_overall(results), *_unsteady(results))
-    caption = "\n".join((*lines, *_network_failures(results)))
-    rows = list(map(_network_cells, results.rows))
-    return _table(title(results), caption, _NETWORK_LEFT, _NETWORK_RIGHT, rows)
+    columns = Columns(NETWORK_LEFT, NETWORK_RIGHT, NETWORK_NOTES, _NETWORK_ORDER)
+    lines = (host_path(results), *overall(results), *unsteady(results))
+    rows = list(map(network_cells, results.rows))
+    return made(title(results), (*lines, *_network_failures(results)), columns, rows)
 
 
-def _network_cells(row: NetworkRow) -> Cells:
+def network_cells(row: NetworkRow) -> Cells:
     """The cells of a network's row; one without times says "skipped" or "failed"."""
     head, done = (row.network, row.mode, row.configuration, row.images), row.optimized
     if not (row.ours and row.peer and done):
         verdict = "skipped" if row.skipped else "failed"
-        return (*head, verdict, *[""] * (len(_NETWORK_RIGHT) - 1))
+        return (*head, verdict, *[""] * (len(NETWORK_RIGHT) - 1))
     ours, peer, compiled = row.ours, row.peer, row.compiled
     return (
         *head,
@@ -306,7 +344,8 @@ def network_brief(row: NetworkRow) -> str:
     return f"{_time(row.ours)} ms, PyTorch {_time(row.peer)} ms, {speedup(row)}"
 
 
-def _overall(results: NetworkResults) -> list[str]:
+def overall(results: NetworkResults) -> list[str]:
+    """A line for each mode that sums its speed-ups up."""
     return list(map(_overall_line, results.overall))
 
 
@@ -314,8 +353,9 @@ def _overall_line(found: Overall) -> str:
     over = found.over_compiled
     compiled = "" if over is None else f"; {over:.2f}x over torch.compile, in the geometric mean"
     return (
-        f"{found.mode}, {found.rows} rows: speed-up {found.mean:.2f}x in the geometric mean, "
-        f"{found.of_sums:.2f}x of the sums of times, at least {found.least:.2f}x "
+        f"{found.mode}, {found.rows} row{'s' if found.rows > 1 else ''}: speed-up "
+        f"{found.mean:.2f}x in the geometric mean, {found.of_sums:.2f}x of the sums of times, "
+        f"at least {found.least:.2f}x "
         f"({found.least_of}){compiled}"
     )
 
@@ -331,31 +371,35 @@ def changes_table(changes: Sequence[Change]) -> Table:
             f"±{change.noise:.1%}", f"{change.peer_ratio - 1:+.1%}", change.verdict,
         )  # fmt: skip
 
-    return _table("what changed", "", LEFT, _CHANGE, list(map(cells, changes)))
+    columns = Columns(LEFT, _CHANGE, CHANGE_NOTES, _CHANGE_ORDER)
+    return made("what changed", (), columns, list(map(cells, changes)))
 
 
-def checks_table(checks: Sequence[Check]) -> Table:
-    """A table for the terminal with the errors of each check."""
+def checks_table(checks: Sequence[Check], skipped: Sequence[Trial] = ()) -> Table:
+    """A table for the terminal with the errors of each check, and the trials that were skipped."""
 
     def cells(check: Check) -> Cells:
-        case = check.trial.case
-        head = (case.workload.name, case.direction, case.mode, case.format)
-        if check.failure is not None or not (check.ours and check.peer):
-            return (*head, "", *["-"] * 5, "failed")
+        head = _head(check.trial.case)
+        if check.failure is not None:
+            return (*head, *[""] * (len(_CHECK) - 1), "failed")
+        if not (check.ours and check.peer):  # as of isolation alone
+            return (*head, *[""] * (len(_CHECK) - 1), "ok" if check.passed else "FAIL")
         share = f"{check.share:.0%}"
         verdict = "ok" if check.passed else "FAIL"
         return (*head, check.part, *_errors(check.ours, check.peer), share, verdict)
 
-    caption = (
-        "error: ‖result - float64‖ / ‖float64‖; max. error: the largest error of an element, over "
-        "the largest element; " + _SHARE_NOTE
-    )
-    return _table("errors against float64", caption, LEFT, _CHECK, list(map(cells, checks)))
+    left_out = [(*_head(one.case), *[""] * (len(_CHECK) - 1), "skipped") for one in skipped]
+    columns = Columns(LEFT, _CHECK, CHECK_NOTES, _CHECK_ORDER)
+    return made("errors against float64", (), columns, [*map(cells, checks), *left_out])
+
+
+def _head(case: Case) -> Cells:
+    return case.workload.name, case.direction, case.mode, case.format
 
 
 def summary_table(summary: Summary) -> Table:
     """A table for the terminal of the counts of a run of trials."""
-    return _table(_totals(summary), _SHARE_NOTE, *_SUMMARY, _group_cells(summary))
+    return made(_totals(summary), (), Columns(*_SUMMARY, CHECK_NOTES), _group_cells(summary))
 
 
 def summary_markdown(summary: Summary, environment: Mapping[str, str]) -> str:
@@ -368,11 +412,13 @@ def summary_markdown(summary: Summary, environment: Mapping[str, str]) -> str:
     return f"{legend}\n\n{_markdown(*_SUMMARY, _group_cells(summary))}"
 
 
-def _unsteady(results: AnyResults) -> list[str]:
+def unsteady(results: AnyResults) -> list[str]:
+    """A warning if samples of any row spread too much."""
     return [UNSTEADY_NOTE] if any(row.unsteady for row in results.rows) else []
 
 
-def _host_path(results: HostResults | NetworkResults) -> str:
+def host_path(results: HostResults | NetworkResults) -> str:
+    """Which code served the calls."""
     return f"host path: {results.environment.get('host_path', 'unknown')}"
 
 
@@ -416,23 +462,6 @@ def _errors(ours: Error, peer: Error) -> Cells:
     return tuple(f"{figure:.1e}" for figure in figures)
 
 
-def _table(title: str, caption: str, left: Cells, right: Cells, rows: Sequence[Cells]) -> Table:
-    """A table for the terminal, without the columns that no row fills."""
-    table: Table = extra("rich.table").Table(
-        title=_escaped(title), caption=_escaped(caption), caption_justify="left"
-    )
-    shown = filled(rows, len(left + right))
-    for at in shown:
-        if at < len(left):
-            table.add_column(left[at], overflow="fold", no_wrap=at > 0)
-        else:
-            table.add_column(right[at - len(left)], justify="right", overflow="fold")
-    for cells in rows:
-        verdict = next((cell for cell in cells if cell in _STYLES), "")
-        table.add_row(*(_escaped(cells[at]) for at in shown), style=_STYLES.get(verdict))
-    return table
-
-
 def _markdown(left: Cells, right: Cells, rows: Sequence[Cells]) -> str:
     """A table as Markdown, without the columns that no row fills."""
     shown = filled(rows, len(left + right))
@@ -444,12 +473,9 @@ def _markdown(left: Cells, right: Cells, rows: Sequence[Cells]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _escaped(cell: str) -> str:
-    return extra("rich.markup").escape(cell)
-
-
 def _time(timing: Timing) -> str:
-    return f"{timing.ms:.4g} ±{timing.spread:.0%}"
+    ms = f"{timing.ms:.4g}" if timing.ms < 1000 else f"{timing.ms:.0f}"
+    return f"{ms} ±{timing.spread:.0%}"
 
 
 def speedup(row: Row | Sum | NetworkRow) -> str:

@@ -41,6 +41,7 @@ class Row:
     limit: Limit | None = None
     compile_s: float | None = None  # sum over our kernels; near 0 if they were in the disk cache
     error: str | None = None
+    skipped: str | None = None  # why it was not measured, which is no failure
     own_limit: Limit | None = None  # of our kernels, if they multiply otherwise than the mode says
 
     @property
@@ -51,6 +52,11 @@ class Row:
     def unsteady(self) -> bool:
         """Whether the samples of either contestant spread so much that the speed-up says little."""
         return any(timing.unsteady for timing in (self.ours, self.peer) if timing)
+
+    @property
+    def complaint(self) -> str | None:
+        """Why there are no times, if there are none."""
+        return _complaint(self.skipped, self.error)
 
     def share(self, timing: Timing | None) -> float | None:
         """The time of the contestant's limit, over its measured time."""
@@ -84,11 +90,14 @@ class Row:
         for name, kind in (("command", str), ("peer_name", str), ("error", str | None)):
             _expect(entry[name], kind, name)
         _expect(entry["compile_s"], float | None, "compile_s")
+        skipped = entry.get("skipped")  # Older files have no key.
+        _expect(skipped, str | None, "skipped")
+        rest = (entry["peer_name"], limit, entry["compile_s"], entry["error"], skipped, own_limit)
+        made = cls(case, entry["command"], ours, peer, *rest)
         measured = ours and peer and limit and ours.ms and peer.ms and limit.bytes
-        if entry["error"] is None and not measured:
-            raise ValueError(f"{case.label} has neither times and a limit nor an error")
-        rest = (entry["peer_name"], limit, entry["compile_s"], entry["error"], own_limit)
-        return cls(case, entry["command"], ours, peer, *rest)
+        if made.complaint is None and not measured:
+            raise ValueError(f"{case.label} has neither times and a limit nor a reason why not")
+        return made
 
 
 @dataclass(frozen=True)
@@ -156,8 +165,8 @@ class Results:
 
     @property
     def measured(self) -> list[Row]:
-        """The rows that did not fail."""
-        return [row for row in self.rows if row.error is None]
+        """The rows that have times."""
+        return [row for row in self.rows if row.complaint is None]
 
     @property
     def sums(self) -> list[Sum]:

@@ -16,6 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from _fastconv_command.choices import DATA as DATA
+from _fastconv_command.choices import FAR as FAR
+from _fastconv_command.choices import NORMAL as NORMAL
+from _fastconv_command.choices import PLACED as PLACED
+from _fastconv_command.choices import TENSORS
 from fastconv import ops
 from fastconv.backends import cuda
 from fastconv.bench import environment, population
@@ -30,19 +35,6 @@ from fastconv.bench.cases import (
 )
 from fastconv.kernels import planner
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
-
-NORMAL = "normal"
-FAR = "far"
-DATA = {
-    NORMAL: "Gaussian",
-    "sparse": "one number in 16 is not zero",
-    "spike": "one number is 2^20 times larger",
-    "single": "the weight (of a weight gradient, the output gradient) is zero except for a single "
-    "1 in each output channel",
-    "faint": "half of the channels are 2^20 times smaller",
-    FAR: "one operand is up to 2^90 times smaller or 2^122 times larger, the other compensates",
-}
-"""What tensors hold. In float16, whose range is small, 2^4 stands for 2^20, 2^90 and 2^122."""
 
 # Shares of drawn trials: Gaussian data, tensors aligned to 16 bytes, layers as networks have them,
 # and groups of few channels.
@@ -110,9 +102,6 @@ ROLES = {
     "input_grad": Roles("grad_output", "weight", "input", "k", "c"),
     "weight_grad": Roles("input", "grad_output", "weight", "n", "k"),
 }
-_TENSORS = ("input", "weight", "grad_output")
-PLACED = (*_TENSORS, "bias", "residual")
-"""The tensors whose alignment a trial chooses."""
 
 
 class Data(NamedTuple):
@@ -167,7 +156,7 @@ class Trial:
 
     @property
     def elements(self) -> int:
-        return sum(math.prod(self.shape(role)) for role in _TENSORS)
+        return sum(math.prod(self.shape(role)) for role in TENSORS)
 
     @property
     def bytes(self) -> int:
@@ -198,12 +187,12 @@ class Trial:
     def shape(self, role: str) -> tuple[int, ...]:
         problem = self.problem
         shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
-        return shapes[_TENSORS.index(role)]
+        return shapes[TENSORS.index(role)]
 
     def make(self, device: torch.device) -> Data:
         """Makes the operands of the trial's pass."""
         roles, dtype = self.roles, self.case.torch_dtype
-        check_memory([self.shape(role) for role in _TENSORS], dtype, device)
+        check_memory([self.shape(role) for role in TENSORS], dtype, device)
         bias = None
         if self.bias and self.case.direction == "forward":
             values = _normal((self.problem.out_channels,), self, 3, device)
@@ -213,7 +202,7 @@ class Trial:
 
     def tensor(self, role: str, device: torch.device) -> Tensor:
         """Makes the tensor of a role: its values, memory format and alignment."""
-        values = _normal(self.shape(role), self, _TENSORS.index(role), device)
+        values = _normal(self.shape(role), self, TENSORS.index(role), device)
         draw = Random(f"{self.seed} {role}")
         values = _adverse(self, role, values, draw)
         if role == self.roles.second and self.data != "single":
@@ -233,7 +222,7 @@ class Trial:
         if role == "bias":
             return torch.contiguous_format
         return self.case.memory_formats[
-            _TENSORS.index("grad_output" if role == "residual" else role)
+            TENSORS.index("grad_output" if role == "residual" else role)
         ]
 
 
@@ -350,7 +339,7 @@ def _adverse(trial: Trial, role: str, values: Tensor, draw: Random) -> Tensor:
     is_float16 = trial.case.dtype == "float16"
     channels = 0 if role == "weight" else 1  # the dimension of (output) channels
     if trial.data == "sparse":
-        chance = _normal(tuple(values.shape), trial, 4 + _TENSORS.index(role), values.device)
+        chance = _normal(tuple(values.shape), trial, 4 + TENSORS.index(role), values.device)
         return torch.where(chance.abs() > 1.863, values, 0)  # True for 1 in 16 Gaussian numbers.
     if trial.data == "spike":
         values.view(-1)[draw.randrange(values.numel())] *= 2.0 ** (4 if is_float16 else 20)

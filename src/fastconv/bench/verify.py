@@ -58,25 +58,25 @@ class Check:
         }  # fmt: skip
 
 
-def check(trial: Trial, device: torch.device, with_peer: bool = False) -> Check:
+def check(trial: Trial, device: torch.device, with_peer: bool = False, advice: str = "") -> Check:
     """Makes all checks that apply to a trial, and with ``with_peer`` measures PyTorch's error.
 
-    Exceptions are caught and reported in the outcome.
+    Exceptions are caught and reported in the outcome, those for want of memory with ``advice``.
     """
-    return _timed(trial, partial(_check, trial, device, with_peer))
+    return _timed(trial, partial(_check, trial, device, with_peer), advice)
 
 
-def check_isolation(trial: Trial, device: torch.device) -> Check:
+def check_isolation(trial: Trial, device: torch.device, advice: str = "") -> Check:
     """Checks only the isolation of a trial (:mod:`fastconv.bench.isolation`)."""
-    return _timed(trial, partial(_check_isolation, trial, device))
+    return _timed(trial, partial(_check_isolation, trial, device), advice)
 
 
-def _timed(trial: Trial, checked: Callable[[], dict[str, Any]]) -> Check:
+def _timed(trial: Trial, checked: Callable[[], dict[str, Any]], advice: str) -> Check:
     start = time.perf_counter()
     try:
         found = checked()
     except Exception as error:  # One trial must not stop the others, whatever is wrong.
-        found = {"failure": reason(error)}
+        found = {"failure": reason(error, advice)}
     return Check(trial, **found, seconds=time.perf_counter() - start)
 
 

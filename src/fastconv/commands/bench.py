@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from _fastconv_command.streams import INTERRUPTED
 from fastconv import files
 from fastconv.bench import configurations, environment, limits, report
 from fastconv.bench.cases import Case
@@ -19,7 +20,7 @@ from fastconv.bench.results import Results
 from fastconv.commands import common, rows
 from fastconv.commands.bench_host import bench_host
 from fastconv.commands.bench_networks import bench_networks
-from fastconv.commands.common import INTERRUPTED, UsageError, print_json, say, suite_files
+from fastconv.commands.common import UsageError, print_json, say, suite_files
 from fastconv.commands.compare import compare
 from fastconv.kernels.family import Gpu, Kernel
 from fastconv.kernels.gpus import H200
@@ -45,6 +46,7 @@ def run(arguments: Namespace) -> int:
     if not arguments.json:
         extra("rich")  # a missing package is reported before the work, not after it
     files.check_outputs([arguments.output], suite_files(arguments))
+    common.advise(arguments, selected, device)
     found = Results(environment.describe(device))
     try:
         finished = _measure(arguments, selected, device, found)
@@ -52,7 +54,7 @@ def run(arguments: Namespace) -> int:
         rows.hand_over(arguments, found)  # after an error or Ctrl-C, too
     if not finished:
         return INTERRUPTED
-    return 1 if len(found.measured) < len(found.rows) else 0
+    return 1 if any(row.error for row in found.rows) else 0
 
 
 def _measure(
@@ -67,11 +69,12 @@ def _measure(
     for doubt in found.doubts:
         say(arguments, doubt)
     effort, peer = rows.effort(arguments), arguments.peer or "pytorch"
-    measuring = Bench(device, peer, effort, found.ceilings, gpu, compile_s)
+    advice = common.memory_advice(arguments, device)
+    measuring = Bench(device, peer, effort, found.ceilings, gpu, compile_s, advice)
 
     def work(case: Case) -> str:
         if time.perf_counter() >= deadline:
-            found.rows.append(measuring.failed(case, rows.TOO_LATE))
+            found.rows.append(measuring.skipped(case, rows.TOO_LATE))
         else:
             found.rows.append(measuring.row(case))
         rows.write_so_far(arguments, found)
@@ -127,7 +130,8 @@ def _dry_run(arguments: Namespace, selected: Sequence[Case], device: torch.devic
             ]
         )
         return status
-    print(f"{len(selected)} rows; kernels as on {'this GPU' if gpu else 'an H200: no GPU here'}")
+    of = "this GPU" if gpu else "an H200, since this machine has no GPU"
+    print(f"{len(selected)} rows, with the kernels of {of}")
     for case, (legal, failure) in planned.items():
         print(f"{case.label}: {case.workload.shape}")
         for configuration in legal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from _fastconv_command.streams import INTERRUPTED
 from fastconv import files
 from fastconv.bench import contestants, environment, host, report
 from fastconv.bench.console import extra, work_through
@@ -11,7 +12,6 @@ from fastconv.bench.host import HostCase
 from fastconv.bench.results import HostResults
 from fastconv.commands import common, rows
 from fastconv.commands.bench_networks import EXCLUDED as EXCLUDED_WITH_NETWORKS
-from fastconv.commands.common import INTERRUPTED
 
 # The arguments of `fastconv bench` that have no meaning with --host.
 EXCLUDED = (

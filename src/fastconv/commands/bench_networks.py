@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 
+from _fastconv_command.streams import INTERRUPTED
 from fastconv import files
 from fastconv.bench import contestants, environment, networks, report
 from fastconv.bench.console import extra, work_through
 from fastconv.bench.networks import NetworkCase
 from fastconv.bench.results import NetworkResults
 from fastconv.commands import common, rows
-from fastconv.commands.common import INTERRUPTED, UsageError
+from fastconv.commands.common import UsageError
 from fastconv.network.preparation import is_gpu
 
 # The arguments of `fastconv bench` that have no meaning with --networks.
@@ -29,7 +30,7 @@ def bench_networks(arguments: Namespace) -> int:
     rows.refuse_options(arguments, "--networks have rows of their own", EXCLUDED, accepted)
     selected, device = _select_networks(arguments), common.select_device(arguments.device)
     if not is_gpu(device):
-        raise UsageError(f"fastconv.optimize measures on a GPU, and {device} is none")
+        raise UsageError(f"--networks measures fastconv.optimize on a GPU, and {device} is none")
     if not arguments.json:
         extra("rich")
     files.check_outputs([arguments.output])
@@ -40,7 +41,7 @@ def bench_networks(arguments: Namespace) -> int:
 
     def work(case: NetworkCase) -> str:
         if time.perf_counter() >= deadline:
-            found.rows.append(case.outcome(error=rows.TOO_LATE))
+            found.rows.append(case.outcome(skipped=rows.TOO_LATE))
         else:
             found.rows.append(networks.row(case, device, effort, with_compile))
         rows.write_so_far(arguments, found)

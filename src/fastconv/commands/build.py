@@ -19,5 +19,6 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print(json.dumps({"library": str(path), "built": made, "seconds": seconds}))
     else:
-        print(f"built {path} in {seconds} s" if made else f"{path} is there already")
+        existing = f"{path} exists already; --again compiles it again"
+        print(f"built {path} in {seconds} s" if made else existing)
     return 0

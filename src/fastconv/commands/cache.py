@@ -34,6 +34,7 @@ def list_entries(arguments: Namespace) -> int:
 
 def export_kernels(arguments: Namespace) -> int:
     """``fastconv cache export``: writes the kernels that this installation uses to one file."""
+    _check_architecture(arguments)
     files.check_outputs([arguments.file])
     _check_folder()
     made_by = _versions()
@@ -78,6 +79,7 @@ def import_kernels(arguments: Namespace) -> int:
 
 def clear(arguments: Namespace) -> int:
     """``fastconv cache clear``: removes entries, and no other files of the folder."""
+    _check_architecture(arguments)
     _check_folder()
     architecture = arguments.architecture
     removed = cache.remove(
@@ -89,6 +91,13 @@ def clear(arguments: Namespace) -> int:
     size = cache.in_units(removed.bytes)
     print(f"removed {removed}{of}, {size}, from {cache.folder()}")
     return 0
+
+
+def _check_architecture(arguments: Namespace) -> None:
+    """Raises a UsageError if ``--architecture`` is given something else."""
+    given = arguments.architecture
+    if given is not None and not compile.is_architecture(given):
+        raise UsageError(f"--architecture should be like sm_80 or sm_90a, but got {given!r}")
 
 
 def _check_folder() -> None:

@@ -6,20 +6,19 @@ import json
 import re
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from _fastconv_command.choices import CPU_DIVISOR
 from fastconv.bench import models
 from fastconv.bench.cases import PASSES, Case, cases
 from fastconv.workloads import SUITES, Workload, parse_shape, suite, unique
 
-# On a CPU the suites take minutes at full size. A quarter of each side is 1/16 of the arithmetic.
-CPU_DIVISOR = 4
-
-# The exit status of a command that was interrupted by Ctrl-C, as shells report it: 128 + SIGINT.
-INTERRUPTED = 130
+# Operations of a pass of every case, above which a CPU works for a minute or more.
+LONG_FLOPS = 1e12
 
 
 class UsageError(ValueError):
@@ -32,7 +31,7 @@ def select_cases(arguments: Namespace, device: torch.device) -> list[Case]:
     suites = arguments.suite or ([] if given else ["founding"])
     selected = unique([*given, *(workload for name in suites for workload in suite(name))])
     # Without --divisor, suites are scaled down on a CPU; given shapes and models never are.
-    divisor = arguments.divisor or (1 if device.type == "cuda" else CPU_DIVISOR)
+    divisor = _divisor(arguments, device)
     as_given = () if arguments.divisor else given
     workloads = [one if one in as_given else one.scaled(divisor) for one in selected]
     return cases(
@@ -42,6 +41,31 @@ def select_cases(arguments: Namespace, device: torch.device) -> list[Case]:
         arguments.precision or ("ieee",),
         arguments.format or ("nchw",),
     )
+
+
+def _divisor(arguments: Namespace, device: torch.device) -> int:
+    """What the heights and widths of suites are divided by."""
+    divisor: int | None = arguments.divisor
+    return divisor or (1 if device.type == "cuda" else CPU_DIVISOR)
+
+
+def memory_advice(arguments: Namespace, device: torch.device) -> str:
+    """What to do about a case that the arguments select and that does not fit into memory."""
+    has_suites = arguments.suite or not (arguments.shape or arguments.model)
+    divisor = _divisor(arguments, device) if has_suites else arguments.divisor or 1
+    batch = f"--batch below {arguments.batch or models.BATCH}, or " if arguments.model else ""
+    return f"{batch}--divisor {2 * divisor} may fit"
+
+
+def advise(arguments: Namespace, selected: Sequence[Case], device: torch.device) -> None:
+    """Suggests ``--divisor`` on a CPU if the selected cases would take minutes at their size."""
+    flops = sum(case.workload.problem.flops for case in selected)
+    if device.type == "cpu" and arguments.divisor is None and flops > LONG_FLOPS:
+        say(
+            arguments,
+            f"{flops:.1g} operations take long on a CPU: --divisor {2 * CPU_DIVISOR} divides "
+            "heights and widths",
+        )
 
 
 def _model_layers(arguments: Namespace) -> list[Workload]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from fastconv import files
-from fastconv.bench import report, results
+from fastconv.bench import page, plots, report, results
 from fastconv.bench.console import extra, show
-from fastconv.bench.results import AnyResults, HostResults, Results
+from fastconv.bench.results import AnyResults, HostResults
 from fastconv.commands.common import UsageError
 
 
@@ -21,7 +20,8 @@ def run(arguments: Namespace) -> int:
         extra("rich")
     _check_possible(arguments, found)
     drawable = {path: one for path, one in found.items() if not isinstance(one, HostResults)}
-    plots: Any = _plots() if arguments.plots or arguments.html else None
+    if arguments.plots or arguments.html:
+        extra("matplotlib")
     folders = _plot_folders(arguments.plots, list(drawable)) if arguments.plots else {}
     for folder in folders.values():
         files.make_folder(folder)
@@ -34,27 +34,19 @@ def run(arguments: Namespace) -> int:
     for path, folder in folders.items():
         plots.write(drawable[path], folder)
     if arguments.html:
-        from fastconv.bench import page
-
-        timings = {path: one for path, one in found.items() if isinstance(one, Results)}
-        files.write(arguments.html, page.html(timings))
+        files.write(arguments.html, page.html(found))
     _tabulate(arguments, found)
     return 0
 
 
 def _check_possible(arguments: Namespace, found: Mapping[Path, AnyResults]) -> None:
-    """Raises a UsageError if plots or a page are requested of results that have none."""
-    of_hosts = ("host times", ["plots", "html"], "--markdown and --json")
-    of_networks = ("times of networks", ["html"], "--plots, --markdown and --json")
+    """Raises a UsageError if plots are requested of results that have none."""
     for path, one in found.items():
-        if isinstance(one, Results):
-            continue
-        kind, impossible, possible = of_hosts if isinstance(one, HostResults) else of_networks
-        for option in impossible:
-            if getattr(arguments, option):
-                raise UsageError(
-                    f"{path} holds {kind}, which --{option} cannot show: only {possible} can"
-                )
+        if arguments.plots and isinstance(one, HostResults):
+            raise UsageError(
+                f"{path} holds host times, of which there are no plots: --html, --markdown and "
+                "--json show them"
+            )
 
 
 def _plot_folders(folder: Path, paths: Sequence[Path]) -> dict[Path, Path]:
@@ -69,14 +61,6 @@ def _plot_folders(folder: Path, paths: Sequence[Path]) -> dict[Path, Path]:
                 f"the plots of {other} and of {path} would both go to {folder / path.stem}"
             )
     return {path: folder / name for name, path in by_name.items()}
-
-
-def _plots() -> Any:
-    """The module that draws, imported here: matplotlib is needed for nothing else."""
-    extra("matplotlib")
-    from fastconv.bench import plots
-
-    return plots
 
 
 def _tabulate(arguments: Namespace, found: Mapping[Path, AnyResults]) -> None:

@@ -14,8 +14,8 @@ from fastconv.bench.results import AnyResults, Results
 from fastconv.commands.common import UsageError
 from fastconv.timing import Effort
 
-TOO_LATE = "not measured: the time limit was reached"
-"""The error of rows that ``--time-limit`` leaves out."""
+TOO_LATE = "the time limit was reached"
+"""Why rows are skipped that ``--time-limit`` leaves out."""
 
 
 def deadline(arguments: Namespace) -> float:

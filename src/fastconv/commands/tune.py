@@ -5,12 +5,13 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
+from _fastconv_command.streams import INTERRUPTED
 from fastconv import files
 from fastconv.bench import tune
 from fastconv.bench.cases import Case, reason
 from fastconv.bench.console import work_through
 from fastconv.commands import common
-from fastconv.commands.common import INTERRUPTED, UsageError, print_json, suite_files
+from fastconv.commands.common import UsageError, print_json, suite_files
 from fastconv.jit import trust
 from fastconv.kernels import tuned
 from fastconv.timing import Effort
@@ -22,7 +23,7 @@ def run(arguments: Namespace) -> int:
     if device.type != "cuda":
         raise UsageError(f"only GPU kernels are tuned, and {device} is no GPU")
     selected = common.select_cases(arguments, device)
-    table = _table(arguments)
+    table, advice = _table(arguments), common.memory_advice(arguments, device)
     found: dict[str, str] = {}
     failed: list[Case] = []
     tune.build(selected, device)
@@ -32,7 +33,7 @@ def run(arguments: Namespace) -> int:
             result = tune.tune(case, device, Effort(arguments.repeats, arguments.row_seconds))
         except Exception as error:  # one failed row does not stop the others
             failed.append(case)
-            return f"failed: {reason(error)}"
+            return f"failed: {reason(error, advice)}"
         if result.choices:
             found.update(result.choices)
             tuned.add(table, result.choices)
@@ -43,7 +44,7 @@ def run(arguments: Namespace) -> int:
         print_json(found)
     else:
         where = f"; written to {table}" if found else ""
-        print(f"{len(found)} of {len(selected)} rows bettered, {len(failed)} failed{where}")
+        print(f"{len(found)} of {len(selected)} rows improved, {len(failed)} failed{where}")
     if not finished:
         return INTERRUPTED
     return 1 if failed else 0

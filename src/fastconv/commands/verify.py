@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from _fastconv_command.streams import INTERRUPTED
 from fastconv import files
 from fastconv.bench import campaign, environment, report, trials, verify
 from fastconv.bench.campaign import Summary
@@ -19,8 +20,8 @@ from fastconv.bench.cases import DTYPES, FORMAT_TRIPLES, PASSES, PRECISIONS, mod
 from fastconv.bench.console import extra, follow, show
 from fastconv.bench.trials import NORMAL, Kinds, Trial
 from fastconv.bench.verify import Check
-from fastconv.commands import common
-from fastconv.commands.common import INTERRUPTED, UsageError, print_json, say, suite_files
+from fastconv.commands import common, rows
+from fastconv.commands.common import UsageError, print_json, say, suite_files
 
 FAR_SHARE = 0.05
 """The share of ``--random --isolation`` trials whose layers have taps that are far apart.
@@ -37,11 +38,14 @@ def run(arguments: Namespace) -> int:
     files.check_outputs([arguments.output, arguments.markdown], suite_files(arguments))
     selected = _trials(arguments, device)
     jobs = arguments.jobs or (campaign.default_jobs(device) if arguments.random else 1)
+    advice = "" if arguments.random else common.memory_advice(arguments, device)
     check: Callable[[Trial], Check] = (
-        partial(verify.check_isolation, device=device)
+        partial(verify.check_isolation, device=device, advice=advice)
         if arguments.isolation
-        else partial(verify.check, device=device, with_peer=not arguments.random)
+        else partial(verify.check, device=device, with_peer=not arguments.random, advice=advice)
     )
+    if not arguments.random:
+        common.advise(arguments, [trial.case for trial in selected], device)
     limit_s = math.inf if arguments.time_limit is None else arguments.time_limit
     checks: list[Check] = []
     brief = report.Brief(every_s=10.0 if arguments.random else 0.0)
@@ -54,7 +58,9 @@ def run(arguments: Namespace) -> int:
     start = time.perf_counter()
     finished = follow(outcomes(), len(selected), arguments.quiet)
     summary = campaign.summarise(checks, len(selected), time.perf_counter() - start)
-    _hand_over(arguments, checks, summary, device)
+    done = {check.trial for check in checks}
+    skipped = [trial for trial in selected if finished and trial not in done]
+    _hand_over(arguments, checks, skipped, summary, device)
     if not finished:
         return INTERRUPTED
     return 1 if summary.wrong else 0
@@ -91,7 +97,11 @@ def _misaligned(arguments: Namespace) -> tuple[str, ...]:
 
 
 def _hand_over(
-    arguments: Namespace, checks: Sequence[Check], summary: Summary, device: torch.device
+    arguments: Namespace,
+    checks: Sequence[Check],
+    skipped: Sequence[Trial],
+    summary: Summary,
+    device: torch.device,
 ) -> None:
     """Shows the outcome of all trials, and writes it where the arguments say."""
     where = environment.describe(device)
@@ -102,6 +112,7 @@ def _hand_over(
         "seed": arguments.seed or 0,
         "summary": summary.to_dict(),
         "failed": [check.to_dict(arguments.device) for check in failed],
+        "skipped": [trial.command(arguments.device) for trial in skipped],
     }
     if arguments.json:
         every = [check.to_dict(arguments.device) for check in checks]
@@ -109,12 +120,12 @@ def _hand_over(
     elif arguments.random:
         show(report.summary_table(summary))
     else:
-        show(report.checks_table(checks))
+        show(report.checks_table(checks, skipped))
     for check in failed:
         print(f"{check.trial.label}: {check.complaint}", file=sys.stderr)
         print(f"  {check.trial.command(arguments.device)}", file=sys.stderr)
-    if summary.tried < summary.asked:
-        say(arguments, f"only {summary.tried} of {summary.asked} trials were begun in time")
+    if skipped:
+        say(arguments, f"skipped {len(skipped)} of {summary.asked} trials: {rows.TOO_LATE}")
     if arguments.output:
         files.write(arguments.output, json.dumps(contents, indent=1) + "\n")
     if arguments.markdown:

@@ -2,5 +2,7 @@
 
 from __future__ import annotations
 
-DTYPES = ("float32", "float16", "bfloat16")
+from _fastconv_command.choices import EXPORTED_DTYPES
+
+DTYPES = EXPORTED_DTYPES
 """The types that exported files compute in."""

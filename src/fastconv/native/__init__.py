@@ -52,7 +52,7 @@ has to see.
 _VARIABLE = "FASTCONV_NATIVE"
 # Characters of the compiler's output that a warning quotes: one missing header can cause megabytes.
 _QUOTED_CHARACTERS = 4000
-_NOT_YET = "the library is built from the first call on a GPU on, or by `fastconv build`"
+_NOT_YET = "the library is built at the first call on a GPU, or by `fastconv build`"
 _reason = _NOT_YET  # why Python serves calls
 _started = False  # whether start_build() has looked for the library
 _forked = False  # whether this process is a fork of one that had imported fastconv
@@ -81,7 +81,7 @@ def describe() -> str:
     if _reason is not _NOT_YET:
         return f"Python ({_reason})"
     if build.is_built():
-        return f"native from the first call on a GPU on ({build.library().name})"
+        return f"native, as soon as a call is made on a GPU ({build.library().name})"
     return f"Python ({_missing() or _NOT_YET})"
 
 
