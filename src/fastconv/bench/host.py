@@ -246,7 +246,12 @@ def _compiled_layers(
 ) -> tuple[Contestant, Contestant]:
     if device.type != "cuda":
         raise Skipped("networks are compiled on GPUs alone")
-    return _layers(device, lambda network, image: contestant(torch.compile(network), image))
+
+    def compiled(network: nn.Module, image: Tensor) -> Contestant:
+        network.compile()
+        return contestant(network, image)
+
+    return _layers(device, compiled)
 
 
 def _step(network: nn.Module, image: Tensor) -> Contestant:

@@ -139,7 +139,8 @@ struct NoWarnings : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-// Registers the kernels of all operators with PyTorch.
+// Registers the kernels of all operators with PyTorch, which does so without a lock that readers
+// take. The caller has made sure that no thread is looking one of them up.
 inline void implement_operators() {
   NoWarnings silent;  // PyTorch warns of a kernel that replaces another
   const c10::WarningUtils::WarningHandlerGuard guard(&silent);
