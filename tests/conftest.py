@@ -56,8 +56,10 @@ def host_path(request: pytest.FixtureRequest) -> Iterator[str]:
     by_native = request.param == "native"
     chosen = request.getfixturevalue("_native_library") if by_native else None
     for_processes = {"FASTCONV_NATIVE": str(int(by_native))}
+    native.serve_operators(by_native)
     with mock.patch.object(native, "conv2d", chosen), mock.patch.dict(os.environ, for_processes):
         yield request.param
+    native.serve_operators(True)
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ class frozen_weights:
     Kernels for tensor cores read weights in an order of their own, into which every call first
     packs them: that is one launch, and a third of the GPU's time with a batch of one image. Within
     this context each weight is packed once, unless autograd records the call, or a CUDA graph is
-    captured.
+    captured. In compiled graphs this holds for weights with ``requires_grad``, as parameters have
+    it: others may be buffers that the graph uses again for another weight.
 
     The caller guarantees that weights do not change. A change that PyTorch's version counters
     record is noticed (``copy_``, ``load_state_dict``, an optimizer's step), but they do not record

@@ -57,7 +57,6 @@ def _operator_arguments(dtype: torch.dtype = torch.float32) -> Any:
         yield *some, *others, *GEOMETRY, "silu", 0.0
 
 
-@by_python
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["", "requires_grad"])
 def test_opcheck(requires_grad: bool) -> None:
     for arguments in (*_operator_arguments(),)[::13]:  # One has bias and residual, one neither.

@@ -99,7 +99,8 @@ def test_other_format_is_converted_once() -> None:
 HOST = ["bench", "--host", "--device", "cpu", "--row-seconds", "0"]
 HOST_ROWS = [
     "small_forward", "small_forward_recorded", "small_backward", "small_input_grad",
-    "layers20_step", "resnet50_step", "resnet50_inference",
+    "small_operator", "layers20_step", "layers20_compiled_step", "layers20_compiled_inference",
+    "resnet50_step", "resnet50_inference",
 ]  # fmt: skip
 
 
@@ -134,13 +135,16 @@ def test_host_times_of_every_row(
     assert found["environment"]["host_path"] == native.describe()
     assert [row["name"] for row in found["rows"]] == HOST_ROWS
     for row in found["rows"]:
+        assert bool(row["skipped"]) == ("compiled" in row["name"])
+        if row["skipped"]:
+            continue
         assert row["ratio"] == row["ours"]["us"] / row["peer"]["us"]
         for timed in (row["ours"], row["peer"]):
             assert 0 < timed["low_us"] <= timed["us"] <= timed["high_us"]
             assert timed["samples"] == timing.LEAST_SAMPLES
     captured = capsys.readouterr()
     assert "small_backward" in captured.out
-    assert "[7/7" in captured.err
+    assert "[10/10" in captured.err
 
 
 @pytest.mark.usefixtures("_one_thread")
@@ -153,9 +157,10 @@ def test_networks_are_skipped_without_torchvision(
     assert captured.err == ""
     rows = json.loads(captured.out)["rows"]
     skipped = {row["name"]: row["skipped"] for row in rows if row["skipped"]}
-    assert skipped == dict.fromkeys(
-        HOST_ROWS[5:], "torchvision is not installed: pip install torchvision"
-    )
+    assert skipped == {
+        **dict.fromkeys(HOST_ROWS[6:8], "networks are compiled on GPUs alone"),
+        **dict.fromkeys(HOST_ROWS[8:], "torchvision is not installed: pip install torchvision"),
+    }
 
 
 def test_one_failing_host_row_loses_no_other(

@@ -227,6 +227,25 @@ class TestFrozenWeights(Launching):
         assert [self._packs(input, weight) for _ in range(2)] == [True, True]
         self.driver.captured.value = 0
 
+    @torch.no_grad()
+    def test_operators_keep_what_layers_own(
+        self, host: Host, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Compiled graphs compute weights in buffers, which they use again for other weights."""
+        geometry = ((1, 1), (0, 0, 0, 0), (1, 1), 1, None)
+        monkeypatch.setattr(
+            fastconv, "conv2d", lambda *some: torch.ops.fastconv.forward(*some, None, *geometry)
+        )
+        host.module.register_operators(native._kernels)
+        try:
+            host.module.freeze(True)
+            input, buffer = tensors(INPUT, WEIGHT)
+            assert [self._packs(input, buffer) for _ in range(2)] == [True, True]
+            layers = buffer.clone().requires_grad_()
+            assert [self._packs(input, layers) for _ in range(2)] == [True, False]
+        finally:
+            native._module.register_operators(native._kernels)
+
     def test_a_failed_launch_leaves_nothing(self, host: Host) -> None:
         some = tensors(INPUT, WEIGHT)
         host.module.freeze(True)

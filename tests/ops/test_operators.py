@@ -91,7 +91,6 @@ def _operator_calls(
 every_format = pytest.mark.parametrize("formats", list(product(FORMATS, FORMATS)), ids="-".join)
 
 
-@pytest.mark.parametrize("host_path", ["python"], indirect=True)  # Both use the same dispatcher.
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["", "requires_grad"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("memory_format", FORMATS.values(), ids=FORMATS)

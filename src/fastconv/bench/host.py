@@ -1,4 +1,4 @@
-"""``fastconv bench --host``: how long the CPU takes to queue eager calls, ours and PyTorch's.
+"""``fastconv bench --host``: how long the CPU takes to queue calls, ours and PyTorch's.
 
 A sample is the time of a burst of calls, from an idle device until the last call returns. A burst
 of small calls makes fewer launches than a stream's queue holds, so no call waits for the device; a
@@ -69,9 +69,13 @@ def _small_cases(device: torch.device) -> list[HostCase]:
         ("small_backward", "backward, three gradients", _Small.backward),
         ("small_input_grad", "backward, the input's gradient", _Small.input_grad),
     ]
+    operator = f"{SMALL}: the operator, by PyTorch's dispatcher, no_grad"
     return [
-        HostCase(name, f"{SMALL}: {about}", calls, partial(_small, device, make))
-        for name, about, make in passes
+        *(
+            HostCase(name, f"{SMALL}: {about}", calls, partial(_small, device, make))
+            for name, about, make in passes
+        ),
+        HostCase("small_operator", operator, calls, partial(_operator, device)),
     ]
 
 
@@ -81,7 +85,15 @@ def _network_cases(device: torch.device) -> list[HostCase]:
     networks: list[tuple[str, str, Callable[[], tuple[Contestant, Contestant]]]] = [
         (
             "layers20_step", f"{LAYERS} layers {SMALL}: forward, backward",
-            partial(_layers, device),
+            partial(_layers, device, _step),
+        ),
+        (
+            "layers20_compiled_step", f"{LAYERS} layers {SMALL}, compiled: forward, backward",
+            partial(_compiled_layers, device, _step),
+        ),
+        (
+            "layers20_compiled_inference", f"{LAYERS} layers {SMALL}, compiled: forward, no_grad",
+            partial(_compiled_layers, device, _forward),
         ),
         (
             "resnet50_step", f"{resnet50}: forward, loss, backward",
@@ -200,14 +212,58 @@ def _small(device: torch.device, make: Callable[[_Small], Run]) -> tuple[Contest
     return partial(make, ours), partial(make, peer)
 
 
-def _layers(device: torch.device) -> tuple[Contestant, Contestant]:
+def _operator(device: torch.device) -> tuple[Contestant, Contestant]:
+    """The small convolution by the operators that compiled graphs call, on the same tensors."""
+    input, weight, bias = (
+        torch.randn(shape, device=device) for shape in ((1, 16, 16, 16), (16, 16, 3, 3), (16,))
+    )
+
+    def contestant(operator: Callable[..., Tensor], *geometry: object) -> Contestant:
+        @torch.no_grad()
+        def run() -> None:
+            for _ in range(CALLS[device.type]):
+                operator(input, weight, bias, *geometry)
+
+        return lambda: run
+
+    ours, peer = torch.ops.fastconv.forward.default, torch.ops.aten.convolution.default
+    return (
+        contestant(ours, (1, 1), (1, 1, 1, 1), (1, 1), 1, None),
+        contestant(peer, (1, 1), (1, 1), (1, 1), False, (0, 0), 1),
+    )
+
+
+def _layers(
+    device: torch.device, contestant: Callable[[nn.Module, Tensor], Contestant]
+) -> tuple[Contestant, Contestant]:
     peer = nn.Sequential(*(nn.Conv2d(16, 16, 3, padding=1) for _ in range(LAYERS))).to(device)
     image = torch.randn(1, 16, 16, 16, device=device)
+    return contestant(with_fastconv(peer), image), contestant(peer, image)
 
-    def contestant(network: nn.Module) -> Contestant:
-        return _cleared(network, lambda: network(image).sum().backward())
 
-    return contestant(with_fastconv(peer)), contestant(peer)
+def _compiled_layers(
+    device: torch.device, contestant: Callable[[nn.Module, Tensor], Contestant]
+) -> tuple[Contestant, Contestant]:
+    if device.type != "cuda":
+        raise Skipped("networks are compiled on GPUs alone")
+
+    def compiled(network: nn.Module, image: Tensor) -> Contestant:
+        network.compile()
+        return contestant(network, image)
+
+    return _layers(device, compiled)
+
+
+def _step(network: nn.Module, image: Tensor) -> Contestant:
+    return _cleared(network, lambda: network(image).sum().backward())
+
+
+def _forward(network: nn.Module, image: Tensor) -> Contestant:
+    @torch.no_grad()
+    def infer() -> None:
+        network(image)
+
+    return lambda: infer
 
 
 def _resnet50(

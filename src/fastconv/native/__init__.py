@@ -31,8 +31,10 @@ __all__ = [
     "freeze",
     "in_the_way",
     "load",
+    "load_if_built",
     "make",
     "register",
+    "serve_operators",
     "settle",
     "start_build",
     "under_way",
@@ -56,6 +58,7 @@ _started = False  # whether start_build() has looked for the library
 _forked = False  # whether this process is a fork of one that had imported fastconv
 _frozen = False  # whether frozen_weights is active
 _make_entry: Callable[..., Any] | None = None  # makes the entries of the library's table
+_kernels: dict[str, tuple[Callable[..., Any], ...]] = {}  # Python's, which the library replaces
 _module: Any = None  # the loaded library
 _background: threading.Thread | None = None  # waits for the compiler
 _lock = threading.RLock()
@@ -117,8 +120,7 @@ def finish() -> None:
     """Waits until the library that :func:`start_build` began to build is there, and loads it."""
     if _background is not None:
         _background.join()
-    if conv2d is _load_at_once:
-        _load_if_possible()
+    load_if_built()
 
 
 def under_way() -> bool:
@@ -150,14 +152,20 @@ def make(
     return path, build.build(again, show)
 
 
-def register(make_entry: Callable[..., Any]) -> None:
-    """Hands over the function that makes the entries of the library's table.
+def register(
+    make_entry: Callable[..., Any], kernels: dict[str, tuple[Callable[..., Any], ...]]
+) -> None:
+    """Hands over the functions of Python that the library calls.
 
     ``make_entry(operator's name, *its arguments)`` returns an object with the attributes of
     ``fastconv.ops.entries.Entry``. The library calls it at the first call of each form.
+
+    ``kernels`` are the operators' kernels in Python by the operator's name: for CPU, CUDA and
+    autograd. The library takes their place in PyTorch's dispatcher, and calls them for what it does
+    not serve itself.
     """
-    global _make_entry
-    _make_entry = make_entry
+    global _make_entry, _kernels
+    _make_entry, _kernels = make_entry, kernels
 
 
 @functools.cache
@@ -172,8 +180,29 @@ def load() -> Callable[..., Any]:
     _module.set_make_entry(_make_entry)
     _module.freeze(_frozen)
     _module.bypass(bypass.is_on())
+    _module.register_operators(_kernels)
     call: Callable[..., Any] = _module.call
     return call
+
+
+def load_if_built() -> None:
+    """Loads the library if it is there and not loaded: Python's operators call this.
+
+    With ``FASTCONV_NATIVE=1`` it builds the library first, unless something is in the way.
+    """
+    if conv2d is _load_at_once:
+        _load_if_possible()
+    elif conv2d is _require and (build.is_built() or not in_the_way()):
+        _load_required()
+
+
+def serve_operators(on: bool) -> None:
+    """Sets whether the library, if it is loaded, or Python computes PyTorch's calls of operators.
+
+    Tests compare the two. Calls of :data:`conv2d` do not go through operators.
+    """
+    if _module is not None:
+        _module.serve_operators(on)
 
 
 def freeze(weights: bool) -> None:
@@ -240,10 +269,13 @@ def _load_if_possible() -> None:
 
 
 def _require(*arguments: Any) -> Any:
-    """Takes the place of :data:`conv2d` with ``FASTCONV_NATIVE=1``.
+    """Takes the place of :data:`conv2d` with ``FASTCONV_NATIVE=1``, until the first call."""
+    _load_required()
+    return load()(*arguments)
 
-    The first call builds the library, waits for it and loads it, or raises an error.
-    """
+
+def _load_required() -> None:
+    """Builds the library, waits for it and loads it, or raises an error."""
     global conv2d
     wanted()  # raises if the variable's value is invalid
     with _lock:
@@ -257,7 +289,6 @@ def _require(*arguments: Any) -> Any:
                     )
                 build.build()
             conv2d = load()
-    return load()(*arguments)
 
 
 def _give_up(error: Unavailable) -> None:

@@ -1,12 +1,10 @@
-// The table of entries: how calls of one form are computed. Python makes each entry, once.
+// The table of entries: how calls of one form are computed. Each entry is made once.
 #pragma once
 
 #include <pthread.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <bit>
+#include <functional>
 #include <memory>
 #include <shared_mutex>
 #include <unordered_map>
@@ -14,8 +12,6 @@
 #include "call.h"
 
 namespace fastconv::host {
-
-namespace py = pybind11;
 
 constexpr size_t kMapBytes = 128;  // the size of a CUtensorMap
 
@@ -42,8 +38,13 @@ struct Entry {
   int64_t scratch_bytes;
   std::vector<Launch> launches;
   size_t packs;  // the first launches, which pack the weight into a workspace that the others read
-  py::object fill;     // computes the call if it needs more than launches, otherwise None
-  py::object trouble;  // raises an error for a launch that failed, or removes its cause
+  // Computes the call if it needs more than launches; otherwise empty. Arguments: the call, its
+  // precision, the result, and the bias's gradient.
+  std::function<void(const Call&, Precision, const Tensor&, const Tensor&)> fill;
+  // Raises an error for a launch that failed, or removes its cause. Arguments: the launch's index,
+  // that of the argument whose tensor map could not be made (or -1) and its address, the driver's
+  // error code, and whether the launch has been repeated.
+  std::function<void(size_t, int64_t, uintptr_t, int, bool)> trouble;
 };
 
 using Key = std::vector<int64_t>;
@@ -98,97 +99,8 @@ inline Key key_of(const Call& call, Precision precision) {
   return key;
 }
 
-inline PyObject* make_entry = nullptr;  // the function of ops/entries.py, never released
-
-// Calls Python from any thread. A Python error is rethrown in a form that threads of autograd can
-// pass on.
-template <class Function>
-auto in_python(const Function& function) {
-  py::gil_scoped_acquire gil;
-  try {
-    return function();
-  } catch (py::error_already_set& error) {
-    error.restore();
-    python_error persistent;
-    persistent.persist();
-    throw persistent;
-  }
-}
-
-inline py::object wrapped(const Tensor& tensor) {
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
-}
-
-inline Argument argument_of(const py::tuple& description) {
-  Argument argument{Argument::kTensor, 0, {}};
-  const auto kind = description[0].cast<std::string>();
-  if (kind == "map") {
-    argument.kind = Argument::kMap;
-    const auto bytes = description[1].cast<std::string>();
-    TORCH_INTERNAL_ASSERT(bytes.size() == kMapBytes);
-    std::copy(bytes.begin(), bytes.end(), argument.map.begin());
-    argument.value = description[2].cast<int64_t>();
-    return argument;
-  }
-  if (kind == "int") argument.kind = Argument::kInteger;
-  argument.value = description[1].cast<int64_t>();
-  return argument;
-}
-
-inline Launch launch_of(const py::tuple& description) {
-  Launch launch{reinterpret_cast<void*>(description[0].cast<uintptr_t>()),
-                description[1].cast<std::array<unsigned, 3>>(), description[2].cast<unsigned>(),
-                description[3].cast<unsigned>(), description[4].cast<bool>()};
-  for (const auto& argument : description[5]) {
-    launch.arguments.push_back(argument_of(py::reinterpret_borrow<py::tuple>(argument)));
-    launch.maps += launch.arguments.back().kind == Argument::kMap;
-  }
-  return launch;
-}
-
-inline std::shared_ptr<const Entry> entry_of(const py::object& made) {
-  const auto entry = std::shared_ptr<Entry>(new Entry, [](Entry* entry) {
-    py::gil_scoped_acquire gil;  // an entry holds Python objects
-    delete entry;
-  });
-  entry->shape = made.attr("shape").cast<std::vector<int64_t>>();
-  entry->format = made.attr("channels_last").cast<bool>() ? at::MemoryFormat::ChannelsLast
-                                                          : at::MemoryFormat::Contiguous;
-  entry->bias_elements = made.attr("bias_elements").cast<int64_t>();
-  entry->copied = made.attr("copied").cast<std::array<bool, 2>>();
-  entry->scratch_bytes = made.attr("scratch_bytes").cast<int64_t>();
-  for (const auto& launch : made.attr("launches")) {
-    entry->launches.push_back(launch_of(py::reinterpret_borrow<py::tuple>(launch)));
-  }
-  entry->packs = made.attr("packs").cast<size_t>();
-  entry->fill = made.attr("fill");
-  entry->trouble = made.attr("trouble");
-  return entry;
-}
-
-// The operator's arguments, in the order of its schema.
-inline py::tuple arguments_of(const Call& call, const py::object& precision) {
-  const Geometry& g = call.geometry;
-  const auto geometry = py::make_tuple(g.stride, g.padding, g.dilation, g.groups, precision);
-  const auto both = py::make_tuple(wrapped(call.first), wrapped(call.second));
-  const auto format = call.format ? py::cast(*call.format) : py::none();
-  if (call.pass == kForward) return both + py::make_tuple(wrapped(call.third)) + geometry;
-  if (call.pass == kFused) {
-    return both + py::make_tuple(wrapped(call.third), wrapped(call.residual)) + geometry +
-           py::make_tuple(kActivations[call.activation], call.slope);
-  }
-  const auto common = both + py::make_tuple(call.size) + geometry;
-  if (call.pass == kInputGrad) return common + py::make_tuple(format);
-  return common + py::make_tuple(call.bias_grad, format);
-}
-
-inline std::shared_ptr<const Entry> new_entry(const Call& call, Precision precision) {
-  return in_python([&] {
-    const py::object answer = py::handle(make_entry)(
-        kOperators[call.pass], *arguments_of(call, py::str(kPrecisions[precision])));
-    return entry_of(answer);
-  });
-}
+// Makes the entry for all calls of a call's form.
+inline std::function<std::shared_ptr<const Entry>(const Call&, Precision)> make_entry;
 
 inline std::shared_ptr<const Entry> find(const Call& call, Precision precision) {
   using Table = std::unordered_map<Key, std::shared_ptr<const Entry>, Hash>;
@@ -203,8 +115,8 @@ inline std::shared_ptr<const Entry> find(const Call& call, Precision precision) 
     const std::shared_lock lock(mutex);
     if (const auto found = table.find(key); found != table.end()) return found->second;
   }
-  auto entry = new_entry(call, precision);
-  Table dropped;  // destroyed after the lock is released, because its entries need the GIL
+  auto entry = make_entry(call, precision);
+  Table dropped;  // destroyed after the lock is released: an entry may hold Python objects
   const std::unique_lock lock(mutex);
   if (table.size() >= kMost) table.swap(dropped);
   table.emplace(std::move(key), entry);

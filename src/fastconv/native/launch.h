@@ -2,6 +2,7 @@
 #pragma once
 
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/core/Stream.h>
 #include <dlfcn.h>
 
 #include "entry.h"
@@ -109,7 +110,7 @@ inline void start_all(const Entry& entry, size_t first, const Addresses& address
     for (bool again = false;; again = true) {
       const Status status = start(entry.launches[i], addresses, stream);
       if (status.code == 0) break;
-      in_python([&] { entry.trouble(i, status.mapped, status.address, status.code, again); });
+      entry.trouble(i, status.mapped, status.address, status.code, again);
     }
   }
 }

@@ -20,18 +20,23 @@ from fastconv.ops import (
     devices,
     entries,
     flops,
+    inductor,
     sharding,
 )
-from fastconv.ops.schema import forward, fused, input_grad, weight_grad
+from fastconv.ops.schema import OPERATORS, forward, fused, input_grad, weight_grad
 
 __all__ = ["forward", "fused", "input_grad", "weight_grad"]
 
 devices.register()
-native.register(entries.make_entry)
 autograd.register()
+native.register(
+    entries.make_entry,
+    {name: (*devices.kernels(name), autograd.kernels[name]) for name in OPERATORS},
+)
 autocast.register("cpu", "AutocastCPU")
 autocast.register("cuda", "AutocastCUDA")
 batching.register()
 decomposition.register()
 flops.register()
+inductor.register()
 sharding.register()

@@ -27,6 +27,7 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 # PyTorch's own operators do; torch.autograd.Function would start over with all the levels.
 from torch.autograd.function import _SingleLevelFunction
 
+from fastconv import native
 from fastconv.backends.epilogue import applied
 from fastconv.ops import devices, hooks
 from fastconv.ops.arguments import Geometry
@@ -291,14 +292,19 @@ def _below_autograd(
         return op(*args)
 
 
+kernels: dict[str, Callable[..., Any]] = {}
+"""The operators' autograd kernels, by the operators' names."""
+
+
 def register() -> None:
-    for op, function in (
-        (forward, FastconvConv2d),
-        (input_grad, FastconvInputGrad),
-        (weight_grad, FastconvWeightGrad),
-    ):
-        library.impl(op, _kernel(function), "Autograd")
-    library.impl(fused, _fused, "Autograd")
+    kernels.update(
+        forward=_kernel(FastconvConv2d),
+        input_grad=_kernel(FastconvInputGrad),
+        weight_grad=_kernel(FastconvWeightGrad),
+        fused=_fused,
+    )
+    for name, kernel in kernels.items():
+        library.impl(OPERATORS[name].call, kernel, "Autograd")
 
 
 def forward_here(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
@@ -357,6 +363,7 @@ def _composed(convolve: Callable[..., Tensor], check: Check, *args: Any) -> Tens
 
 def _fused(*args: Any) -> Tensor:
     """The operator's autograd kernel."""
+    native.load_if_built()
     if torch._C._are_functorch_transforms_active() or _recorded(*args[:4]):
         return _composed(forward, fused_result, *args)
     with torch._C._AutoDispatchBelowAutograd():
@@ -398,6 +405,7 @@ def _recorded(*tensors: Any) -> bool:
 
 def _kernel(function: Any) -> Callable[..., Any]:
     def kernel(*args: Any) -> Any:
+        native.load_if_built()
         if torch._C._are_functorch_transforms_active():
             with enable_single_level_autograd_function():
                 return function.apply(*args)

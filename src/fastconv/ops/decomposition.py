@@ -15,7 +15,6 @@ from torch._decomp import register_decomposition
 
 from fastconv.backends.epilogue import applied
 from fastconv.ops.arguments import FusedArguments, Ints
-from fastconv.ops.late import when_imported
 from fastconv.ops.schema import OPERATORS, Result, new_bias_grad
 
 _aten = torch.ops.aten
@@ -32,19 +31,6 @@ def register() -> None:
         register_decomposition(operator.call)(decomposition)
         # Otherwise PyTorch would decompose the operator to make fake tensors of symbolic sizes.
         register_decomposition(operator.call, type="meta")(operator.fake)
-    when_imported("torch._inductor.lowering", _keep_for_inductor)
-
-
-def _keep_for_inductor() -> None:
-    """Declares that ``torch.compile`` calls the operators as they are.
-
-    It does so anyway. But if the environment variable ``CI`` is set, it takes an unused
-    decomposition for a mistake in PyTorch, and raises an error.
-    """
-    from torch._inductor import lowering
-
-    for operator in OPERATORS.values():
-        lowering.make_fallback(operator.call, warn=False)
 
 
 def _forward(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastconv import native
 from fastconv.backends import cpu, cuda
 from fastconv.kernels import planner
 from fastconv.kernels.planner import Switch
@@ -30,17 +31,36 @@ PLAIN = (Tensor, torch.nn.Parameter)
 """The classes of tensors that have no ``__torch_function__`` or ``__torch_dispatch__``."""
 
 
+_KERNELS = {
+    "forward": forward_kernels,
+    "input_grad": input_grad_kernels,
+    "weight_grad": weight_grad_kernels,
+    "fused": fused_kernels,
+}
+
+
 def register() -> None:
-    for name, kernels, on in (
-        ("forward", forward_kernels, _forward_on),
-        ("input_grad", input_grad_kernels, _input_grad_on),
-        ("weight_grad", weight_grad_kernels, _weight_grad_on),
-        ("fused", fused_kernels, _fused_on),
-    ):
+    makers = (_forward_on, _input_grad_on, _weight_grad_on, _fused_on)
+    for (name, found), on in zip(_KERNELS.items(), makers, strict=True):
         operator = OPERATORS[name]
         for device_type, backend in BACKENDS.items():
-            kernels[device_type] = on(backend, partial(operator.describe, operator.known))
-            library.impl(operator.call, kernels[device_type], device_type.upper())
+            found[device_type] = on(backend, partial(operator.describe, operator.known))
+            library.impl(operator.call, _loading(found[device_type]), device_type.upper())
+
+
+def _loading(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the kernel that PyTorch calls until the native host path takes its place."""
+
+    def run(*args: Any) -> Any:
+        native.load_if_built()  # in inference mode, no other kernel of ours has done so
+        return kernel(*args)
+
+    return run
+
+
+def kernels(name: str) -> tuple[Callable[..., Any], ...]:
+    """Returns the functions that compute an operator on a CPU and on a GPU."""
+    return tuple(_KERNELS[name][device_type] for device_type in BACKENDS)
 
 
 def direct(

@@ -1,0 +1,155 @@
+// The kernels of torch.ops.fastconv.* for PyTorch's dispatcher: what compiled graphs, exported
+// programs and direct calls of the operators run.
+//
+// They take the place of Python's kernels for the keys CPU, CUDA and Autograd once the library is
+// loaded, and read the same table as eager calls. What they do not serve (transforms, modes,
+// subclasses, tangents, second derivatives) they hand to the kernels whose place they took.
+#pragma once
+
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include "autograd.h"
+
+namespace fastconv::host {
+
+using c10::IValue;
+using torch::jit::Stack;
+
+// --- An operator's arguments ---------------------------------------------------------------------
+
+// Each function reads a value of the stack, and returns false for what only Python takes: symbolic
+// integers, lists of the wrong length, unknown words.
+
+inline bool read(const IValue& value, Tensor& tensor) {
+  if (!value.isNone()) tensor = value.toTensor();
+  return true;
+}
+
+inline bool read(const IValue& value, int64_t& number) {
+  if (!value.isInt()) return false;
+  number = value.toInt();
+  return true;
+}
+
+template <size_t kCount>
+bool read(const IValue& value, std::array<int64_t, kCount>& numbers) {
+  if (!value.isIntList()) return false;
+  const auto list = value.toIntList();
+  if (list.size() != kCount) return false;
+  std::copy(list.begin(), list.end(), numbers.begin());
+  return true;
+}
+
+inline bool read(const IValue& value, std::optional<at::MemoryFormat>& format) {
+  if (!value.isNone()) format = value.toMemoryFormat();
+  return true;
+}
+
+template <class Words>
+bool read(const IValue& value, const Words& words, int64_t& index) {
+  const auto found = std::find(words.begin(), words.end(), value.toStringView());
+  index = found - words.begin();
+  return found != words.end();
+}
+
+inline bool read_geometry(const IValue* values, Geometry& g) {
+  if (values[4].isNone()) {
+    g.precision = kPyTorchs;
+  } else if (!read(values[4], kPrecisions, g.precision)) {
+    return false;
+  }
+  return read(values[0], g.stride) && read(values[1], g.padding) && read(values[2], g.dilation) &&
+         read(values[3], g.groups);
+}
+
+// Reads the arguments in the order of the schemas in ops/schema.py.
+inline bool read_call(const IValue* values, Call& call) {
+  if (!read(values[0], call.first) || !read(values[1], call.second)) return false;
+  switch (call.pass) {
+    case kForward:
+      return read(values[2], call.third) && read_geometry(values + 3, call.geometry);
+    case kFused:
+      call.slope = values[10].toDouble();
+      return read(values[2], call.third) && read(values[3], call.residual) &&
+             read_geometry(values + 4, call.geometry) &&
+             read(values[9], kActivations, call.activation);
+    case kInputGrad:
+      return read(values[2], call.size) && read_geometry(values + 3, call.geometry) &&
+             read(values[8], call.format);
+    case kWeightGrad:
+      call.bias_grad = values[8].toBool();
+      return read(values[2], call.size) && read_geometry(values + 3, call.geometry) &&
+             read(values[9], call.format);
+  }
+  return false;
+}
+
+// --- The kernels ---------------------------------------------------------------------------------
+
+enum Level : size_t { kCpu, kCuda, kAutograd };
+constexpr std::array kKeys = {c10::DispatchKey::CPU, c10::DispatchKey::CUDA,
+                              c10::DispatchKey::Autograd};
+
+// Computes a call by the kernel that this library's took the place of.
+inline std::function<void(Pass, Level, const c10::OperatorHandle&, Stack*)> replaced;
+
+inline void give(const Call& call, Results results, Stack* stack, size_t count) {
+  torch::jit::drop(*stack, count);
+  if (call.pass == kWeightGrad && !call.bias_grad) results.bias_grad = empty({0}, results.first);
+  stack->emplace_back(std::move(results.first));
+  if (call.pass == kWeightGrad) stack->emplace_back(std::move(results.bias_grad));
+}
+
+inline std::atomic<bool> serving = true;  // false: the kernels hand all calls on, for tests
+
+template <Pass kPass, Level kLevel>
+void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const size_t count = op.schema().arguments().size();
+  Call call{kPass};
+  if (bypassed || !serving || (kLevel == kAutograd && !has_only_autograd(keys)) ||
+      !read_call(&torch::jit::peek(*stack, 0, count), call)) {
+    return replaced(kPass, kLevel, op, stack);
+  }
+  if constexpr (kLevel == kAutograd) {
+    if (has_tangent(call.first, call.second, call.third, call.residual)) {
+      return replaced(kPass, kLevel, op, stack);
+    }
+    if (is_recorded(call.first, call.second, call.third, call.residual)) {
+      if (kPass != kForward) return replaced(kPass, kLevel, op, stack);
+      return give(call, {record(call), {}}, stack, count);
+    }
+  }
+  // A compiled graph may compute one weight after the other in the same buffer, without a word to
+  // its version counter. Such a buffer requires no gradient, as the weights of layers do.
+  const bool is_forward = kPass == kForward || kPass == kFused;
+  if (is_forward && call.second.requires_grad()) call.frozen = store.period;
+  give(call, run(call), stack, count);
+}
+
+template <Pass kPass, Level kLevel>
+void implement() {
+  static auto& library =
+      *new torch::Library(torch::Library::IMPL, "fastconv", kKeys[kLevel], __FILE__, __LINE__);
+  library.impl(kOperators[kPass],
+               torch::CppFunction::makeFromBoxedFunction<&kernel<kPass, kLevel>>());
+}
+
+struct NoWarnings : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+// Registers the kernels of all operators with PyTorch, which does so without a lock that readers
+// take. The caller has made sure that no thread is looking one of them up.
+inline void implement_operators() {
+  NoWarnings silent;  // PyTorch warns of a kernel that replaces another
+  const c10::WarningUtils::WarningHandlerGuard guard(&silent);
+  const auto implement_all = []<Pass... kPasses>() {
+    (implement<kPasses, kCpu>(), ...);
+    (implement<kPasses, kCuda>(), ...);
+    (implement<kPasses, kAutograd>(), ...);
+  };
+  implement_all.template operator()<kForward, kInputGrad, kWeightGrad, kFused>();
+}
+
+}  // namespace fastconv::host

@@ -1,0 +1,240 @@
+// Calls between the library and Python: entries that Python makes, and arguments of eager calls.
+#pragma once
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+
+#include "entry.h"
+
+namespace fastconv::host {
+
+namespace py = pybind11;
+
+inline PyObject* python_make_entry = nullptr;  // the function of ops/entries.py, never released
+
+// Calls Python from any thread. A Python error is rethrown in a form that threads of autograd can
+// pass on.
+template <class Function>
+auto in_python(const Function& function) {
+  py::gil_scoped_acquire gil;
+  try {
+    return function();
+  } catch (py::error_already_set& error) {
+    error.restore();
+    python_error persistent;
+    persistent.persist();
+    throw persistent;
+  }
+}
+
+inline py::object wrapped(const Tensor& tensor) {
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+}
+
+inline Argument argument_of(const py::tuple& description) {
+  Argument argument{Argument::kTensor, 0, {}};
+  const auto kind = description[0].cast<std::string>();
+  if (kind == "map") {
+    argument.kind = Argument::kMap;
+    const auto bytes = description[1].cast<std::string>();
+    TORCH_INTERNAL_ASSERT(bytes.size() == kMapBytes);
+    std::copy(bytes.begin(), bytes.end(), argument.map.begin());
+    argument.value = description[2].cast<int64_t>();
+    return argument;
+  }
+  if (kind == "int") argument.kind = Argument::kInteger;
+  argument.value = description[1].cast<int64_t>();
+  return argument;
+}
+
+inline Launch launch_of(const py::tuple& description) {
+  Launch launch{reinterpret_cast<void*>(description[0].cast<uintptr_t>()),
+                description[1].cast<std::array<unsigned, 3>>(), description[2].cast<unsigned>(),
+                description[3].cast<unsigned>(), description[4].cast<bool>()};
+  for (const auto& argument : description[5]) {
+    launch.arguments.push_back(argument_of(py::reinterpret_borrow<py::tuple>(argument)));
+    launch.maps += launch.arguments.back().kind == Argument::kMap;
+  }
+  return launch;
+}
+
+// A reference to a Python object that any thread may drop.
+inline std::shared_ptr<PyObject> kept(const py::object& object) {
+  return {object.inc_ref().ptr(), [](PyObject* held) {
+            py::gil_scoped_acquire gil;
+            Py_DECREF(held);
+          }};
+}
+
+// The function that computes an entry's calls by a function of Python.
+inline decltype(Entry::fill) filled_by(const py::object& fill) {
+  return [function = kept(fill)](const Call& call, Precision precision, const Tensor& result,
+                                 const Tensor& bias_grad) {
+    in_python([&] {
+      py::handle(function.get())(wrapped(call.first), wrapped(call.second),
+                                 wrapped(call.bias_grad ? bias_grad : call.third),
+                                 wrapped(call.residual), wrapped(result), kPrecisions[precision]);
+    });
+  };
+}
+
+inline std::shared_ptr<const Entry> entry_of(const py::object& made) {
+  const auto entry = std::make_shared<Entry>();
+  entry->shape = made.attr("shape").cast<std::vector<int64_t>>();
+  entry->format = made.attr("channels_last").cast<bool>() ? at::MemoryFormat::ChannelsLast
+                                                          : at::MemoryFormat::Contiguous;
+  entry->bias_elements = made.attr("bias_elements").cast<int64_t>();
+  entry->copied = made.attr("copied").cast<std::array<bool, 2>>();
+  entry->scratch_bytes = made.attr("scratch_bytes").cast<int64_t>();
+  for (const auto& launch : made.attr("launches")) {
+    entry->launches.push_back(launch_of(py::reinterpret_borrow<py::tuple>(launch)));
+  }
+  entry->packs = made.attr("packs").cast<size_t>();
+  if (const py::object fill = made.attr("fill"); !fill.is_none()) entry->fill = filled_by(fill);
+  if (const py::object trouble = made.attr("trouble"); !trouble.is_none()) {
+    entry->trouble = [function = kept(trouble)](auto... what) {
+      in_python([&] { py::handle(function.get())(what...); });
+    };
+  }
+  return entry;
+}
+
+// The operator's arguments, in the order of its schema.
+inline py::tuple arguments_of(const Call& call, const py::object& precision) {
+  const Geometry& g = call.geometry;
+  const auto geometry = py::make_tuple(g.stride, g.padding, g.dilation, g.groups, precision);
+  const auto both = py::make_tuple(wrapped(call.first), wrapped(call.second));
+  const auto format = call.format ? py::cast(*call.format) : py::none();
+  if (call.pass == kForward) return both + py::make_tuple(wrapped(call.third)) + geometry;
+  if (call.pass == kFused) {
+    return both + py::make_tuple(wrapped(call.third), wrapped(call.residual)) + geometry +
+           py::make_tuple(kActivations[call.activation], call.slope);
+  }
+  const auto common = both + py::make_tuple(call.size) + geometry;
+  if (call.pass == kInputGrad) return common + py::make_tuple(format);
+  return common + py::make_tuple(call.bias_grad, format);
+}
+
+inline std::shared_ptr<const Entry> entry_of(const Call& call, Precision precision) {
+  return in_python([&] {
+    const py::object answer = py::handle(python_make_entry)(
+        kOperators[call.pass], *arguments_of(call, py::str(kPrecisions[precision])));
+    return entry_of(answer);
+  });
+}
+
+// --- The arguments of an eager call --------------------------------------------------------------
+
+// Each function parses the usual forms of an argument, and returns false for all others: Python
+// serves these calls.
+
+inline bool parse(PyObject* object, int64_t& number) {
+  if (!PyLong_CheckExact(object)) return false;
+  int overflow = 0;
+  number = PyLong_AsLongLongAndOverflow(object, &overflow);
+  return overflow == 0;
+}
+
+inline bool parse(PyObject* object, std::array<int64_t, 2>& pair) {
+  if (parse(object, pair[0])) {
+    pair[1] = pair[0];
+    return true;
+  }
+  return PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 2 &&
+         parse(PyTuple_GET_ITEM(object, 0), pair[0]) && parse(PyTuple_GET_ITEM(object, 1), pair[1]);
+}
+
+inline bool parse_padding(PyObject* object, const Tensor& weight, Geometry& g) {
+  std::array<int64_t, 2> rows{}, columns{};
+  if (parse(object, rows)) {
+    g.padding = {rows[0], rows[0], rows[1], rows[1]};
+    return true;
+  }
+  if (PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 2) {
+    g.padding = {};
+    const bool four = PyTuple_CheckExact(PyTuple_GET_ITEM(object, 0)) &&
+                      PyTuple_CheckExact(PyTuple_GET_ITEM(object, 1)) &&
+                      parse(PyTuple_GET_ITEM(object, 0), rows) &&
+                      parse(PyTuple_GET_ITEM(object, 1), columns);
+    g.padding = {rows[0], rows[1], columns[0], columns[1]};
+    return four;
+  }
+  if (!PyUnicode_CheckExact(object)) return false;
+  g.padding = {};
+  if (PyUnicode_CompareWithASCIIString(object, "valid") == 0) return true;
+  if (PyUnicode_CompareWithASCIIString(object, "same") != 0 || g.stride[0] != 1 ||
+      g.stride[1] != 1) {
+    return false;
+  }
+  for (size_t axis : {0, 1}) {
+    int64_t both;
+    if (__builtin_mul_overflow(g.dilation[axis], weight.size(2 + axis) - 1, &both)) return false;
+    if (both < 0) return false;
+    g.padding[2 * axis] = both / 2;
+    g.padding[2 * axis + 1] = both - both / 2;
+  }
+  return true;
+}
+
+inline bool parse_precision(PyObject* object, int64_t& precision) {
+  precision = kPyTorchs;
+  if (object == Py_None) return true;
+  if (!PyUnicode_CheckExact(object)) return false;
+  for (const int64_t known : {kIeee, kTf32}) {
+    if (PyUnicode_CompareWithASCIIString(object, kPrecisions[known]) == 0) precision = known;
+  }
+  return precision != kPyTorchs;
+}
+
+inline bool parse_activation(PyObject* object, Call& call) {
+  if (object == Py_None) return true;
+  const bool has_slope = PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 2;
+  PyObject* name = has_slope ? PyTuple_GET_ITEM(object, 0) : object;
+  if (!PyUnicode_CheckExact(name)) return false;
+  const auto is_name = [&](const char* known) {
+    return PyUnicode_CompareWithASCIIString(name, known) == 0;
+  };
+  const auto found = std::find_if(kActivations.begin(), kActivations.end(), is_name);
+  call.activation = found - kActivations.begin();
+  if (has_slope) {
+    PyObject* slope = PyTuple_GET_ITEM(object, 1);
+    if (!PyFloat_CheckExact(slope)) return false;
+    call.slope = PyFloat_AS_DOUBLE(slope);
+  } else if (call.activation == kLeakyRelu) {
+    call.slope = kLeakySlope;
+  }
+  return found != kActivations.end();
+}
+
+inline bool parse_epilogue(PyObject* activation, PyObject* residual, Call& call) {
+  if (activation == Py_None && residual == Py_None) return true;
+  call.pass = kFused;
+  if (residual != Py_None) {
+    if (!THPVariable_CheckExact(residual)) return false;
+    call.residual = THPVariable_Unpack(residual);
+  }
+  return parse_activation(activation, call);
+}
+
+inline bool parse_call(PyObject* const* arguments, Call& call) {
+  if (!THPVariable_CheckExact(arguments[0]) || !THPVariable_CheckExact(arguments[1])) return false;
+  call.first = THPVariable_Unpack(arguments[0]);
+  call.second = THPVariable_Unpack(arguments[1]);
+  if (arguments[2] != Py_None) {
+    if (!THPVariable_CheckExact(arguments[2])) return false;
+    call.third = THPVariable_Unpack(arguments[2]);
+  }
+  Geometry& g = call.geometry;
+  for (const Tensor& tensor : {call.first, call.second}) {
+    if (tensor.is_nested() || tensor.layout() != at::kStrided || tensor.dim() != 4) return false;
+  }
+  return parse(arguments[3], g.stride) && parse(arguments[5], g.dilation) &&
+         parse_padding(arguments[4], call.second, g) && parse(arguments[6], g.groups) &&
+         parse_precision(arguments[7], g.precision) &&
+         parse_epilogue(arguments[8], arguments[9], call);
+}
+
+}  // namespace fastconv::host

@@ -1,0 +1,164 @@
+"""The library's kernels of ``torch.ops.fastconv.*`` take the place of Python's.
+
+That both compute the same is tested where the operators are: those tests run with both host paths.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from fastconv import native
+from fastconv.ops import autograd, devices
+from native.helpers import Compiler, run, tensors
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the native host path is Linux's"),
+    pytest.mark.usefixtures("_native_library"),
+]
+
+FORWARD = torch.ops.fastconv.forward.default
+GEOMETRY = ((1, 1), (1, 1, 1, 1), (1, 1), 1, None)
+INPUT, WEIGHT = (2, 4, 7, 6), (6, 4, 3, 3)
+
+
+@pytest.fixture
+def python_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls that reach Python's kernels, in whatever way."""
+    calls: list[str] = []
+
+    def noted(level: str) -> None:
+        calls.append(level)
+
+    # The library holds the kernels themselves, so what they call is watched.
+    for name, level in (("_recorded", "autograd"), ("_below_autograd", "below")):
+        function = getattr(autograd, name)
+        monkeypatch.setattr(
+            autograd, name, lambda *a, f=function, n=level, **k: (noted(n), f(*a, **k))[1]
+        )
+    return calls
+
+
+def test_python_takes_no_part(python_calls: list[str]) -> None:
+    input, weight = tensors(INPUT, WEIGHT)
+    native.load()
+    FORWARD(input, weight, None, *GEOMETRY)
+    output = FORWARD(input, weight.requires_grad_(), None, *GEOMETRY)
+    assert output.grad_fn is not None
+    assert output.grad_fn.name() == "FastconvConv2dBackward"
+    output.sum().backward()
+    assert not python_calls
+
+
+def test_python_takes_what_is_not_plain(python_calls: list[str]) -> None:
+    input, weight = tensors(INPUT, WEIGHT)
+    native.load()
+    found, tangent = torch.func.jvp(
+        lambda x: FORWARD(x, weight, None, *GEOMETRY), (input,), (input,)
+    )
+    torch.testing.assert_close(found, tangent)
+    assert python_calls
+    python_calls.clear()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        FORWARD(torch.empty(INPUT), torch.empty(WEIGHT), None, *GEOMETRY)
+    assert python_calls
+
+
+def test_tests_can_have_python_serve(python_calls: list[str]) -> None:
+    input, weight = tensors(INPUT, WEIGHT)
+    native.load()
+    native.serve_operators(False)
+    try:
+        FORWARD(input, weight, None, *GEOMETRY)
+    finally:
+        native.serve_operators(True)
+    assert python_calls
+
+
+def test_kernels_are_handed_over_by_name() -> None:
+    for name in ("forward", "input_grad", "weight_grad", "fused"):
+        cpu, cuda, recorded = native._kernels[name]
+        assert (cpu, cuda) == devices.kernels(name)
+        assert recorded is autograd.kernels[name]
+
+
+def test_taking_over(fake: Compiler) -> None:
+    """Graphs that were compiled before go on, and no call of another thread is lost."""
+    program = """
+import threading
+from torch import Tensor
+
+forward = torch.ops.fastconv.forward.default
+geometry = ((1, 1), (1, 1, 1, 1), (1, 1), 1, None)
+x, w = torch.randn(2, 4, 7, 6), torch.randn(6, 4, 3, 3, requires_grad=True)
+
+def step(x: Tensor, w: Tensor) -> Tensor:
+    return forward(x.sin(), w, None, *geometry).relu()
+
+compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+
+def gradient() -> Tensor:
+    return torch.autograd.grad(compiled(x, w).sum(), w)[0]
+
+before, expected, failed, done = gradient(), forward(x, w, None, *geometry), [], []
+
+def call_all_the_time() -> None:
+    try:
+        while not done:
+            assert torch.equal(forward(x, w, None, *geometry), expected)
+    except BaseException as error:
+        failed.append(error)
+
+threads = [threading.Thread(target=call_all_the_time) for _ in range(3)]
+for thread in threads:
+    thread.start()
+native.start_build()
+native.finish()
+assert native.conv2d is native.load()
+for _ in range(50):
+    assert torch.equal(gradient(), before)
+done.append(True)
+for thread in threads:
+    thread.join()
+print(failed, hasattr(forward(x, w, None, *geometry).grad_fn, "_forward_cls"))
+"""
+    assert run(program) == ["[] False"], "a node of Python's has the class"
+
+
+@pytest.mark.parametrize("mode", ["enable_grad", "no_grad", "inference_mode"])
+def test_an_operator_loads_what_is_built(fake: Compiler, mode: str) -> None:
+    """A process that calls operators alone, as compiled graphs do, uses the library as well."""
+    program = f"""
+native.make()
+native.start_build()
+assert native.conv2d is native._load_at_once
+with torch.{mode}():
+    x, w = torch.randn(2, 4, 7, 6), torch.randn(6, 4, 3, 3)
+    torch.ops.fastconv.forward.default(x, w, None, (1, 1), (0, 0, 0, 0), (1, 1), 1, None)
+print(native.conv2d is native.load())
+"""
+    assert run(program) == ["True"]
+
+
+def test_an_operator_builds_what_is_required(fake: Compiler) -> None:
+    program = """
+x, w = torch.randn(2, 4, 7, 6), torch.randn(6, 4, 3, 3)
+torch.ops.fastconv.forward.default(x, w, None, (1, 1), (0, 0, 0, 0), (1, 1), 1, None)
+print(native._module is not None)
+"""
+    assert run(program, FASTCONV_NATIVE="1") == ["True"]
+
+
+def test_words_that_only_python_explains() -> None:
+    input, weight = tensors(INPUT, WEIGHT)
+    native.load()
+    with pytest.raises(ValueError, match="activation should be"):
+        torch.ops.fastconv.fused.default(input, weight, None, None, *GEOMETRY, "swish", 0.0)
+    wrong: list[Tensor] = [torch.randn(2, 3, 7, 6), torch.randn(4, 7, 6, 1, 1)]
+    for tensor in wrong:
+        with pytest.raises(RuntimeError, match=r"expected|Expected"):
+            FORWARD(tensor, weight, None, *GEOMETRY)
