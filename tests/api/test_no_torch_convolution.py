@@ -122,8 +122,19 @@ def test_sources_use_no_convolution_of_pytorch(path: Path) -> None:
 def test_the_decomposition_names_two_alone() -> None:
     uses = _uses(DECOMPOSITION.read_text(encoding="utf-8"))
     assert {use.split()[-1] for use in uses} == {"convolution", "convolution_backward"}
-    importers = [path.name for path in _sources() if "decomposition" in path.read_text("utf-8")]
-    assert importers == ["__init__.py"]  # It registers the decompositions, and calls none.
+    importers = [path.relative_to(PACKAGE) for path in _sources() if _imports_decompositions(path)]
+    assert importers == [Path("ops/__init__.py")], "it registers the decompositions, and calls none"
+
+
+def _imports_decompositions(path: Path) -> bool:
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    names = {
+        f"{node.module}.{alias.name}"
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    return any(name.startswith("fastconv.ops.decomposition") for name in names)
 
 
 def test_pytorchs_layer_has_one_name_by_which_none_is_made() -> None:

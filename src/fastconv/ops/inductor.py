@@ -99,7 +99,7 @@ def fuse(graph: Graph) -> None:
 class _Tail(NamedTuple):
     """A convolution, and the epilogue whose result is a node of the graph."""
 
-    convolution: Node
+    forward: Node  # the node of the operator
     residual: Node | None
     activation: str
     slope: float
@@ -176,12 +176,12 @@ def _expressions(sizes: Sequence[Any]) -> list[Any]:
 
 def _replace(graph: Graph, node: Node, tail: _Tail) -> None:
     after = (tail.activation, tail.slope)
-    input, weight, bias, *geometry = tail.convolution.args
+    input, weight, bias, *geometry = tail.forward.args
     with graph.inserting_before(node):
         new = graph.call_function(fused, (input, weight, bias, tail.residual, *geometry, *after))
     new.meta.update(node.meta)
-    if _STRIDES in tail.convolution.meta:
-        (input, weight, bias, *geometry), _ = tail.convolution.meta[_STRIDES]
+    if _STRIDES in tail.forward.meta:
+        (input, weight, bias, *geometry), _ = tail.forward.meta[_STRIDES]
         residual = None if tail.residual is None else tail.residual.meta["val"]
         new.meta[_STRIDES] = ((input, weight, bias, residual, *geometry, *after), {})
     node.replace_all_uses_with(new)
