@@ -50,6 +50,12 @@ def _native_library() -> Callable[..., Any]:
     return native.load()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _operators_by_python() -> None:
+    """Python serves operators wherever a test does not choose: many tests force what it plans."""
+    native.serve_operators(False)
+
+
 @pytest.fixture(params=["python", "native"], scope="module")
 def host_path(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs a module's tests with the Python host path, and again with the native one."""
@@ -59,7 +65,7 @@ def host_path(request: pytest.FixtureRequest) -> Iterator[str]:
     native.serve_operators(by_native)
     with mock.patch.object(native, "conv2d", chosen), mock.patch.dict(os.environ, for_processes):
         yield request.param
-    native.serve_operators(True)
+    native.serve_operators(False)
 
 
 @pytest.fixture

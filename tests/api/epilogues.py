@@ -13,7 +13,7 @@ from torch import Tensor
 import fastconv
 import oracle
 
-# For tests in which the dispatcher has to see the operators: both host paths are then the same.
+# For tests of backends in Python, which both host paths call in the same way.
 by_python = pytest.mark.parametrize("host_path", ["python"], indirect=True)
 
 FUNCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {

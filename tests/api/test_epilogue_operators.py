@@ -32,7 +32,6 @@ from epilogues import (
     RESIDUAL,
     WEIGHT,
     assert_close,
-    by_python,
     conv2d,
     every_activation,
     random_tensors,
@@ -85,7 +84,6 @@ def test_promised_layouts_are_returned() -> None:
 SMOOTH = ("identity", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh", ("leaky_relu", 0.9))
 
 
-@by_python
 @pytest.mark.parametrize("activation", SMOOTH, ids=str)
 def test_gradcheck(activation: Any) -> None:
     tensors = [tensor.requires_grad_() for tensor in random_tensors(*ALL)]
@@ -271,7 +269,6 @@ def _targets(graph: torch.fx.Graph) -> list[str]:
 FUSED, FORWARD = "fastconv.fused.default", "fastconv.forward.default"
 
 
-@by_python
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_compile(training: bool) -> None:
     graphs: list[torch.fx.GraphModule] = []
@@ -299,7 +296,6 @@ def test_compile(training: bool) -> None:
         assert set(targets) == {FUSED}
 
 
-@by_python
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 def test_export_and_decompositions(tmp_path: Path) -> None:
     model, input = _Block().eval(), torch.randn(2, 4, 5, 6)

@@ -52,7 +52,7 @@ def _noting_kernels() -> Iterator[dict[str, Kernel]]:
         return SimpleNamespace(run=lambda *addresses: None)
 
     backend._ready.cache_clear()
-    by_python = mock.patch.multiple(native, conv2d=None, begin=lambda: None)
+    by_python = mock.patch.multiple(native, conv2d=None, start_build=lambda: None)
     with mock.patch.object(launch, "load_launches", load_launches), by_python:
         try:
             yield kernels

@@ -6,6 +6,7 @@ That both compute the same is tested where the operators are: those tests run wi
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,6 +25,13 @@ pytestmark = [
 FORWARD = torch.ops.fastconv.forward.default
 GEOMETRY = ((1, 1), (1, 1, 1, 1), (1, 1), 1, None)
 INPUT, WEIGHT = (2, 4, 7, 6), (6, 4, 3, 3)
+
+
+@pytest.fixture(autouse=True)
+def _operators_by_the_library() -> Iterator[None]:
+    native.serve_operators(True)
+    yield
+    native.serve_operators(False)
 
 
 @pytest.fixture

@@ -48,7 +48,6 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passes]:
 
     prepared = SimpleNamespace(run=lambda *_: None)
     monkeypatch.setattr(native, "conv2d", None)
-    native.serve_operators(False)
     monkeypatch.setattr(native, "start_build", lambda: None)
     monkeypatch.setattr(lookahead, "compile_gradients", compile_gradients)
     monkeypatch.setattr(cuda, "before_forward", lookahead.compile_next_layers)
@@ -66,7 +65,6 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passes]:
         monkeypatch.setitem(kernels, "cpu", on(cuda, describe))
     cuda._ready.cache_clear()
     yield found
-    native.serve_operators(True)
     cuda._ready.cache_clear()
     cuda.take_latest()
 

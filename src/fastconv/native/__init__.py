@@ -57,6 +57,7 @@ _reason = _NOT_YET  # why Python serves calls
 _started = False  # whether start_build() has looked for the library
 _forked = False  # whether this process is a fork of one that had imported fastconv
 _frozen = False  # whether frozen_weights is active
+_serving = True  # whether the library computes PyTorch's calls of operators
 _make_entry: Callable[..., Any] | None = None  # makes the entries of the library's table
 _kernels: dict[str, tuple[Callable[..., Any], ...]] = {}  # Python's, which the library replaces
 _module: Any = None  # the loaded library
@@ -180,6 +181,7 @@ def load() -> Callable[..., Any]:
     _module.set_make_entry(_make_entry)
     _module.freeze(_frozen)
     _module.bypass(bypass.is_on())
+    _module.serve_operators(_serving)
     _module.register_operators(_kernels)
     call: Callable[..., Any] = _module.call
     return call
@@ -197,10 +199,12 @@ def load_if_built() -> None:
 
 
 def serve_operators(on: bool) -> None:
-    """Sets whether the library, if it is loaded, or Python computes PyTorch's calls of operators.
+    """Sets whether the library, once it is loaded, or Python computes PyTorch's calls of operators.
 
     Tests compare the two. Calls of :data:`conv2d` do not go through operators.
     """
+    global _serving
+    _serving = on
     if _module is not None:
         _module.serve_operators(on)
 

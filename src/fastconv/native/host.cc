@@ -31,7 +31,7 @@ std::array<std::array<PyObject*, kKeys.size()>, kOperators.size()> python_kernel
 
 // The stack has a memory format as the number of an enumeration, which Python's kernels do not
 // take.
-py::object argument_of(const c10::Argument& argument, const IValue& value) {
+py::object to_python(const c10::Argument& argument, const IValue& value) {
   const bool is_format = argument.name() == "memory_format" && !value.isNone();
   return is_format ? py::cast(value.toMemoryFormat()) : torch::jit::toPyObject(value);
 }
@@ -42,7 +42,7 @@ void call_python(Pass pass, Level level, const c10::OperatorHandle& op, Stack* s
   in_python([&] {
     py::tuple arguments(count);
     for (size_t i = 0; i < count; ++i) {
-      arguments[i] = argument_of(expected[i], torch::jit::peek(*stack, i, count));
+      arguments[i] = to_python(expected[i], torch::jit::peek(*stack, i, count));
     }
     const py::object result = py::handle(python_kernels[pass][level])(*arguments);
     torch::jit::drop(*stack, count);
