@@ -23,6 +23,8 @@ FLOORS = (
         "backends",
         "ops",
         "functional",
+        "geometry",
+        "transposed",
         "modules",
         "network",
         "_frozen",

@@ -1,4 +1,4 @@
-"""Hand-written convolution kernels behind ``torch.nn.Conv2d`` and ``F.conv2d``."""
+"""Hand-written convolution kernels behind PyTorch's 1-D, 2-D and transposed convolutions."""
 
 from fastconv import ops as ops  # registers torch.ops.fastconv
 from fastconv._frozen import frozen_weights
@@ -12,8 +12,9 @@ from fastconv.errors import (
     LaunchError,
 )
 from fastconv.exporter import export
-from fastconv.functional import Activation, LayerPadding, PaddingLike, conv2d
-from fastconv.modules import Conv2d, FusedConv2d
+from fastconv.functional import conv1d, conv2d
+from fastconv.geometry import Activation, LayerPadding, PaddingLike
+from fastconv.modules import Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, FusedConv2d
 from fastconv.network import lookahead
 from fastconv.network.conversion import Conversion, convert, restore
 from fastconv.network.optimization import optimize
@@ -25,11 +26,15 @@ from fastconv.network.preparation import (
     preparing,
 )
 from fastconv.network.report import MeasuredLayer, Optimization
+from fastconv.transposed import conv_transpose1d, conv_transpose2d
 
 __all__ = [
     "Activation",
     "CompilationError",
+    "Conv1d",
     "Conv2d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
     "Conversion",
     "ExportError",
     "FastconvError",
@@ -44,7 +49,10 @@ __all__ = [
     "Preparation",
     "PreparedPass",
     "Preparing",
+    "conv1d",
     "conv2d",
+    "conv_transpose1d",
+    "conv_transpose2d",
     "convert",
     "export",
     "frozen_weights",

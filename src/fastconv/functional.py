@@ -1,49 +1,29 @@
-"""``fastconv.conv2d``: turns the user's arguments into those of the operators."""
+"""``fastconv.conv2d`` and ``conv1d``: turn the user's arguments into those of the operators."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fastconv import _precision, native
 from fastconv._precision import Precision
-from fastconv.ops import autograd
-from fastconv.ops.schema import check_dense, unknown_activation
-from fastconv.problem import ActivationName, Padding
-
-IntOrPair = int | Sequence[int]
-
-LayerPadding = (
-    int | tuple[int, int] | tuple[tuple[int, int], tuple[int, int]] | Literal["valid", "same"]
+from fastconv.geometry import (
+    Activation,
+    IntOrPair,
+    PaddingLike,
+    activation_of,
+    check_tensors,
+    integer,
+    numbers,
+    only_row,
+    sides,
 )
-"""The type of ``padding`` for ``fastconv.Conv2d``.
-
-One number, ``(vertical, horizontal)``, ``((top, bottom), (left, right))``, ``"valid"`` (none) or
-``"same"`` (an output as large as the input).
-"""
-
-PaddingLike = LayerPadding | str | Sequence[int] | Sequence[Sequence[int]]
-"""The type of ``padding`` for ``fastconv.conv2d``.
-
-That of ``fastconv.Conv2d``, also in lists, or a layer's attribute ``padding``, whose type in
-PyTorch is ``str | tuple[int, ...]``.
-"""
-
-Activation = ActivationName | tuple[Literal["leaky_relu"], float]
-"""The type of ``activation``: a name, or ``("leaky_relu", slope)``.
-
-The names are ``"identity"``, ``"relu"``, ``"relu6"``, ``"leaky_relu"``, ``"silu"``, ``"gelu"``,
-``"gelu_tanh"``, ``"hardswish"``, ``"sigmoid"`` and ``"tanh"``: functions of
-``torch.nn.functional``, where ``"gelu_tanh"`` is the approximation of GELU by tanh.
-"""
-
-_LEAKY_SLOPE = 0.01  # the default of torch.nn.functional.leaky_relu
+from fastconv.ops import autograd
+from fastconv.ops.schema import check_dense
+from fastconv.problem import Padding, check_bias, check_shapes
 
 
 def conv2d(
@@ -128,32 +108,30 @@ def conv2d(
             conv2d, tensors, input, weight, bias, stride, padding, dilation, groups,
             precision=precision, **epilogue,
         )  # fmt: skip
-    for i, tensor in enumerate(tensors):
-        if not isinstance(tensor, Tensor):
-            names = ("input", "weight", *(["bias"] if bias is not None else []), "residual")
-            raise TypeError(f"conv2d(): {names[i]} must be a Tensor, not {type(tensor).__name__}")
+    check_tensors("conv2d()", input, weight, bias, residual)
     if input.dim() not in (3, 4):
         raise RuntimeError(
             "Expected 3D (unbatched) or 4D (batched) input to conv2d, "
             f"but got input of size: {list(input.shape)}"
         )
-    stride, dilation = _pair("stride", stride), _pair("dilation", dilation)
-    sides = _sides(padding, weight, stride, dilation)
-    groups = _int("groups", groups)
+    stride = numbers("conv2d()", "stride", stride, 2)
+    dilation = numbers("conv2d()", "dilation", dilation, 2)
+    around = Padding(*sides("conv2d()", padding, weight, stride, dilation))
+    groups = integer("conv2d()", "groups", groups)
     mode = _precision.override() if precision is None else _precision.checked(precision)
     if input.dim() == 3:
         check_dense("input", input)
         if residual is not None:
             epilogue["residual"] = _batch_of_one(residual)
         output = conv2d(
-            input.unsqueeze(0), weight, bias, stride, (sides[:2], sides[2:]), dilation, groups,
+            input.unsqueeze(0), weight, bias, stride, (around[:2], around[2:]), dilation, groups,
             precision=mode, **epilogue,
         )  # fmt: skip
         return output.squeeze(0)
     if not epilogue:
-        return autograd.forward_here(input, weight, bias, (stride, sides, dilation, groups, mode))
+        return autograd.forward_here(input, weight, bias, (stride, around, dilation, groups, mode))
     return autograd.fused_here(
-        _convolution, input, weight, bias, residual, (stride, sides, dilation, groups, mode),
+        _convolution, input, weight, bias, residual, (stride, around, dilation, groups, mode),
         *activation_of(activation),
     )  # fmt: skip
 
@@ -163,13 +141,13 @@ def _convolution(
     weight: Tensor,
     bias: Tensor | None,
     stride: tuple[int, int],
-    sides: Padding,
+    around: Padding,
     dilation: tuple[int, int],
     groups: int,
     mode: Precision | None,
 ) -> Tensor:
     """Computes the operator ``forward``, by the native host path if it serves calls."""
-    padding = (sides[:2], sides[2:])
+    padding = (around[:2], around[2:])
     return conv2d(input, weight, bias, stride, padding, dilation, groups, precision=mode)
 
 
@@ -183,112 +161,126 @@ def _batch_of_one(residual: Tensor) -> Tensor:
     return residual.unsqueeze(0)
 
 
-def activation_of(value: Activation | None) -> tuple[str, float]:
-    """Returns the activation's name and slope; the operator checks the name."""
-    if value is None:
-        return "identity", 0.0
-    if isinstance(value, str):
-        return value, _LEAKY_SLOPE if value == "leaky_relu" else 0.0
-    if isinstance(value, tuple) and len(value) == 2:
-        name, slope = value
-        if isinstance(name, str) and isinstance(slope, (int, float)):
-            return name, float(slope)
-    raise unknown_activation(value)
+def conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: IntOrPair = 1,
+    padding: PaddingLike = 0,
+    dilation: IntOrPair = 1,
+    groups: int = 1,
+    *,
+    precision: Precision | None = None,
+    activation: Activation | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Applies a 1-D convolution, as ``torch.nn.functional.conv1d`` does.
 
+    It is a 2-D convolution of images with one row: nothing is copied. With ``activation`` or
+    ``residual``, it computes activation(convolution + bias + residual), as ``fastconv.conv2d``
+    does.
 
-def _int(name: str, value: int) -> int:
-    """Returns ``value`` as an int, or as it is if symbolic; refuses bools and other types."""
-    if type(value) is int or isinstance(value, torch.SymInt):
-        return value
-    if not isinstance(value, bool):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    raise TypeError(f"conv2d(): {name} must be made of ints, but got {name}={value!r}")
+    Args:
+        input: ``(batch, in_channels, length)``, or without ``batch``. It is read as it lies in
+            memory, also as the transposed view of ``(batch, length, channels)``.
+        weight: ``(out_channels, in_channels / groups, kernel length)``.
+        bias: ``(out_channels)``, or None.
+        stride: one number, alone or in a tuple.
+        padding: zeros before and after the input: one number, alone or in a tuple, ``'valid'``
+            (none), ``'same'`` (output as long as the input; stride 1 only), or, which PyTorch does
+            not take, one number per side: ``((before, after),)``. With ``((k - 1, 0),)`` the
+            convolution is causal. The input is never copied to pad it.
+        dilation: one number, alone or in a tuple.
+        groups: number of groups the channels are split into.
+        precision: ``"ieee"`` or ``"tf32"``, as for ``fastconv.conv2d``.
+        activation: as for ``fastconv.conv2d``.
+        residual: a tensor that is added before the activation. It has the result's size and the
+            input's type and device.
 
+    Returns:
+        ``(batch, out_channels, out_length)``, or without ``batch``. If the input is contiguous, its
+        strides are PyTorch's. If the input is a transposed view of ``(batch, length, channels)``,
+        so is the output, where PyTorch copies the input and returns a contiguous output.
 
-def _pair(name: str, value: IntOrPair) -> tuple[int, int]:
-    if type(value) is int:  # the most frequent form, decided first to save host time
-        return value, value
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        both = _int(name, value)
-        return both, both
-    if len(value) == 1:
-        both = _int(name, value[0])
-        return both, both
-    if len(value) != 2:
-        raise RuntimeError(
-            f"expected {name} to be a single integer value or a list of 2 values to match the "
-            f"convolution dimensions, but got {name}={list(value)}"
-        )
-    return _int(name, value[0]), _int(name, value[1])
+    Raises:
+        TypeError: an argument has a type that PyTorch would not take either.
+        RuntimeError: sizes, types or devices do not fit together, as in PyTorch.
+        ValueError: ``precision`` or ``activation`` is none of those above.
+        fastconv.GpuUnavailable: the tensors are on a GPU, and this machine lacks what the kernels
+            need beside it.
+        fastconv.CompilationError: the compiler refuses a kernel.
+        fastconv.LaunchError: the CUDA driver refuses a kernel.
 
-
-def _sides(
-    padding: PaddingLike, weight: Tensor, stride: tuple[int, int], dilation: tuple[int, int]
-) -> Padding:
-    """Returns any form of ``padding`` as the number of zeros on each of the four sides."""
-    if type(padding) is int:
-        return Padding(padding, padding, padding, padding)
-    if isinstance(padding, str):
-        return _named_padding(padding, weight, stride, dilation)
-    if is_four_sided(padding):
-        return four_sides(padding)
-    vertical, horizontal = _pair("padding", padding)  # type: ignore[arg-type]
-    return Padding(vertical, vertical, horizontal, horizontal)
-
-
-def is_four_sided(padding: PaddingLike) -> bool:
-    """Whether ``padding`` has the form ``((top, bottom), (left, right))``."""
-    return (
-        isinstance(padding, Sequence)
-        and len(padding) == 2
-        and all(isinstance(side, Sequence) and len(side) == 2 for side in padding)
-    )
-
-
-def four_sides(padding: PaddingLike) -> Padding:
-    """Returns ``((top, bottom), (left, right))`` as the number of zeros on each side."""
-    vertical, horizontal = cast("Sequence[Sequence[int]]", padding)
-    return Padding(*_pair("padding", vertical), *_pair("padding", horizontal))
-
-
-def _named_padding(
-    padding: str, weight: Tensor, stride: tuple[int, int], dilation: tuple[int, int]
-) -> Padding:
-    if padding == "valid":
-        return Padding(0, 0, 0, 0)
-    if padding != "same":
-        raise RuntimeError(f"Invalid padding string: {padding!r}; it should be 'same' or 'valid'")
-    if stride != (1, 1):
-        raise RuntimeError(
-            f"padding='same' is not supported for strided convolutions, but got stride={stride}"
-        )
-    # A weight of another rank gets a better error message later on.
-    kernel_size = (*_kernel_size(weight), 1, 1)
-    vertical, horizontal = (
-        step * (size - 1) for step, size in zip(dilation, kernel_size, strict=False)
-    )
-    top, left = vertical // 2, horizontal // 2
-    return Padding(top, vertical - top, left, horizontal - left)
-
-
-def _kernel_size(weight: Tensor) -> tuple[int, ...]:
-    """Returns the height and width of the weight, as ints.
-
-    In a trace (``torch.jit.trace``) sizes are tensors, which only PyTorch's own operators accept as
-    arguments. So the trace records the numbers themselves, as it does for the stride. A parameter's
-    sizes do not change; for any other tensor PyTorch warns.
+    Examples:
+        >>> audio, weight = torch.randn(8, 16, 100), torch.randn(32, 16, 5)
+        >>> fastconv.conv1d(audio, weight, padding=2, stride=2).shape
+        torch.Size([8, 32, 50])
+        >>> causal = fastconv.conv1d(audio, weight, padding=((4, 0),))
+        >>> causal.shape
+        torch.Size([8, 32, 100])
+        >>> tokens = torch.randn(8, 100, 16)  # batch, length, channels
+        >>> fastconv.conv1d(tokens.mT, weight, padding="same").mT.is_contiguous()
+        True
     """
+    tensors = tuple(one for one in (input, weight, bias, residual) if one is not None)
+    if has_torch_function(tensors):
+        epilogue: dict[str, Any] = {}
+        if activation is not None or residual is not None:
+            epilogue = {"activation": activation, "residual": residual}
+        return handle_torch_function(
+            conv1d, tensors, input, weight, bias, stride, padding, dilation, groups,
+            precision=precision, **epilogue,
+        )  # fmt: skip
+    check_tensors("conv1d()", input, weight, bias, residual)
+    rank = input.dim()
+    if rank not in (2, 3):
+        raise RuntimeError(
+            "Expected 2D (unbatched) or 3D (batched) input to conv1d, "
+            f"but got input of size: {list(input.shape)}"
+        )
+    check_dense("input", input)
     check_dense("weight", weight)
-    if not torch.jit.is_tracing():  # type: ignore[attr-defined]
-        return weight.shape[2:]
-    if not isinstance(weight, Parameter):
-        return tuple(int(size) for size in weight.shape[2:])
-    state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    (step,), (reach,) = (
+        numbers("conv1d()", "stride", stride, 1),
+        numbers("conv1d()", "dilation", dilation, 1),
+    )
+    around = sides("conv1d()", padding, weight, (step,), (reach,))
+    geometry = ((step,), around, (reach,), integer("conv1d()", "groups", groups))
+    if weight.dim() != 3 or (residual is not None and residual.dim() != rank):
+        _raise_unfit(input, weight, bias, residual, *geometry)
     try:
-        return weight.shape[2:]
-    finally:
-        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+        output = conv2d(
+            input.unsqueeze(-2), weight.unsqueeze(-2), bias,
+            (1, step), ((0, 0), around), (1, reach), geometry[-1],
+            precision=precision, activation=activation,
+            residual=None if residual is None else residual.unsqueeze(-2),
+        )  # fmt: skip
+    except RuntimeError:
+        _raise_unfit(input, weight, bias, residual, *geometry)
+        raise
+    return only_row(output)
+
+
+def _raise_unfit(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    stride: tuple[int, ...],
+    around: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+) -> None:
+    """Raises if the sizes of a 1-D convolution do not fit together, in terms of these sizes.
+
+    The 2-D convolution that computes it would name the sizes of images.
+    """
+    shape = input.shape if input.dim() == 3 else (1, *input.shape)
+    check_shapes(shape, weight.shape, stride, around, dilation, groups, axes=1)
+    if bias is not None:
+        check_bias(bias.shape, weight.shape, weight.shape[0], transposed=False)
+    if residual is not None and residual.dim() != input.dim():
+        raise RuntimeError(
+            f"Expected {input.dim()}D residual for an input of size {list(input.shape)}, "
+            f"but got residual of size: {list(residual.shape)}"
+        )

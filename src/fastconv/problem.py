@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
@@ -74,10 +75,7 @@ class Problem:
         groups: int,
     ) -> Problem:
         """Returns the problem of convolving these shapes; raises PyTorch's error if invalid."""
-        check_words(stride, padding, dilation, groups)
-        _check_parameters(stride, padding, dilation, groups)
-        _check_weight(weight_shape, groups)
-        _check_input(input_shape, weight_shape, groups)
+        check_shapes(input_shape, weight_shape, stride, padding, dilation, groups, axes=2)
         batch, in_channels, *input_size = input_shape
         out_channels, _, *kernel_size = weight_shape
         problem = cls(
@@ -91,9 +89,31 @@ class Problem:
             _pair(dilation),
             groups,
         )
-        problem._check_kernel_fits()
         problem._check_padded_size()
         return problem
+
+    @classmethod
+    def of_transposed(
+        cls,
+        input_shape: tuple[int, ...],
+        weight_shape: tuple[int, ...],
+        output_padding: tuple[int, ...],
+        stride: tuple[int, ...],
+        padding: tuple[int, ...],
+        dilation: tuple[int, ...],
+        groups: int,
+    ) -> Problem:
+        """Returns the problem whose input gradient is this transposed convolution.
+
+        What the transposed convolution reads has the problem's ``output_shape``, what it writes its
+        ``input_shape``. Raises PyTorch's error if the arguments are invalid.
+        """
+        check_transposed(
+            input_shape, weight_shape, output_padding, stride, padding, dilation, groups, axes=2
+        )
+        size = transposed_size(input_shape, weight_shape, output_padding, stride, padding, dilation)
+        written = (input_shape[0], weight_shape[1] * groups, *size)
+        return cls.of(written, weight_shape, stride, padding, dilation, groups)
 
     @property
     def padded_size(self) -> Pair:
@@ -145,14 +165,21 @@ class Problem:
         dilation = (rows if height > 1 else 1, columns if width > 1 else 1)
         return self if dilation == self.dilation else replace(self, dilation=dilation)
 
-    def _check_kernel_fits(self) -> None:
-        padded, extent = self.padded_size, self.kernel_extent
-        if padded[0] < extent[0] or padded[1] < extent[1]:
-            raise RuntimeError(
-                f"Calculated padded input size per channel: ({padded[0]} x {padded[1]}). "
-                f"Kernel size: ({extent[0]} x {extent[1]}). "
-                "Kernel size can't be greater than actual input size"
-            )
+    @property
+    def reaches_every_input(self) -> bool:
+        """Whether each input position has a tap, so that an input gradient adds up products there.
+
+        A stride above the kernel's size, for example, leaves positions without one.
+        """
+        before = (self.padding.top, self.padding.left)
+        axes = zip(
+            self.input_size, self.kernel_size, self.stride, self.dilation, before, strict=True
+        )
+        for size, kernel, stride, dilation, first in axes:
+            residues = {(tap * dilation - first) % stride for tap in range(kernel)}
+            if sum(residue < size for residue in residues) < min(size, stride):
+                return False
+        return True
 
     def _check_padded_size(self) -> None:
         for size in self.padded_size:
@@ -183,13 +210,107 @@ def _pair(values: tuple[int, ...] | list[int]) -> Pair:
     return first, second
 
 
+def check_shapes(
+    input_shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+    axes: int,
+) -> None:
+    """Raises PyTorch's error if tensors of these shapes cannot be convolved along ``axes`` axes."""
+    check_words(stride, padding, dilation, groups)
+    _check_parameters(stride, padding, dilation, groups, axes)
+    _check_weight(weight_shape, groups, axes)
+    _check_rank(input_shape, axes)
+    channels, expected = input_shape[1], weight_shape[1] * groups
+    if channels != expected:
+        raise RuntimeError(
+            f"Given groups={groups}, weight of size {list(weight_shape)}, expected "
+            f"input{list(input_shape)} to have {expected} channels, "
+            f"but got {channels} channels instead"
+        )
+    _check_kernel_fits(input_shape, weight_shape, padding, dilation)
+
+
+def check_transposed(
+    input_shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    output_padding: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+    axes: int,
+) -> None:
+    """Raises PyTorch's error if a transposed convolution cannot have these shapes."""
+    check_words(stride, padding, dilation, groups)
+    _check_parameters(stride, padding, dilation, groups, axes)
+    check_output_padding(output_padding, stride, dilation)
+    _check_weight(weight_shape, groups, axes, transposed=True)
+    _check_rank(input_shape, axes)
+    if input_shape[1] != weight_shape[0]:
+        raise RuntimeError(
+            f"Given transposed=1, weight of size {list(weight_shape)}, expected "
+            f"input{list(input_shape)} to have {weight_shape[0]} channels, "
+            f"but got {input_shape[1]} channels instead"
+        )
+    if min(input_shape[2:]) <= 0:
+        raise RuntimeError(
+            "Only zero batch or zero channel inputs are supported, "
+            f"but got input shape: {list(input_shape)}"
+        )
+    size = transposed_size(input_shape, weight_shape, output_padding, stride, padding, dilation)
+    if min(size) <= 0:
+        raise RuntimeError(
+            f"Given input size per channel: {_by(input_shape[2:])}. "
+            f"Calculated output size per channel: {_by(size)}. Output size is too small"
+        )
+
+
+def transposed_size(
+    input_shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    output_padding: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+) -> tuple[int, ...]:
+    """Returns the sizes of a transposed convolution's output along its axes."""
+    axes = zip(input_shape[2:], weight_shape[2:], output_padding, stride, dilation, strict=True)
+    return tuple(
+        (size - 1) * step + reach * (taps - 1) + 1 + more - sum(padding[2 * i : 2 * i + 2])
+        for i, (size, taps, more, step, reach) in enumerate(axes)
+    )
+
+
+def check_bias(
+    bias_shape: tuple[int, ...], weight_shape: tuple[int, ...], channels: int, transposed: bool
+) -> None:
+    """Raises PyTorch's error unless there is one number for each output channel."""
+    if tuple(bias_shape) != (channels,):
+        raise RuntimeError(
+            f"Given {'transposed=1, ' if transposed else ''}weight of size {list(weight_shape)}, "
+            f"expected bias to be 1-dimensional with {channels} elements, "
+            f"but got bias of size {list(bias_shape)} instead"
+        )
+
+
+_SIDES = {1: "(left, right)", 2: "(top, bottom, left, right)"}
+
+
 def _check_parameters(
-    stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...], groups: int
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+    axes: int,
 ) -> None:
     for name, values, length in (
-        ("stride", stride, 2),
-        ("padding", padding, 4),
-        ("dilation", dilation, 2),
+        ("stride", stride, axes),
+        ("padding", padding, 2 * axes),
+        ("dilation", dilation, axes),
     ):
         if len(values) != length:
             raise RuntimeError(f"expected {length} values of {name}, but got {name}={list(values)}")
@@ -197,8 +318,7 @@ def _check_parameters(
         raise RuntimeError(f"non-positive stride is not supported, but got stride={list(stride)}")
     if min(padding) < 0:
         raise RuntimeError(
-            f"negative padding is not supported, but got padding={list(padding)} "
-            "(top, bottom, left, right)"
+            f"negative padding is not supported, but got padding={list(padding)} {_SIDES[axes]}"
         )
     if min(dilation) <= 0:
         raise RuntimeError(
@@ -209,21 +329,48 @@ def _check_parameters(
         raise RuntimeError(f"non-positive groups is not supported, but got groups={groups}")
 
 
-def _check_weight(weight_shape: tuple[int, ...], groups: int) -> None:
-    weight, rank = list(weight_shape), len(weight_shape)
-    if rank != 4:
+def check_output_padding(
+    output_padding: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
+) -> None:
+    """Raises PyTorch's error unless the output padding is below the stride or the dilation."""
+    if len(output_padding) != len(stride):
         raise RuntimeError(
-            "conv2d takes a 4-dimensional weight (out_channels, in_channels / groups, height, "
-            f"width), but got weight of size {weight}. "
+            f"expected {len(stride)} values of output_padding, "
+            f"but got output_padding={list(output_padding)}"
+        )
+    if min(output_padding) < 0:
+        raise RuntimeError(
+            "negative output_padding is not supported, "
+            f"but got output_padding={list(output_padding)}"
+        )
+    if any(more >= max(both) for more, *both in zip(output_padding, stride, dilation, strict=True)):
+        raise RuntimeError(
+            "output padding must be smaller than either stride or dilation, "
+            f"but got output_padding={list(output_padding)}, stride={list(stride)} and "
+            f"dilation={list(dilation)}"
+        )
+
+
+def _check_weight(
+    weight_shape: tuple[int, ...], groups: int, axes: int, transposed: bool = False
+) -> None:
+    weight, rank = list(weight_shape), len(weight_shape)
+    if rank != axes + 2:
+        few = "; weight should have at least three dimensions" if rank < 3 else ""
+        channels = "in_channels, out_channels" if transposed else "out_channels, in_channels"
+        raise RuntimeError(
+            f"conv{'_transpose' if transposed else ''}{axes}d takes a {axes + 2}-dimensional "
+            f"weight ({channels} / groups, {'height, width' if axes == 2 else 'length'}), "
+            f"but got weight of size {weight}{few}. "
             f"Expected {rank}-dimensional input for {rank}-dimensional weight"
         )
-    out_channels, _, *kernel_size = weight_shape
-    if out_channels < groups:
+    first, _, *kernel_size = weight_shape
+    if first < groups:
         raise RuntimeError(
             f"Given groups={groups}, expected weight to be at least {groups} at dimension 0, "
             f"but got weight of size {weight} instead"
         )
-    if out_channels % groups != 0:
+    if first % groups != 0:
         raise RuntimeError(
             f"Given groups={groups}, expected weight to be divisible by {groups} at dimension 0, "
             f"but got weight of size {weight} instead"
@@ -234,19 +381,35 @@ def _check_weight(weight_shape: tuple[int, ...], groups: int) -> None:
         )
 
 
-def _check_input(input_shape: tuple[int, ...], weight_shape: tuple[int, ...], groups: int) -> None:
-    if len(input_shape) != 4:
+def _check_rank(input_shape: tuple[int, ...], axes: int) -> None:
+    if len(input_shape) != axes + 2:
         raise RuntimeError(
-            "Expected 4D (batched) input of size (batch, channels, height, width), "
+            f"Expected {axes + 2}D (batched) input of size "
+            f"(batch, channels, {'height, width' if axes == 2 else 'length'}), "
             f"but got input of size: {list(input_shape)}"
         )
-    channels, expected = input_shape[1], weight_shape[1] * groups
-    if channels != expected:
+
+
+def _check_kernel_fits(
+    input_shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+) -> None:
+    sizes = zip(input_shape[2:], padding[::2], padding[1::2], strict=True)
+    padded = [size + before + after for size, before, after in sizes]
+    taps = zip(weight_shape[2:], dilation, strict=True)
+    extent = [step * (count - 1) + 1 for count, step in taps]
+    if any(size < needed for size, needed in zip(padded, extent, strict=True)):
         raise RuntimeError(
-            f"Given groups={groups}, weight of size {list(weight_shape)}, expected "
-            f"input{list(input_shape)} to have {expected} channels, "
-            f"but got {channels} channels instead"
+            f"Calculated padded input size per channel: {_by(padded)}. "
+            f"Kernel size: {_by(extent)}. "
+            "Kernel size can't be greater than actual input size"
         )
+
+
+def _by(sizes: Sequence[int]) -> str:
+    return f"({' x '.join(map(str, sizes))})"
 
 
 def is_channels_last(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -25,9 +25,9 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglo
 NAMES = sorted(fastconv.__all__)
 # Types for annotations: they are no classes, and the source has their documentation.
 ALIASES = {
-    "Activation": "functional.py",
-    "LayerPadding": "functional.py",
-    "PaddingLike": "functional.py",
+    "Activation": "geometry.py",
+    "LayerPadding": "geometry.py",
+    "PaddingLike": "geometry.py",
     "Precision": "_precision.py",
 }
 # References in Sphinx's form, which Markdown would show as they are.

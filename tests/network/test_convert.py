@@ -157,13 +157,41 @@ def test_what_is_left_and_why() -> None:
         "lazy": "without sizes until the model is called",
     }
     assert str(fastconv.Conversion.of(converted)).split("\n")[:2] == [
-        "1 of 5 layers exchanged for fastconv's",
+        "2 of 6 layers exchanged for fastconv's",
         "left as they are, of another class, Own: own",
     ]
+    assert type(converted.transposed) is fastconv.ConvTranspose2d
     assert type(converted.own) is Own
     converted(INPUT)  # the lazy layer becomes PyTorch's
     assert type(converted.lazy) is nn.Conv2d
     assert fastconv.Conversion.of(fastconv.convert(converted)).exchanged == ("lazy",)
+
+
+KINDS = {
+    "Conv1d": (2, 3, 9),
+    "Conv2d": (2, 3, 9, 8),
+    "ConvTranspose1d": (2, 3, 9),
+    "ConvTranspose2d": (2, 3, 9, 8),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_layer(name: str) -> None:
+    pytorchs, ours = getattr(nn, name), getattr(fastconv, name)
+    model = nn.Sequential(pytorchs(3, 3, 3, stride=2), parametrizations.weight_norm(
+        pytorchs(3, 3, 2)
+    ))  # fmt: skip
+    input = torch.randn(KINDS[name])
+    expected = model(input)
+    converted = fastconv.convert(model)
+    assert fastconv.Conversion.of(converted).exchanged == ("0", "1")
+    assert type(converted[0]) is ours
+    assert isinstance(converted[1], ours)
+    torch.testing.assert_close(converted(input), expected)
+    restored = fastconv.restore(converted)
+    assert type(restored[0]) is pytorchs
+    assert not isinstance(restored[1], ours)
+    torch.testing.assert_close(restored(input), expected)
 
 
 def test_types_and_devices_that_fastconv_lacks_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +206,9 @@ def test_types_and_devices_that_fastconv_lacks_are_left(monkeypatch: pytest.Monk
 
 def test_no_convolutions() -> None:
     report = fastconv.Conversion.of(fastconv.convert(nn.Linear(2, 2)))
-    assert str(report) == "the model has no 2-D convolutions: it was left as it was"
+    assert str(report) == (
+        "the model has no 1-D, 2-D or transposed convolutions: it was left as it was"
+    )
     with pytest.raises(ValueError, match=r"no attribute fastconv_conversion of a Conversion"):
         fastconv.Conversion.of(nn.Linear(2, 2))
 

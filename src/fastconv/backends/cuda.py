@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from fastconv import _precision, native
-from fastconv.backends.epilogue import applied
+from fastconv.backends.epilogue import add_epilogue, applied_to_bias
 from fastconv.jit import launch, loading, pool
 from fastconv.kernels import planner, plans
 from fastconv.kernels.family import ALIGNMENT, BIAS_ALIGNMENT, Gpu, Operands, Plan
@@ -47,11 +47,7 @@ def forward(
     setting.
     """
     if problem.in_channels == 0:
-        out.zero_()
-        if bias is not None:
-            out.add_(bias[:, None, None])
-        if epilogue != NO_EPILOGUE:
-            out.copy_(applied(out, residual, epilogue))
+        applied_to_bias(out, bias, residual, epilogue)
     elif out.is_complex():
         real = torch.empty(_planes(out).shape, dtype=out.real.dtype, device=out.device)
         planes = None if bias is None else torch.view_as_real(bias).flatten()
@@ -77,8 +73,16 @@ def input_grad(
     weight: Tensor,
     out: Tensor,
     precision: str | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    epilogue: Epilogue = NO_EPILOGUE,
 ) -> None:
-    """Fills ``out`` with the input gradient."""
+    """Fills ``out`` with activation(input gradient + bias + residual).
+
+    Only transposed convolutions, which are input gradients, have a bias and an epilogue. Kernels
+    add the bias where they add up products at every position; passes over memory of their own do
+    the rest.
+    """
     if out.is_complex():
         real = torch.empty(_planes(out).shape, dtype=out.real.dtype, device=out.device)
         # An input gradient multiplies by the weight's transpose. Transposing the real weight also
@@ -86,10 +90,21 @@ def input_grad(
         planes = _planes(grad_output)
         input_grad(_real(problem), planes, _real_weight(weight.conj()), real, precision)
         _set_planes(out, real)
+        add_epilogue(out, bias, residual, epilogue)
         return
     grad_output, weight = _dense(grad_output), _dense(weight)
-    asked = _need(planner.input_grad, problem, grad_output, out, weight, precision)
-    ready(asked).run(grad_output, weight, None, None, out)
+    added = _added_by_kernels(problem, bias)
+    asked = _need(planner.input_grad, problem, grad_output, out, weight, precision, bias=added)
+    ready(asked).run(grad_output, weight, added, None, out)
+    add_epilogue(out, None if added is not None else bias, residual, epilogue)
+
+
+def _added_by_kernels(problem: Problem, bias: Tensor | None) -> Tensor | None:
+    """Returns the bias, contiguous, if kernels of the input gradient add it, or else None.
+
+    They store zeros at positions without a tap, and would not add it there.
+    """
+    return bias.contiguous() if bias is not None and problem.reaches_every_input else None
 
 
 def weight_grad(
@@ -157,6 +172,8 @@ def need(
         return None
     first, second = _dense(first), _dense(second)
     roles = (second, first, out) if plan is planner.weight_grad else (first, out, second)
+    if plan is planner.input_grad:  # kernels leave the rest to passes over memory of their own
+        bias, residual, epilogue = _added_by_kernels(problem, bias), None, NO_EPILOGUE
     residual = None if residual is None else _laid_out_as(out, residual)
     bias = None if bias is None else bias.contiguous()
     return _need(plan, problem, *roles, precision, bias_grad, switch, residual, epilogue, bias)

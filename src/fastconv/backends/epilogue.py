@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastconv.problem import Epilogue
+from fastconv.problem import NO_EPILOGUE, Epilogue
 
 
 def applied(output: Tensor, residual: Tensor | None, epilogue: Epilogue) -> Tensor:
@@ -25,6 +25,24 @@ def applied_in_place(output: Tensor, residual: Tensor | None, epilogue: Epilogue
     if residual is not None:
         output += residual
     return applied(output, None, epilogue)
+
+
+def applied_to_bias(
+    out: Tensor, bias: Tensor | None, residual: Tensor | None, epilogue: Epilogue
+) -> None:
+    """Fills ``out`` with activation(bias + residual): a convolution that adds up nothing."""
+    out.zero_()
+    add_epilogue(out, bias, residual, epilogue)
+
+
+def add_epilogue(
+    out: Tensor, bias: Tensor | None, residual: Tensor | None, epilogue: Epilogue
+) -> None:
+    """Makes ``out`` activation(out + bias + residual), in passes over memory of their own."""
+    if bias is not None:
+        out.add_(bias[:, None, None])
+    if epilogue != NO_EPILOGUE:
+        out.copy_(applied_in_place(out, residual, epilogue))
 
 
 def _identity(output: Tensor) -> Tensor:

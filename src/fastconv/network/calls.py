@@ -25,7 +25,7 @@ from fastconv import _frozen, _precision, timing
 from fastconv._precision import Precision, precision
 from fastconv.backends import cuda
 from fastconv.backends.epilogue import applied
-from fastconv.functional import Activation, activation_of
+from fastconv.geometry import Activation, activation_of
 from fastconv.jit import cache as disk
 from fastconv.jit import compile
 from fastconv.kernels import planner, tuned

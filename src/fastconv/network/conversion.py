@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fastconv.modules import PYTORCHS, FusedConv2d
+from fastconv.modules import COUNTERPARTS, FusedConv2d
 from fastconv.network.exchange import (
     Model,
     copied,
     exchange_for_good,
     exchange_marked_back,
+    kind_of,
     reason_to_leave,
 )
 from fastconv.network.fusion import FOLDED
@@ -35,7 +36,7 @@ class Conversion:
     Attributes:
         exchanged: names of the layers that are fastconv's now. A layer that the model has under
             several names is there once, by the first.
-        left: names of the 2-D convolutions that were left as they are, each with the reason.
+        left: names of the convolutions that were left as they are, each with the reason.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.LazyConv2d(4, 3))
@@ -72,28 +73,30 @@ class Conversion:
     def __str__(self) -> str:
         total = len(self.exchanged) + len(self.left)
         if not total:
-            return "the model has no 2-D convolutions: it was left as it was"
+            return "the model has no 1-D, 2-D or transposed convolutions: it was left as it was"
         head = f"{len(self.exchanged)} of {total} layers exchanged for fastconv's"
         return "\n".join((head, *left_lines(self.left)))
 
 
 def convert(model: Model, *, inplace: bool = False) -> Model:
-    """The model with all of its 2-D convolutions computed by fastconv, whatever their speed.
+    """The model with all convolutions of fastconv's kinds computed by it, whatever their speed.
+
+    These are ``torch.nn.Conv1d``, ``Conv2d``, ``ConvTranspose1d`` and ``ConvTranspose2d``.
 
     Nothing is measured or called, so that it takes no example, and no GPU. ``fastconv.optimize``
     exchanges only the layers that gain by it.
 
     A layer that is exchanged stays the same object, with its parameters, buffers, hooks,
     parametrizations (weight norm, for example) and mode: only its class becomes
-    ``fastconv.Conv2d``. So the state dict, parameters that are tied and layers that the model has
-    under several names stay what they are, and an optimizer of the model's parameters keeps working
-    with ``inplace=True``.
+    ``fastconv.Conv2d``, or that of its kind. So the state dict, parameters that are tied and layers
+    that the model has under several names stay what they are, and an optimizer of the model's
+    parameters keeps working with ``inplace=True``.
 
     These are left as they are, and the report says so:
 
-    - layers of classes that are derived from ``torch.nn.Conv2d``, as they may have a ``forward`` of
-      their own, and layers whose ``forward`` was replaced;
-    - ``torch.nn.LazyConv2d``, until the model has been called once;
+    - layers of classes that are derived from PyTorch's, as they may have a ``forward`` of their
+      own, and layers whose ``forward`` was replaced;
+    - lazy layers such as ``torch.nn.LazyConv2d``, until the model has been called once;
     - layers on devices, or with types of weights, that fastconv does not have;
     - layers that TorchScript has compiled.
 
@@ -150,8 +153,9 @@ def convert(model: Model, *, inplace: bool = False) -> Model:
 
 def _is_convolution(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule):
-        return str(getattr(module, "original_name", "")) == PYTORCHS.__name__
-    return isinstance(module, PYTORCHS)
+        names = {pytorchs.__name__ for pytorchs in COUNTERPARTS.values()}
+        return str(getattr(module, "original_name", "")) in names
+    return kind_of(module) is not None
 
 
 def _reason_unsupported(module: nn.Module) -> str | None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
-from fastconv.modules import PYTORCHS, Conv2d
+from fastconv.modules import COUNTERPARTS
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -26,29 +26,55 @@ _MARK = "_fastconv_exchanged"
 _OWN = {"__dict__", "__weakref__"}
 
 
+class Kind(NamedTuple):
+    """The two classes that a layer may have."""
+
+    ours: type[nn.Module]
+    pytorchs: type[nn.Module]
+
+
+_KINDS = [Kind(*classes) for classes in COUNTERPARTS.items()]
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """Which of PyTorch's convolutions a module is, if it is one that fastconv computes."""
+    return next((kind for kind in _KINDS if isinstance(module, kind.pytorchs)), None)
+
+
+def _known_kind(layer: nn.Module) -> Kind:
+    kind = kind_of(layer)
+    if kind is None:
+        raise TypeError(f"{type(layer).__name__} is none of the convolutions that can be exchanged")
+    return kind
+
+
 def reason_to_leave(module: nn.Module) -> str | None:
-    """Why a layer cannot be exchanged, if it cannot."""
-    if isinstance(module, Conv2d):
+    """Why a convolution cannot be exchanged, if it cannot."""
+    kind = kind_of(module)
+    if kind is None:
+        return f"of another class, {type(module).__name__}"
+    if isinstance(module, kind.ours):
         return "fastconv's already"
     if isinstance(module, LazyModuleMixin):
         return "without sizes until the model is called"
-    if type_before_parametrizations(module) is not PYTORCHS:
-        return f"of another class, {_name(type(module))}"
+    if type_before_parametrizations(module) is not kind.pytorchs:
+        return f"of another class, {_name(type(module), kind)}"
     if "forward" in vars(module) or "_conv_forward" in vars(module):
         return "with a forward of their own"
     return None
 
 
-def _name(cls: type[nn.Module]) -> str:
+def _name(cls: type[nn.Module], kind: Kind) -> str:
     """The name of a class; its module's too, if PyTorch's class is called the same."""
-    same = cls.__name__ == PYTORCHS.__name__
+    same = cls.__name__ == kind.pytorchs.__name__
     return f"{cls.__module__}.{cls.__name__}" if same else cls.__name__
 
 
 def exchange(layers: Iterable[nn.Module], back: bool = False) -> None:
     """Makes PyTorch's layers fastconv's, or back."""
     for layer in layers:
-        layer.__class__ = _rebased(layer, PYTORCHS if back else Conv2d)
+        kind = _known_kind(layer)
+        layer.__class__ = _rebased(layer, kind.pytorchs if back else kind.ours)
 
 
 def _rebased(layer: nn.Module, base: type[nn.Module]) -> type[nn.Module]:
@@ -80,6 +106,11 @@ def exchange_for_good(layers: Collection[nn.Module]) -> None:
         vars(layer)[_MARK] = True
 
 
+def _is_ours(module: nn.Module) -> bool:
+    kind = kind_of(module)
+    return kind is not None and isinstance(module, kind.ours)
+
+
 def exchange_marked_back(model: nn.Module) -> None:
     """Makes all layers PyTorch's that were exchanged for good.
 
@@ -87,9 +118,9 @@ def exchange_marked_back(model: nn.Module) -> None:
         ValueError: another class was derived from that of a layer since. No layer changes then.
     """
     marked = {name: one for name, one in model.named_modules() if _MARK in vars(one)}
-    ours = {name: one for name, one in marked.items() if isinstance(one, Conv2d)}
+    ours = {name: one for name, one in marked.items() if _is_ours(one)}
     for name, layer in ours.items():
-        if type_before_parametrizations(layer) is not Conv2d:
+        if type_before_parametrizations(layer) is not _known_kind(layer).ours:
             raise ValueError(
                 f"restore() cannot make {name or 'the model'} PyTorch's again: since it was "
                 f"exchanged, its class has become {type(layer).__name__}. Restore the model before "

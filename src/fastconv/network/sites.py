@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import Node
 from torch.nn import functional
 
-from fastconv.functional import Activation
+from fastconv.geometry import Activation
 from fastconv.network.tracing import Traced, has_hooks
 from fastconv.problem import ActivationName
 

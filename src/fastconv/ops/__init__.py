@@ -9,6 +9,10 @@ formulas do.
 
 ``fused`` is ``forward`` with an epilogue in the same kernel. Where autograd records it, it is
 computed by ``forward`` and PyTorch's elementwise operators, which have derivatives.
+
+``transposed`` is ``input_grad`` with a bias and an epilogue, in the terms of a transposed
+convolution. Its gradients are ``forward`` and ``weight_grad``. One-dimensional convolutions are
+those of images with one row: they have no operators of their own.
 """
 
 from fastconv import native
@@ -23,9 +27,16 @@ from fastconv.ops import (
     inductor,
     sharding,
 )
-from fastconv.ops.schema import OPERATORS, forward, fused, input_grad, weight_grad
+from fastconv.ops.schema import (
+    OPERATORS,
+    forward,
+    fused,
+    input_grad,
+    transposed,
+    weight_grad,
+)
 
-__all__ = ["forward", "fused", "input_grad", "weight_grad"]
+__all__ = ["forward", "fused", "input_grad", "transposed", "weight_grad"]
 
 devices.register()
 autograd.register()

@@ -93,4 +93,32 @@ class FusedArguments(NamedTuple):
         )
 
 
-Arguments = ForwardArguments | InputGradArguments | WeightGradArguments | FusedArguments
+class TransposedArguments(NamedTuple):
+    """The arguments of ``torch.ops.fastconv.transposed``."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    output_padding: Ints
+    stride: Ints
+    padding: Ints
+    dilation: Ints
+    groups: int
+    precision: str | None
+    activation: str
+    slope: float
+
+    @property
+    def plain(self) -> TransposedArguments:
+        """The arguments of the transposed convolution alone, without bias and epilogue."""
+        return self._replace(bias=None, residual=None, activation="identity", slope=0.0)
+
+
+Arguments = (
+    ForwardArguments
+    | InputGradArguments
+    | WeightGradArguments
+    | FusedArguments
+    | TransposedArguments
+)

@@ -1,4 +1,4 @@
-"""Autocast: as for ``conv2d``, all tensors of a forward convolution are cast to the lower type."""
+"""Autocast: as in PyTorch, all tensors of a convolution are cast to the lower type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastconv.ops.schema import forward, fused, library
+from fastconv.ops.schema import forward, fused, library, transposed
 
 _here = threading.local()
 
@@ -53,3 +53,4 @@ def register(device_type: str, dispatch_key: str) -> None:
 
     library.impl("forward", partial(kernel, forward, 3), dispatch_key)
     library.impl("fused", partial(kernel, fused, 4), dispatch_key)
+    library.impl("transposed", partial(kernel, transposed, 4), dispatch_key)

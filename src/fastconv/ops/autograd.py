@@ -1,7 +1,7 @@
-"""Derivatives of the operators, in backward and forward mode, in terms of three of them.
+"""Derivatives of the operators, in backward and forward mode, in terms of the operators.
 
-The fourth operator, ``fused``, has no derivative of its own: where autograd records it, it is
-computed as ``forward``, an addition and an activation, each of which has one.
+``fused`` has no derivative of its own: where autograd records it, it is computed as ``forward``, an
+addition and an activation, each of which has one. So is ``transposed`` with an epilogue.
 
 The functions here run in every eager call that the native host path does not serve. They pass an
 operator's arguments as plain tuples, in the order of its schema: to make a value of
@@ -36,15 +36,18 @@ from fastconv.ops.schema import (
     Check,
     check_dense,
     describe_fused,
+    describe_transposed,
     forward,
     fused,
     fused_result,
     gradient_format,
     input_grad,
     library,
+    transposed,
+    transposed_result,
     weight_grad,
 )
-from fastconv.problem import check_words
+from fastconv.problem import Pair, check_words
 
 # The dispatch key of torch.autograd.grad(is_grads_batched=True), whose vmap is not functorch's.
 _VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")
@@ -194,6 +197,58 @@ class FastconvWeightGrad(_Function):
         return tangent, bias_tangent if ctx.bias else None
 
 
+class FastconvConvTranspose(_Function):
+    """A transposed convolution without an epilogue: the arguments have none."""
+
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        return _below_autograd(transposed, devices.transposed_kernels, args, args[2])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        input, weight, _, _, *ctx.arguments = inputs
+        ctx.geometry, ctx.output_shape = ctx.arguments[1:6], output.shape
+        _save(ctx, input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        input_, weight_, bias_, others = None, None, None, ctx.arguments
+        if grad is not None:
+            wait_at_exit(grad.device.index)
+            input, weight = ctx.saved_tensors
+            needs_input, needs_weight, needs_bias, *_ = _wanted(ctx, input, weight)
+            # PyTorch's gradients have this format. In nearly all cases the output's gradient has
+            # it already.
+            memory_format = gradient_format(input, weight)
+            if needs_input or needs_weight:
+                above = grad.contiguous(memory_format=memory_format)
+            if needs_input:
+                args = (above, weight.conj(), None, *ctx.geometry)
+                kernels = devices.forward_kernels
+                input_ = _gradient_here(forward, FastconvConv2d, kernels, args)
+            if needs_weight:
+                args = (
+                    input.conj(), above, weight.shape[2:], *ctx.geometry, False, memory_format
+                )  # fmt: skip
+                kernels = devices.weight_grad_kernels
+                weight_, _ = _gradient_here(weight_grad, FastconvWeightGrad, kernels, args)
+            if needs_bias:
+                bias_ = _sum_of_positions(grad)
+        return (input_, weight_, bias_, None, *(None for _ in others))
+
+    @staticmethod
+    def jvp(ctx: Any, input_t: Any, weight_t: Any, bias_t: Any, *_: Any) -> Any:
+        input, weight = ctx.saved_tensors
+        tangent = None
+        if input_t is not None:
+            tangent = transposed(input_t, weight, None, None, *ctx.arguments)
+        if weight_t is not None:
+            tangent = _sum(tangent, transposed(input, weight_t, None, None, *ctx.arguments))
+        if bias_t is not None:
+            tangent = _sum(tangent, bias_t[:, None, None].expand(ctx.output_shape))
+        return tangent
+
+
 def _wanted(ctx: Any, grad_output: Tensor, weight: Tensor) -> Any:
     """Returns ``ctx.needs_input_grad``, less the gradients that the engine is certain to drop.
 
@@ -302,6 +357,7 @@ def register() -> None:
         input_grad=_kernel(FastconvInputGrad),
         weight_grad=_kernel(FastconvWeightGrad),
         fused=_fused,
+        transposed=_transposed,
     )
     for name, kernel in kernels.items():
         library.impl(OPERATORS[name].call, kernel, "Autograd")
@@ -352,6 +408,54 @@ def fused_here(
             check_dense(name, tensor)
     check_words(*geometry[:4])
     return fused(*args)
+
+
+def transposed_here(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    output_padding: Pair,
+    geometry: Geometry,
+    activation: str,
+    slope: float,
+) -> Tensor:
+    """Computes the operator ``transposed``, in eager mode without a call through the dispatcher."""
+    args = (input, weight, bias, residual, output_padding, *geometry, activation, slope)
+    if not _watched() and devices.is_plain(residual):
+        kernel = devices.direct(devices.transposed_kernels, input, weight, bias)
+        if kernel is not None and not torch.is_autocast_enabled(input.device.type):
+            if _recorded(*args[:4]):
+                return _recorded_transposed(OPERATORS["transposed"].known, *args)
+            return kernel(*args)
+    for name, tensor in zip(("input", "weight", "bias", "residual"), args[:4], strict=True):
+        if tensor is not None:
+            check_dense(name, tensor)
+    check_words(*geometry[:4])
+    return transposed(*args)
+
+
+def _recorded_transposed(check: Check, *args: Any) -> Tensor:
+    """Computes ``transposed`` by functions that can be differentiated."""
+    *plain, activation, _ = args
+    residual, plain[3] = plain[3], None
+    if residual is None and activation == "identity":
+        return FastconvConvTranspose.apply(*args)  # type: ignore[attr-defined]
+    epilogue = describe_transposed(check, *args).epilogue
+    output = FastconvConvTranspose.apply(*plain, "identity", 0.0)  # type: ignore[attr-defined]
+    return applied(output, residual, epilogue)
+
+
+def _transposed(*args: Any) -> Tensor:
+    """The operator's autograd kernel."""
+    native.load_if_built()
+    if torch._C._are_functorch_transforms_active():
+        with enable_single_level_autograd_function():
+            return _recorded_transposed(transposed_result, *args)
+    if _recorded(*args[:4]):
+        return _recorded_transposed(transposed_result, *args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return transposed(*args)
 
 
 def _composed(convolve: Callable[..., Tensor], check: Check, *args: Any) -> Tensor:

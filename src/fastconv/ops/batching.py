@@ -14,9 +14,18 @@ from fastconv.ops.arguments import (
     ForwardArguments,
     FusedArguments,
     InputGradArguments,
+    TransposedArguments,
     WeightGradArguments,
 )
-from fastconv.ops.schema import OPERATORS, Operator, forward, input_grad, library, weight_grad
+from fastconv.ops.schema import (
+    OPERATORS,
+    Operator,
+    forward,
+    input_grad,
+    library,
+    transposed,
+    weight_grad,
+)
 from fastconv.problem import Epilogue
 
 Dims = Sequence[int | None]
@@ -84,18 +93,31 @@ def _vmap_forward(size: int, in_dims: Dims, given: ForwardArguments) -> tuple[Te
 
 
 def _vmap_input_grad(size: int, in_dims: Dims, given: InputGradArguments) -> tuple[Tensor, int]:
+    def compute(grad_output: Tensor, weight: Tensor, groups: int) -> Tensor:
+        return input_grad(*given._replace(grad_output=grad_output, weight=weight, groups=groups))
+
+    return _vmap_gradient(size, in_dims, given.grad_output, given.weight, given.groups, compute)
+
+
+def _vmap_gradient(
+    size: int,
+    in_dims: Dims,
+    grad_output: Tensor,
+    weight: Tensor,
+    groups: int,
+    compute: Callable[[Tensor, Tensor, int], Tensor],
+) -> tuple[Tensor, int]:
+    """Maps an input gradient that ``compute`` computes of its two tensors and their groups."""
     grad_dim, weight_dim, *_ = in_dims
-    groups = given.groups
     if grad_dim is not None:
-        merged = _merge(given.grad_output, grad_dim, 0 if weight_dim is None else 1)
-        given = given._replace(grad_output=merged)
+        grad_output = _merge(grad_output, grad_dim, 0 if weight_dim is None else 1)
     if weight_dim is None:
-        return _split(input_grad(*given), 0, size), 0
+        return _split(compute(grad_output, weight, groups), 0, size), 0
     if grad_dim is None:
-        given = given._replace(weight=_merge(given.weight, weight_dim, 1))
-        return _split(input_grad(*given), 1, size, groups), 0
-    given = given._replace(weight=_merge(given.weight, weight_dim, 0), groups=groups * size)
-    return _split(input_grad(*given), 1, size), 0
+        merged = _merge(weight, weight_dim, 1)
+        return _split(compute(grad_output, merged, groups), 1, size, groups), 0
+    merged = _merge(weight, weight_dim, 0)
+    return _split(compute(grad_output, merged, groups * size), 1, size), 0
 
 
 def _vmap_weight_grad(
@@ -129,12 +151,30 @@ def _vmap_fused(size: int, in_dims: Dims, given: FusedArguments) -> tuple[Tensor
     return applied(output, residual, Epilogue(given.activation, given.slope)), 0
 
 
+def _vmap_transposed(size: int, in_dims: Dims, given: TransposedArguments) -> tuple[Tensor, int]:
+    def compute(input: Tensor, weight: Tensor, groups: int) -> Tensor:
+        return transposed(*given.plain._replace(input=input, weight=weight, groups=groups))
+
+    _, _, bias_dim, residual_dim, *_ = in_dims
+    if in_dims[0] is None and in_dims[1] is None:
+        output = compute(given.input, given.weight, given.groups)
+    else:
+        output, _ = _vmap_gradient(size, in_dims, given.input, given.weight, given.groups, compute)
+    bias, residual = given.bias, given.residual  # autocast casts them as well
+    if bias is not None:
+        output = output + _expand(bias, bias_dim, size)[:, None, :, None, None].to(output.dtype)
+    if residual is not None:
+        residual = _expand(residual, residual_dim, size).to(output.dtype)
+    return applied(output, residual, Epilogue(given.activation, given.slope)), 0
+
+
 def register() -> None:
     for name, rule in (
         ("forward", _vmap_forward),
         ("input_grad", _vmap_input_grad),
         ("weight_grad", _vmap_weight_grad),
         ("fused", _vmap_fused),
+        ("transposed", _vmap_transposed),
     ):
         batched = _batched(OPERATORS[name], rule)
         torch.library.register_vmap(f"fastconv::{name}", batched, lib=library)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._decomp import register_decomposition
 
 from fastconv.backends.epilogue import applied
-from fastconv.ops.arguments import FusedArguments, Ints
+from fastconv.ops.arguments import FusedArguments, Ints, TransposedArguments
 from fastconv.ops.schema import OPERATORS, Result, new_bias_grad
 
 _aten = torch.ops.aten
@@ -26,6 +26,7 @@ def register() -> None:
         ("input_grad", _input_grad),
         ("weight_grad", _weight_grad),
         ("fused", _fused),
+        ("transposed", _transposed),
     ):
         operator = OPERATORS[name]
         register_decomposition(operator.call)(decomposition)
@@ -106,6 +107,25 @@ def _fused(*args: Any) -> Tensor:
     given = FusedArguments(*args)
     result = _check("fused", *given)
     return applied(_forward(*given.of_forward), given.residual, result.epilogue)
+
+
+def _transposed(*args: Any) -> Tensor:
+    given = TransposedArguments(*args)
+    result = _check("transposed", *given)
+    (top, bottom, left, right), within = _split(given.padding)
+    # Where opposite sides differ, all of the output is computed, and cut out of it. An output that
+    # ends after the last tap's is padded at its end.
+    ends = (bottom, right)
+    more = [max(0, one - end) for one, end in zip(given.output_padding, ends, strict=True)]
+    output = _aten.convolution(
+        given.input, given.weight, given.bias, given.stride, within, given.dilation, True, more,
+        given.groups,
+    )  # fmt: skip
+    if any((top, bottom, left, right)):
+        height, width = result.shape[2:]
+        output = output[:, :, top : top + height, left : left + width]
+        output = output.contiguous(memory_format=result.memory_format)
+    return applied(output, given.residual, result.epilogue)
 
 
 def _check(name: str, *args: Any) -> Result:

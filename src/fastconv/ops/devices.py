@@ -26,6 +26,7 @@ forward_kernels: Kernels = {}
 input_grad_kernels: Kernels = {}
 weight_grad_kernels: Kernels = {}
 fused_kernels: Kernels = {}
+transposed_kernels: Kernels = {}
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """The classes of tensors that have no ``__torch_function__`` or ``__torch_dispatch__``."""
@@ -36,11 +37,12 @@ _KERNELS = {
     "input_grad": input_grad_kernels,
     "weight_grad": weight_grad_kernels,
     "fused": fused_kernels,
+    "transposed": transposed_kernels,
 }
 
 
 def register() -> None:
-    makers = (_forward_on, _input_grad_on, _weight_grad_on, _fused_on)
+    makers = (_forward_on, _input_grad_on, _weight_grad_on, _fused_on, _transposed_on)
     for (name, found), on in zip(_KERNELS.items(), makers, strict=True):
         operator = OPERATORS[name]
         for device_type, backend in BACKENDS.items():
@@ -94,7 +96,7 @@ def need(
     ``args`` are the operator's arguments.
     """
     arguments = operator.arguments(*args)
-    is_forward = operator.plan is planner.forward
+    sums_bias = operator.plan is planner.weight_grad
     return cuda.need(
         operator.plan,
         result.problem,
@@ -102,11 +104,11 @@ def need(
         arguments[1],
         result.new(),
         arguments.precision,
-        bias_grad=operator.plan is planner.weight_grad and arguments.bias,
+        bias_grad=sums_bias and arguments.bias,
         switch=switch,
         residual=getattr(arguments, "residual", None),
         epilogue=result.epilogue,
-        bias=arguments.bias if is_forward else None,
+        bias=None if sums_bias else getattr(arguments, "bias", None),
     )
 
 
@@ -177,6 +179,26 @@ def _fused_on(backend: ModuleType, describe: Describe) -> Callable[..., Tensor]:
         if output.numel():
             backend.forward(
                 result.problem, input, weight, bias, output, precision, residual, result.epilogue
+            )
+        return output
+
+    return run
+
+
+def _transposed_on(backend: ModuleType, describe: Describe) -> Callable[..., Tensor]:
+    def run(
+        input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+        output_padding: Ints, stride: Ints, padding: Ints, dilation: Ints, groups: int,
+        precision: str | None, activation: str, slope: float,
+    ) -> Tensor:  # fmt: skip
+        result = describe(
+            input, weight, bias, residual, output_padding, stride, padding, dilation, groups,
+            precision, activation, slope,
+        )  # fmt: skip
+        output = result.new()
+        if output.numel():
+            backend.input_grad(
+                result.problem, input, weight, output, precision, bias, residual, result.epilogue
             )
         return output
 

@@ -30,6 +30,10 @@ def _register() -> None:
     def forward(input: Shape, weight: Shape, *_: Any, out_shape: Shape, **__: Any) -> int:
         return of_forward(input, weight, *geometry, out_val=out_shape)
 
+    @flop_counter.register_flop_formula(torch.ops.fastconv.transposed)
+    def transposed(input: Shape, weight: Shape, *_: Any, out_shape: Shape, **__: Any) -> int:
+        return of_forward(input, weight, *geometry[:-1], True, out_val=out_shape)
+
     @flop_counter.register_flop_formula(torch.ops.fastconv.input_grad)
     def input_grad(grad_output: Shape, weight: Shape, *_: Any, out_shape: Shape, **__: Any) -> int:
         results, wanted = (out_shape, None, None), [True, False, False]

@@ -23,9 +23,17 @@ from fastconv.ops.arguments import (
     ForwardArguments,
     FusedArguments,
     InputGradArguments,
+    TransposedArguments,
     WeightGradArguments,
 )
-from fastconv.problem import ACTIVATIONS, NO_EPILOGUE, Epilogue, Problem, is_channels_last
+from fastconv.problem import (
+    ACTIVATIONS,
+    NO_EPILOGUE,
+    Epilogue,
+    Problem,
+    check_bias,
+    is_channels_last,
+)
 
 DTYPES = frozenset((
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -46,6 +54,8 @@ for _schema in (
     f"{_GEOMETRY}, bool bias, MemoryFormat? memory_format=None) -> (Tensor, Tensor)",
     "fused(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
     f"{_GEOMETRY}, str activation, float slope) -> Tensor",
+    "transposed(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
+    f"SymInt[2] output_padding, {_GEOMETRY}, str activation, float slope) -> Tensor",
 ):
     library.define(_schema, tags=_TAGS)
 
@@ -67,9 +77,16 @@ weight_grad = torch.ops.fastconv.weight_grad.default
 #   The output is activation(convolution + bias + residual), rounded once; slope is that of
 #   leaky_relu, and 0 for all other activations.
 fused = torch.ops.fastconv.fused.default
+# transposed(input, weight, bias, residual, output_padding, stride, padding, dilation, groups,
+#            precision, activation, slope) -> output
+#   The output is activation(transposed convolution + bias + residual). The transposed convolution
+#   is the input gradient of a convolution whose output's gradient is ``input``; ``padding`` is cut
+#   off its four sides, and ``output_padding``, which is below the stride, is added at the bottom
+#   and to the right.
+transposed = torch.ops.fastconv.transposed.default
 
 PRECISION = 7
-"""The index of ``precision`` among the arguments of every operator but ``fused``."""
+"""The index of ``precision`` among the arguments of ``forward`` and both gradients."""
 
 
 class Form(NamedTuple):
@@ -128,11 +145,8 @@ def forward_result(
 ) -> Result:
     _check_alike(Input=input, weight=weight, bias=bias)
     problem = Problem.of(input.shape, weight.shape, stride, padding, dilation, groups)
-    if bias is not None and tuple(bias.shape) != (problem.out_channels,):
-        raise RuntimeError(
-            f"Given weight of size {list(weight.shape)}, expected bias to be 1-dimensional with "
-            f"{problem.out_channels} elements, but got bias of size {list(bias.shape)} instead"
-        )
+    if bias is not None:
+        check_bias(bias.shape, weight.shape, problem.out_channels, transposed=False)
     return _result(problem, problem.output_shape, input, joint_format(input, weight))
 
 
@@ -149,6 +163,40 @@ def fused_result(
     slope: float,
 ) -> Result:
     result = forward_result(input, weight, bias, stride, padding, dilation, groups)
+    return _with_epilogue(result, input, residual, activation, slope)
+
+
+def transposed_result(
+    input: Form,
+    weight: Form,
+    bias: Form | None,
+    residual: Form | None,
+    output_padding: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+    activation: str,
+    slope: float,
+) -> Result:
+    _check_alike(Input=input, weight=weight, bias=bias)
+    problem = Problem.of_transposed(
+        input.shape, weight.shape, output_padding, stride, padding, dilation, groups
+    )
+    if any(more >= step for more, step in zip(output_padding, stride, strict=True)):
+        raise RuntimeError(
+            f"the operator takes output_padding below the stride, but got "
+            f"output_padding={list(output_padding)} and stride={list(stride)}"
+        )
+    if bias is not None:
+        check_bias(bias.shape, weight.shape, problem.in_channels, transposed=True)
+    result = _result(problem, problem.input_shape, input, joint_format(input, weight))
+    return _with_epilogue(result, input, residual, activation, slope)
+
+
+def _with_epilogue(
+    result: Result, input: Form, residual: Form | None, activation: str, slope: float
+) -> Result:
     _check_activation(activation, slope, input.dtype)
     _check_alike(Input=input, residual=residual)
     if residual is not None and tuple(residual.shape) != result.shape:
@@ -365,6 +413,36 @@ def describe_fused(
     )
 
 
+def describe_transposed(
+    check: Check,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    output_padding: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    precision: str | None,
+    activation: str,
+    slope: float,
+) -> Result:
+    return check(
+        Form.of("input", input),
+        Form.of("weight", weight),
+        None if bias is None else Form.of("bias", bias),
+        None if residual is None else Form.of("residual", residual),
+        tuple(output_padding),
+        tuple(stride),
+        tuple(padding),
+        tuple(dilation),
+        groups,
+        activation,
+        slope,
+    )
+
+
 def describe_input_grad(
     check: Check,
     grad_output: Tensor,
@@ -423,7 +501,7 @@ def new_bias_grad(result: Result, bias: bool) -> Tensor:
 
 
 class Operator(NamedTuple):
-    """One of the four operators: which pass it is, and how its arguments are checked."""
+    """One of the operators: which pass it is, and how its arguments are checked."""
 
     call: Any  # the operator itself
     plan: Pass
@@ -460,6 +538,8 @@ OPERATORS = {
         ("weight_grad", weight_grad, planner.weight_grad, WeightGradArguments,
          describe_weight_grad, weight_grad_result, _new_gradients),
         ("fused", fused, planner.forward, FusedArguments, describe_fused, fused_result, _new),
+        ("transposed", transposed, planner.input_grad, TransposedArguments,
+         describe_transposed, transposed_result, _new),
     )
 }  # fmt: skip
 """The operators by their names in ``torch.ops.fastconv``."""

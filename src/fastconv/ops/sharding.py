@@ -13,10 +13,18 @@ from fastconv.ops.arguments import (
     ForwardArguments,
     FusedArguments,
     InputGradArguments,
+    TransposedArguments,
     WeightGradArguments,
 )
 from fastconv.ops.late import when_imported
-from fastconv.ops.schema import OPERATORS, forward, fused, input_grad, weight_grad
+from fastconv.ops.schema import (
+    OPERATORS,
+    forward,
+    fused,
+    input_grad,
+    transposed,
+    weight_grad,
+)
 
 Rule = tuple[list[Any], list[Any]]
 """Placements of the results and of the arguments: None for arguments that are no tensors."""
@@ -62,6 +70,22 @@ def _register() -> None:
             rules.append(rule(second, all_of, first, first))
         return rules
 
+    def of_transposed(*args: Any) -> list[Rule]:
+        given = TransposedArguments(*args)
+        biased, added = given.bias is not None, given.residual is not None
+
+        def rule(result: Any, input: Any, weight: Any, bias: Any) -> Rule:
+            bias, residual = bias if biased else None, result if added else None
+            return _rule(args, [result], input, weight, bias, residual)
+
+        rules = [rule(all_of, all_of, all_of, all_of), rule(first, first, all_of, all_of)]
+        if given.groups == 1:
+            rules.append(rule(second, all_of, second, first))
+        linear = not (biased or added) and given.activation == "identity"
+        if given.groups == 1 and linear:
+            rules.append(rule(part, second, first, None))
+        return rules
+
     def of_input_grad(*args: Any) -> list[Rule]:
         rules = [_rule(args, [all_of], all_of, all_of), _rule(args, [first], first, all_of)]
         if InputGradArguments(*args).groups == 1:
@@ -85,6 +109,7 @@ def _register() -> None:
     register_sharding(input_grad)(of_input_grad)
     register_sharding(weight_grad)(of_weight_grad)
     register_sharding(fused)(of_fused)
+    register_sharding(transposed)(of_transposed)
     # DTensor caches the form of a result by the arguments. register_sharding has it compare only
     # the arguments from the first int on, but strides, which change the form, are lists before it.
     compared = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info

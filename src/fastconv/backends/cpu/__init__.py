@@ -83,8 +83,14 @@ def input_grad(
     weight: Tensor,
     out: Tensor,
     precision: str | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    epilogue: Epilogue = NO_EPILOGUE,
 ) -> None:
-    """Fills ``out`` with the input gradient."""
+    """Fills ``out`` with activation(input gradient + bias + residual).
+
+    Only transposed convolutions, which are input gradients, have a bias and an epilogue.
+    """
     scratch = Scratch(out.dtype, channels_last=grad_output.stride(1) == 1)
     # With several output channels, tap by tap would be too many operations on too few elements.
     # An infinite weight excludes it too: taps multiply zeros beyond the gradient's borders, which
@@ -92,7 +98,7 @@ def input_grad(
     depthwise = problem.out_channels == problem.groups
     by_tap = depthwise and _is_thin(problem) and taps.has_finite_sum(weight, scratch.dtype)
     compute = taps.input_grad if by_tap else matrices.input_grad
-    compute(problem, grad_output, weight, out, scratch)
+    compute(problem, grad_output, weight, bias, out, scratch, residual, epilogue)
 
 
 def _is_thin(problem: Problem) -> bool:

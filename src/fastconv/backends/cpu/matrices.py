@@ -77,26 +77,38 @@ def input_grad(
     problem: Problem,
     grad_output: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     out: Tensor,
     scratch: Scratch,
+    residual: Tensor | None,
+    epilogue: Epilogue,
 ) -> None:
-    """Fills ``out`` with the input gradient."""
+    """Fills ``out`` with activation(input gradient + bias + residual)."""
     groups, (rows, columns) = problem.groups, axes(problem)
     grad = by_position(grad_output, groups)
     weights = by_group(weight, 0, groups).permute(0, 3, 1, 4, 2)
     for residue in residues(rows):
         target = by_position(out[:, :, residue.positions], groups)
+        added = None
+        if residual is not None:
+            added = by_position(residual[:, :, residue.positions], groups)
         kernel, copies = scratch.packed(weights[:, residue.taps], last=4)
         tiling = spread_tiling(problem, residue.axis, scratch, copies)
         for g, i, n, r, c in tiling.spans("groups", "depth", "images", "rows", "columns"):
             piece = target[r, n, c, g, i]
-            total = scratch.take("total", *piece.shape).zero_()
+            total = scratch.take("total", *piece.shape)
+            if bias is None:
+                total.zero_()
+            else:
+                total.copy_(by_group(bias, 0, groups)[g, i])
             for o, p, q in tiling.spans("channels", "tap_rows", "tap_columns"):
                 readers = columns.readers(c, q)
                 taps = scratch.plain(kernel[g, p, o, q, i])
                 parts = residue.axis.part(r, p), columns.part(readers, q).window(c)
                 _add_inputs(total, grad[:, n, readers, g, o], taps, *parts, scratch)
-            piece.copy_(total)
+            piece.copy_(
+                applied_in_place(total, None if added is None else added[r, n, c, g, i], epilogue)
+            )
 
 
 def _add_outputs(

@@ -12,7 +12,7 @@ from fastconv.backends.cpu.axes import Axis, axes, residues
 from fastconv.backends.cpu.scratch import Scratch, staged
 from fastconv.backends.cpu.tiling import tap_tiling
 from fastconv.backends.cpu.views import add_positions, by_channel, by_group, by_tap
-from fastconv.backends.epilogue import applied_in_place
+from fastconv.backends.epilogue import applied_in_place, applied_to_bias
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 
@@ -37,9 +37,16 @@ def forward(
 
 
 def input_grad(
-    problem: Problem, grad_output: Tensor, weight: Tensor, out: Tensor, scratch: Scratch
+    problem: Problem,
+    grad_output: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    scratch: Scratch,
+    residual: Tensor | None,
+    epilogue: Epilogue,
 ) -> None:
-    """Fills ``out`` with the input gradient of a depthwise layer.
+    """Fills ``out`` with activation(input gradient of a depthwise layer + bias + residual).
 
     Each residue of the strides is computed like a forward pass of stride 1.
     """
@@ -47,11 +54,15 @@ def input_grad(
     found = [list(residues(axis)) for axis in axes(problem)]
     read = [[residue for residue in along if residue.axis.taps] for along in found]
     if read != found:
-        out.zero_()  # in one operation, as there may be very many residues that no tap reads
+        # In one operation, as there may be very many residues that no tap reads.
+        applied_to_bias(out, bias, residual, epilogue)
+    first = None if bias is None else by_group(bias, 0, problem.groups).t()
     for rows, columns in product(*read):
-        target = by_channel(out[:, :, rows.positions, columns.positions], problem.groups)
+        place = (slice(None), slice(None), rows.positions, columns.positions)
+        target = by_channel(out[place], problem.groups)
+        added = None if residual is None else by_channel(residual[place], problem.groups)
         taps = weights[:, rows.taps, columns.taps]
-        _convolve(target, grad, taps, None, rows.axis, columns.axis, scratch)
+        _convolve(target, grad, taps, first, rows.axis, columns.axis, scratch, added, epilogue)
 
 
 def weight_grad(problem: Problem, grad_output: Tensor, input: Tensor, out: Tensor) -> None:
