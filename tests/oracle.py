@@ -48,6 +48,45 @@ def conv2d(
     return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
 
 
+def conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    """PyTorch's convolution, which also takes padding as ``((before, after),)``."""
+    if not isinstance(padding, (int, str)) and not isinstance(padding[0], int):
+        input, padding = F.pad(input, padding[0]), 0
+    return F.conv1d(input, weight, bias, stride, padding, dilation, groups)
+
+
+def conv_transpose(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Tensor:
+    """PyTorch's transposed convolution along one axis or two; padding may have pairs of sides."""
+    function = F.conv_transpose1d if weight.dim() == 3 else F.conv_transpose2d
+    if isinstance(padding, int) or isinstance(padding[0], int):
+        return function(
+            input, weight, bias, stride, padding, output_padding, groups, dilation
+        )  # fmt: skip
+    axes = weight.dim() - 2
+    more = (output_padding,) * axes if isinstance(output_padding, int) else output_padding
+    whole = function(input, weight, None, stride, 0, 0, groups, dilation)
+    amounts = [(-before, end - after) for (before, after), end in zip(padding, more, strict=True)]
+    output = F.pad(whole, [amount for pair in reversed(amounts) for amount in pair])
+    return output if bias is None else output + bias.view(-1, *(1,) * axes)
+
+
 def random(shape: Sequence[int], dtype: torch.dtype, device: Any = "cpu") -> Tensor:
     """Values that are the same for every device; small integers for an integer dtype."""
     if dtype.is_floating_point or dtype.is_complex:
@@ -78,21 +117,23 @@ def with_gradients(
 def assert_matches(
     tensors: Sequence[Tensor],
     layout: Callable[[Tensor], Tensor] = torch.clone,
+    function: Callable[..., Tensor] = fastconv.conv2d,
+    reference: Callable[..., Tensor] = conv2d,
     **geometry: Any,
 ) -> None:
-    """Compares ``fastconv.conv2d(*tensors, **geometry)`` and its gradients with the reference.
+    """Compares ``function(*tensors, **geometry)`` and its gradients with the reference.
 
     ``tensors`` are input, weight and, if there is one, bias; the gradient of the output is random,
     laid out by ``layout``.
     """
     references = [exact(tensor) for tensor in tensors]
-    shape = conv2d(*references, **geometry).shape
+    shape = reference(*references, **geometry).shape
     grad_output = layout(random(shape, tensors[0].dtype, tensors[0].device))
-    actual = with_gradients(fastconv.conv2d, tensors, grad_output, **geometry)
-    expected = with_gradients(conv2d, references, exact(grad_output), **geometry)
+    actual = with_gradients(function, tensors, grad_output, **geometry)
+    expected = with_gradients(reference, references, exact(grad_output), **geometry)
     # Rounding errors are relative to the sums of the terms' magnitudes.
     sizes = with_gradients(
-        conv2d, [tensor.abs() for tensor in references], exact(grad_output).abs(), **geometry
+        reference, [tensor.abs() for tensor in references], exact(grad_output).abs(), **geometry
     )
     names = ("output", "input.grad", "weight.grad", "bias.grad")
     for name, *results in zip(names, actual, expected, sizes, strict=False):

@@ -36,6 +36,9 @@ That of ``fastconv.Conv2d``, also in lists, or a layer's attribute ``padding``, 
 PyTorch is ``str | tuple[int, ...]``. For ``fastconv.conv1d`` lists have one element.
 """
 
+# The type of ``padding`` for transposed convolutions: numbers or pairs of them, not names.
+SidesLike = int | tuple[int, ...] | list[int] | Sequence[Sequence[int]]
+
 Activation = ActivationName | tuple[Literal["leaky_relu"], float]
 """The type of ``activation``: a name, or ``("leaky_relu", slope)``.
 

@@ -73,6 +73,26 @@ def layers(images: Tensor) -> None:
     fastconv.conv2d(images)  # type: ignore[call-arg]
 
 
+def sequences(audio: Tensor, images: Tensor) -> None:
+    layer = fastconv.Conv1d(3, 8, 4, padding=((3, 0),), precision="tf32")
+    assert_type(layer.forward(audio), Tensor)
+    up = fastconv.ConvTranspose1d(8, 3, 4, 2, padding=((1, 0),), output_padding=1)
+    assert_type(up.forward(audio, output_size=[9]), Tensor)
+    plain: nn.ConvTranspose2d = fastconv.ConvTranspose2d(8, 3, 2, stride=(2, 2))
+    fastconv.conv1d(audio, layer.weight, padding=layer.padding, stride=layer.stride)
+    fastconv.conv1d(audio, layer.weight, padding=[[3, 0]], activation="silu")
+    fastconv.conv_transpose1d(audio, up.weight, None, 2, 1, 1, residual=audio)
+    fastconv.conv_transpose2d(images, plain.weight, padding=((1, 0), (2, 1)), precision="ieee")
+
+    fastconv.Conv1d(3, 8, 3, padding=(1, 2))  # type: ignore[arg-type]
+    fastconv.Conv1d(3, 8, 3, padding_mode="mirror")  # type: ignore[arg-type]
+    fastconv.ConvTranspose1d(3, 8, 3, padding="same")  # type: ignore[arg-type]
+    fastconv.ConvTranspose2d(3, 8, 3, padding_mode="reflect")  # type: ignore[arg-type]
+    fastconv.conv1d(audio, layer.weight, activation="rleu")  # type: ignore[arg-type]
+    fastconv.conv_transpose2d(images, plain.weight, padding="same")  # type: ignore[arg-type]
+    fastconv.conv_transpose1d(audio, up.weight, precision="fp32")  # type: ignore[arg-type]
+
+
 def networks(images: Tensor) -> None:
     net = Net(padding="same", activation="relu")
     assert_type(fastconv.optimize(net, images, inplace=True, fuse=False, progress=True), Net)

@@ -1,0 +1,92 @@
+"""Transposed convolutions: input gradients to which the kernels add a bias."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from emulator import corpus, driver, precompile
+from emulator.pass_cases import (
+    ALL,
+    ROUNDINGS,
+    PassCase,
+    Tensors,
+    assert_close,
+    float64,
+    new_output,
+    tensors_read,
+)
+from fastconv.kernels import planner
+from fastconv.kernels.coverage import Class
+
+# CI has time only for these lines of the coverage corpus: for each kernel, one for each way that it
+# stores the residues of a stride.
+LINES = """\
+sm_90a/3 input_grad float32 nchw/nchw: 2x3x9x7 2x3x4x3 stride=2,2 padding=1,1
+sm_100a/1 input_grad bfloat16 nhwc/nhwc: 1x4x6x7 3x4x2x3 stride=1,2 padding=1,1
+sm_90a/2 input_grad bfloat16 nhwc/nhwc: 1x26x1x1 13x2x2x9 stride=2,2 padding=2,4 groups=13
+sm_75/5 input_grad tf32 nchw/nchw: 1x4x5x6 2x2x2x1 stride=2,1 padding=0,1,0,0 dilation=1,2 groups=2
+sm_90a/3 input_grad bfloat16 nhwc/nhwc: 1x8x17x5 8x1x5x31 padding=15,15 groups=8
+sm_90a/132 input_grad tf32 nchw/nchw: 1x37x1x1 37x1x31x31 padding=15,15 groups=37
+sm_86/2 input_grad* tf32 nhwc/nhwc: 1x9x5x8 16x9x3x2 stride=2,1 padding=1,0
+sm_103a/5 input_grad* tf32 nchw/nchw: 1x1x1x1 8x1x1x1
+sm_90a/3 input_grad bfloat16 nchw/nchw unaligned: 1x3x1x1 79x3x1x1
+sm_90a/1 input_grad float16 nchw/nchw: 1x18x1x1 20x9x1x1 dilation=9,9 groups=2
+sm_90a/1 input_grad* tf32 nchw/nchw: 1x4x1x7 4x4x1x2 stride=1,2 padding=1,0,2,2
+sm_90a/1 input_grad* tf32 nchw/nchw: 1x32x2x8 1x32x3x1 stride=2,1 padding=1,0
+sm_90a/3 input_grad bfloat16 nhwc/nhwc unaligned: 1x6x2x1 5x6x3x2 stride=2,2 padding=1,1
+sm_90a/1 input_grad*gemm tf32 nchw/nchw: 1x8x4x9 8x8x2x3 stride=2,3 padding=1,1
+sm_90a/1 input_grad*gemm float16 nhwc/nhwc: 1x16x5x4 8x16x2x2 stride=2,2
+"""
+
+
+def _storing() -> list[PassCase]:
+    """The corpus's first input gradient with a bias for each coverage class of code that stores."""
+    found: dict[Class, PassCase] = {}
+    for case in corpus.read_cases():
+        if case.direction == "input_grad" and case.conv.problem.reaches_every_input:
+            for one in corpus.classes_of(case):
+                if one[1] == "store":
+                    found.setdefault(one, case)
+    return list(dict.fromkeys(found.values()))
+
+
+CASES = _storing() if ALL else [corpus.case_of(line) for line in LINES.splitlines()]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    precompile({launch.kernel for case in CASES for launch in case.plan.launches})
+
+
+def _run(case: PassCase, tensors: Tensors, bias: Tensor) -> Tensor:
+    plan, output = case.plan, new_output(case)
+    scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
+    read = {**tensors_read(case, tensors), "bias": bias}
+    driver.run_both_orders(plan.launches, {**read, "output": output, "scratch": scratch})
+    return output
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_float64(case: PassCase) -> None:
+    tensors = Tensors.random(case)
+    bias = torch.randn(case.conv.problem.in_channels).to(case.dtype)
+    added = bias.double()[:, None, None]
+    sizes = Tensors(*(tensor.abs() for tensor in vars(tensors).values()))
+    assert_close(
+        _run(case, tensors, bias),
+        float64(case, tensors) + added,
+        float64(case, sizes) + added.abs(),
+        ROUNDINGS,
+    )
+
+
+def test_bias_reaches_every_position() -> None:
+    assert all(case.conv.problem.reaches_every_input for case in CASES)
+
+
+def test_every_kernel_is_run() -> None:
+    storing = {source for source, anatomy in planner.ANATOMIES.items() if "store" in anatomy.parts}
+    storing.remove("hopper/wgrad_implicit_gemm/kernel.cuh")  # only weight gradients
+    assert {case.plan.launches[-1].kernel.source for case in CASES} == storing
