@@ -23,7 +23,7 @@ class Padding(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What a forward pass does to its accumulators before it stores them.
+    """What a convolution does to its accumulators before it stores them.
 
     It stores activation(accumulators + bias + residual).
     """

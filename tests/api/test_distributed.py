@@ -159,6 +159,67 @@ def _all_fused(mesh: DeviceMesh) -> dict[str, tuple[Any, Tensor]]:
     return found
 
 
+OTHERS: dict[str, tuple[str, dict[str, Any], list[Placement], list[Placement]]] = {
+    # A function, and placements as in DISTRIBUTIONS.
+    "sequences": ("conv1d", {"padding": 1}, [FIRST, ALL, ALL], [FIRST, FIRST, PART, PART]),
+    "sequences, output channels": (
+        "conv1d",
+        {"padding": ((2, 0),)},
+        [ALL, FIRST, FIRST],
+        [SECOND, PART, FIRST, FIRST],
+    ),
+    "transposed": (
+        "conv_transpose2d",
+        {"stride": 2, "padding": 1},
+        [FIRST, ALL, ALL],
+        [FIRST, FIRST, PART, PART],
+    ),
+    "transposed, output channels": (
+        "conv_transpose2d",
+        {"stride": 2, "output_padding": 1},
+        [ALL, SECOND, FIRST],
+        [SECOND, PART, SECOND, FIRST],
+    ),
+    "transposed, input channels": (
+        "conv_transpose1d",
+        {"stride": 2},
+        [SECOND, FIRST],
+        [PART, SECOND, FIRST],
+    ),
+    "transposed, in groups": (
+        "conv_transpose1d",
+        {"groups": 2},
+        [FIRST, ALL, ALL],
+        [FIRST, FIRST, PART, PART],
+    ),
+}
+
+
+def _other_leaves(name: str) -> list[Tensor]:
+    function, options, placements, _ = OTHERS[name]
+    generator, groups = torch.Generator().manual_seed(3), options.get("groups", 1)
+    axes = 2 if function.endswith("2d") else 1
+    pair = (6, 4) if function == "conv1d" else (4, 6 // groups)
+    shapes = (4, 4, *(9, 8)[:axes]), (*pair, *(3, 2)[:axes]), (6,)
+    return [torch.randn(shape, generator=generator) for shape in shapes][: len(placements)]
+
+
+def _other_results(name: str, leaves: Sequence[Tensor]) -> list[Tensor]:
+    function, options, _, _ = OTHERS[name]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    output = getattr(fastconv, function)(*leaves, **options)
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), leaves)]
+
+
+def _all_others(mesh: DeviceMesh) -> dict[str, list[tuple[Any, Tensor]]]:
+    found = {}
+    for name, (_, _, placements, _) in OTHERS.items():
+        pairs = zip(_other_leaves(name), placements, strict=True)
+        results = _other_results(name, [distribute_tensor(leaf, mesh, [p]) for leaf, p in pairs])
+        found[name] = [(result.placements, result.full_tensor()) for result in results]
+    return found
+
+
 Distributed = dict[str, list[list[tuple[Any, Tensor]]]]
 """Placements and values of all results, by the name of the distribution."""
 
@@ -178,7 +239,8 @@ def _all_distributed(mesh: DeviceMesh) -> Distributed:
 WRAPS = {"replicated": _replicated, "sharded": _sharded}
 Results = dict[str, dict[str, list[Tensor]]]
 """Results of training, by the name of the wrapper and by whose convolutions are used."""
-Computed = tuple[Results, Distributed, dict[str, tuple[Any, Tensor]]]
+Others = dict[str, list[tuple[Any, Tensor]]]
+Computed = tuple[Results, Distributed, dict[str, tuple[Any, Tensor]], Others]
 
 
 def _process(rank: int, folder: Path) -> None:
@@ -195,7 +257,8 @@ def _process(rank: int, folder: Path) -> None:
             for name, wrap in WRAPS.items()
         }
         mesh = init_device_mesh("cpu", (PROCESSES,))
-        computed: Computed = results, _all_distributed(mesh), _all_fused(mesh)
+        distributed = _all_distributed(mesh)
+        computed: Computed = results, distributed, _all_fused(mesh), _all_others(mesh)
     finally:
         dist.destroy_process_group()
     torch.save(computed, folder / f"{rank}.pt")
@@ -214,7 +277,7 @@ def computed(host_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[C
 
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_trains_as_pytorch(wrap: str, computed: list[Computed]) -> None:
-    by_rank = [results[wrap] for results, _, _ in computed]
+    by_rank = [results[wrap] for results, *_ in computed]
     for results in by_rank:
         torch.testing.assert_close(results["ours"], results["theirs"], rtol=1e-6, atol=1e-6)
     losses = [results["ours"][:3] for results in by_rank]
@@ -229,7 +292,7 @@ def test_trains_as_pytorch(wrap: str, computed: list[Computed]) -> None:
 def test_distributed_tensors(name: str, computed: list[Computed]) -> None:
     options, placements, expected_placements = DISTRIBUTIONS[name]
     leaves = _leaves(**options)[: len(placements)]
-    for _, distributed, _ in computed:
+    for _, distributed, *_ in computed:
         for geometry, results in zip(GEOMETRIES, distributed[name], strict=True):
             expected = _convolved(leaves, {**options, **geometry})
             found, values = zip(*results, strict=True)
@@ -241,7 +304,16 @@ def test_distributed_tensors(name: str, computed: list[Computed]) -> None:
 def test_distributed_epilogues(name: str, computed: list[Computed]) -> None:
     options, placements, expected_placement = FUSED[name]
     expected = _fused(_fused_leaves(options, len(placements)), **options)
-    for _, _, fused in computed:
+    for _, _, fused, _ in computed:
         found, value = fused[name]
         assert found == (expected_placement,)
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_convolutions(name: str, computed: list[Computed]) -> None:
+    expected = _other_results(name, _other_leaves(name))
+    for *_, others in computed:
+        found, values = zip(*others[name], strict=True)
+        assert list(found) == [(placement,) for placement in OTHERS[name][-1]]
+        torch.testing.assert_close(list(values), expected, rtol=1e-5, atol=1e-4)

@@ -272,6 +272,18 @@ def test_kernels_use_no_convolution_of_pytorch(
     assert any(name.startswith("aten.") for name in mode.seen)
 
 
+@pytest.mark.parametrize("name", ["Conv1d", "ConvTranspose1d", "ConvTranspose2d"])
+@pytest.mark.parametrize("groups", [1, 4], ids=str)
+def test_other_layers_use_none_either(name: str, groups: int, device: torch.device) -> None:
+    module = getattr(fastconv, name)(4, 8, 3, stride=2, groups=groups, device=device)
+    shape = (2, 4, 9, 8) if name.endswith("2d") else (2, 4, 9)
+    input = torch.randn(shape, device=device, requires_grad=True)
+    with _NoConvolutions() as mode:
+        module(input).square().sum().backward()
+    expected = {"forward", "input_grad"} if name == "Conv1d" else {"transposed", "forward"}
+    assert {f"fastconv.{one}.default" for one in (*expected, "weight_grad")} < mode.seen
+
+
 def test_mode_sees_convolutions_of_pytorch() -> None:
     with pytest.raises(AssertionError, match=r"aten\.convolution"), _NoConvolutions():
         F.conv2d(torch.randn(1, 1, 3, 3), torch.randn(1, 1, 2, 2))

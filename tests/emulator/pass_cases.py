@@ -233,13 +233,14 @@ def float64(case: PassCase, tensors: Tensors) -> Tensor:
         padded, weight, bias, problem.stride, 0, problem.dilation, problem.groups
     )
     if case.direction == "forward":
-        return _activated(output.detach() + tensors.residual.double(), case.epilogue)
+        return activated(output.detach() + tensors.residual.double(), case.epilogue)
     wanted = input if case.direction == "input_grad" else weight
     (grad,) = torch.autograd.grad(output, wanted, grad_output)
     return grad
 
 
-def _activated(sums: Tensor, epilogue: Epilogue) -> Tensor:
+def activated(sums: Tensor, epilogue: Epilogue) -> Tensor:
+    """The epilogue's activation of sums that have the residual in them."""
     if epilogue.activation == "leaky_relu":
         return torch.nn.functional.leaky_relu(sums, epilogue.slope)
     return oracle.ACTIVATIONS[epilogue.activation](sums)

@@ -148,8 +148,23 @@ def test_special_values(activation: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(run(case, tensors), expected, equal_nan=True, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("plan", [planner.input_grad, planner.weight_grad])
-def test_gradients_refuse_an_epilogue(plan: planner.Pass) -> None:
-    case = PassCase(Conv("pointwise", (1, 1, 1, 1), (1, 1, 1, 1)), plan, epilogue=Epilogue("relu"))
-    with pytest.raises(ValueError, match=r"gradient has no epilogue, but got .*'relu'"):
-        case.plan  # noqa: B018
+POINTWISE = Conv("pointwise", (1, 1, 3, 3), (1, 1, 1, 1))
+REFUSED = {
+    "weight gradient": (planner.weight_grad, POINTWISE, Epilogue("relu")),
+    "positions without a tap": (
+        planner.input_grad,
+        replace(POINTWISE, stride=(2, 1)),
+        Epilogue("relu"),
+    ),
+    "strided residual": (
+        planner.input_grad,
+        Conv("strided", (1, 1, 4, 4), (1, 1, 2, 2), stride=(2, 2)),
+        Epilogue(residual=True),
+    ),
+}
+
+
+@pytest.mark.parametrize(("plan", "conv", "epilogue"), REFUSED.values(), ids=REFUSED)
+def test_gradients_refuse_an_epilogue(plan: planner.Pass, conv: Conv, epilogue: Epilogue) -> None:
+    with pytest.raises(ValueError, match=r"gradient .*has no epilogue, but got Epilogue"):
+        PassCase(conv, plan, epilogue=epilogue).plan  # noqa: B018

@@ -1,6 +1,9 @@
-"""Transposed convolutions: input gradients to which the kernels add a bias."""
+"""Transposed convolutions: input gradients to which kernels add a bias, with an epilogue."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,13 +15,19 @@ from emulator.pass_cases import (
     ROUNDINGS,
     PassCase,
     Tensors,
+    activated,
     assert_close,
     float64,
     new_output,
+    placed,
     tensors_read,
 )
 from fastconv.kernels import planner
 from fastconv.kernels.coverage import Class
+from fastconv.kernels.family import Launch
+from fastconv.problem import ACTIVATIONS, NO_EPILOGUE, Epilogue
+
+SLOPE = 0.3
 
 # CI has time only for these lines of the coverage corpus: for each kernel, one for each way that it
 # stores the residues of a stride.
@@ -52,34 +61,61 @@ def _storing() -> list[PassCase]:
     return list(dict.fromkeys(found.values()))
 
 
+def _with_epilogues(cases: Iterable[PassCase]) -> Iterator[PassCase]:
+    """Gives each test case the next activation, and those of stride 1 a residual."""
+    for i, case in enumerate(cases):
+        activation = ACTIVATIONS[i % len(ACTIVATIONS)]
+        residual = case.conv.stride == (1, 1)
+        slope = SLOPE if activation == "leaky_relu" else 0.0
+        yield replace(case, epilogue=Epilogue(activation, slope, residual))
+
+
 CASES = _storing() if ALL else [corpus.case_of(line) for line in LINES.splitlines()]
+FUSED = [*_with_epilogues(CASES)]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    precompile({launch.kernel for case in CASES for launch in case.plan.launches})
+    precompile({launch.kernel for case in (*CASES, *FUSED) for launch in case.plan.launches})
 
 
-def _run(case: PassCase, tensors: Tensors, bias: Tensor) -> Tensor:
+@pytest.mark.parametrize("case", [*CASES, *FUSED], ids=str)
+def test_against_float64(case: PassCase) -> None:
+    """Compares activation(gradient + bias + residual) with float64."""
+    plain, problem = replace(case, epilogue=NO_EPILOGUE), case.conv.problem
+    tensors = Tensors.random(plain)
+    bias = torch.randn(problem.in_channels).to(case.dtype)
+    read = {**tensors_read(plain, tensors), "bias": bias}
+    added = bias.double()[:, None, None].expand(problem.input_shape)
+    if case.epilogue.residual:
+        residual = torch.randn(problem.input_shape).to(case.dtype)
+        read["residual"] = placed(residual, case.output_format, case.aligned)
+        added = added + residual.double()
+    sizes = Tensors(*(tensor.abs() for tensor in vars(tensors).values()))
+    assert_close(
+        _run(case, read),
+        activated(float64(plain, tensors) + added, case.epilogue),
+        # An activation grows errors by half at most, and has rounding errors of its own.
+        float64(plain, sizes) + added.abs() + 1,
+        2 * ROUNDINGS,
+    )
+
+
+def _run(case: PassCase, read: dict[str, Tensor]) -> Tensor:
     plan, output = case.plan, new_output(case)
     scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
-    read = {**tensors_read(case, tensors), "bias": bias}
     driver.run_both_orders(plan.launches, {**read, "output": output, "scratch": scratch})
     return output
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_against_float64(case: PassCase) -> None:
-    tensors = Tensors.random(case)
-    bias = torch.randn(case.conv.problem.in_channels).to(case.dtype)
-    added = bias.double()[:, None, None]
-    sizes = Tensors(*(tensor.abs() for tensor in vars(tensors).values()))
-    assert_close(
-        _run(case, tensors, bias),
-        float64(case, tensors) + added,
-        float64(case, sizes) + added.abs(),
-        ROUNDINGS,
-    )
+def test_a_bias_changes_no_kernel() -> None:
+    """Kernels read the bias by an address that is 0 for none: gradients have the same ones."""
+    for case in CASES:
+        assert all("bias" in launch.arguments for launch in case.plan.launches if _stores(launch))
+
+
+def _stores(launch: Launch) -> bool:
+    return launch.kernel.entry not in ("scale", "pack", "clear")
 
 
 def test_bias_reaches_every_position() -> None:

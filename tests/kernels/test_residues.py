@@ -33,6 +33,34 @@ def test_residues_of_far_strides() -> None:
     ]
 
 
+@settings(max_examples=300)
+@given(
+    size=st.integers(1, 12),
+    kernel=st.integers(1, 5),
+    stride=st.integers(1, 6),
+    dilation=st.integers(1, 4),
+    padding=st.integers(0, 5),
+)
+def test_positions_without_a_tap(
+    size: int, kernel: int, stride: int, dilation: int, padding: int
+) -> None:
+    """Residues together reach every position, or the problem says that they do not."""
+    size += dilation * (kernel - 1)  # the kernel fits
+    problem = make_problem(
+        (1, 1, 1, size), (1, 1, 1, kernel), stride=(1, stride), padding=(0, 0, padding, padding),
+        dilation=(1, dilation),
+    )  # fmt: skip
+    reached = {
+        place
+        for place, tap in product(range(size), range(kernel))
+        if (place + padding - tap * dilation) % stride == 0
+    }
+    assert problem.reaches_every_input == (reached == set(range(size)))
+    placings = [residue.placing for residue in layers.residues(problem, 1)]
+    cleared = any(placing.end - placing.begin > 1 for placing in placings)
+    assert problem.reaches_every_input or cleared
+
+
 @settings(max_examples=200)
 @given(
     size=st.integers(1, 40),

@@ -80,6 +80,48 @@ def test_a_first_layer_whose_input_requires_a_gradient(loads: Loads) -> None:
     assert _passes(found)["input_grad", FIRST] == 1
 
 
+def test_other_layers(loads: Loads) -> None:
+    """Transposed layers are input gradients, and their gradients are the other two passes."""
+    model = nn.Sequential(
+        fastconv.Conv1d(16, 32, 5, padding=2),
+        nn.LeakyReLU(),
+        fastconv.ConvTranspose1d(32, 8, 4, stride=2, padding=1),
+    )
+    found = fastconv.prepare(model, torch.empty(4, 16, 500))
+    first, second = (32, 16, 1, 5), (32, 8, 1, 4)
+    assert _passes(found) == {
+        ("forward", first): 1,
+        ("weight_grad", first): 1,
+        ("input_grad", second): 1,
+        ("forward", second): 1,
+        ("weight_grad", second): 1,
+    }
+
+
+def test_epilogues_of_transposed_layers(loads: Loads) -> None:
+    """Kernels have them if all positions have a tap; a residual, if the stride is 1."""
+    input, weight, bias = torch.empty(2, 64, 40, 40), torch.empty(64, 32, 2, 2), torch.empty(32)
+
+    def block(x: Tensor, stride: int) -> None:
+        for activation, added in (("relu", False), ("silu", True)):
+            size = (2, 32, *(stride * 39 + 2,) * 2)
+            residual = torch.empty(size) if added else None
+            fastconv.conv_transpose2d(
+                x, weight, bias, stride, activation=activation, residual=residual
+            )
+
+    labels = {}
+    with torch.no_grad():
+        for stride in (1, 2, 3):
+            found = fastconv.prepare(lambda x, stride=stride: block(x, stride), input)
+            labels[stride] = sorted(one.label for one in found.passes)
+    assert labels == {
+        1: ["input_grad+relu", "input_grad+residual+silu"],
+        2: ["input_grad", "input_grad+relu"],
+        3: ["input_grad"],
+    }
+
+
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 def test_precision(loads: Loads, precision: Any) -> None:
     model = Block()

@@ -79,9 +79,8 @@ def input_grad(
 ) -> None:
     """Fills ``out`` with activation(input gradient + bias + residual).
 
-    Only transposed convolutions, which are input gradients, have a bias and an epilogue. Kernels
-    add the bias where they add up products at every position; passes over memory of their own do
-    the rest.
+    Only transposed convolutions, which are input gradients, have a bias and an epilogue. What
+    kernels do not compute of these (:func:`_kernels_tail`) are passes over memory of their own.
     """
     if out.is_complex():
         real = torch.empty(_planes(out).shape, dtype=out.real.dtype, device=out.device)
@@ -93,18 +92,36 @@ def input_grad(
         add_epilogue(out, bias, residual, epilogue)
         return
     grad_output, weight = _dense(grad_output), _dense(weight)
-    added = _added_by_kernels(problem, bias)
-    asked = _need(planner.input_grad, problem, grad_output, out, weight, precision, bias=added)
-    ready(asked).run(grad_output, weight, added, None, out)
-    add_epilogue(out, None if added is not None else bias, residual, epilogue)
+    tail = _kernels_tail(problem, bias, residual, epilogue)
+    added = None if tail.bias is None else tail.bias.contiguous()
+    beside = None if tail.residual is None else _laid_out_as(out, tail.residual)
+    asked = _need(
+        planner.input_grad, problem, grad_output, out, weight, precision,
+        residual=beside, epilogue=tail.epilogue, bias=added,
+    )  # fmt: skip
+    ready(asked).run(grad_output, weight, added, beside, out)
+    if tail.epilogue == epilogue:
+        residual, epilogue = None, NO_EPILOGUE
+    add_epilogue(out, bias if added is None else None, residual, epilogue)
 
 
-def _added_by_kernels(problem: Problem, bias: Tensor | None) -> Tensor | None:
-    """Returns the bias, contiguous, if kernels of the input gradient add it, or else None.
+class _Tail(NamedTuple):
+    """What follows an input gradient: it stores activation(gradient + bias + residual)."""
 
-    They store zeros at positions without a tap, and would not add it there.
-    """
-    return bias.contiguous() if bias is not None and problem.reaches_every_input else None
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    epilogue: Epilogue = NO_EPILOGUE
+
+
+def _kernels_tail(
+    problem: Problem, bias: Tensor | None, residual: Tensor | None, epilogue: Epilogue
+) -> _Tail:
+    """Returns the part of the tail that kernels compute, the bias first."""
+    if not planner.adds_bias(problem):
+        return _Tail()
+    if not planner.applies_epilogue(problem, epilogue):
+        return _Tail(bias)
+    return _Tail(bias, residual, epilogue)
 
 
 def weight_grad(
@@ -172,8 +189,8 @@ def need(
         return None
     first, second = _dense(first), _dense(second)
     roles = (second, first, out) if plan is planner.weight_grad else (first, out, second)
-    if plan is planner.input_grad:  # kernels leave the rest to passes over memory of their own
-        bias, residual, epilogue = _added_by_kernels(problem, bias), None, NO_EPILOGUE
+    if plan is planner.input_grad:  # the rest are passes over memory of their own
+        bias, residual, epilogue = _kernels_tail(problem, bias, residual, epilogue)
     residual = None if residual is None else _laid_out_as(out, residual)
     bias = None if bias is None else bias.contiguous()
     return _need(plan, problem, *roles, precision, bias_grad, switch, residual, epilogue, bias)

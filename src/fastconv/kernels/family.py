@@ -309,8 +309,9 @@ class Operands:
 
     ``precision`` is the arithmetic of float32, "ieee" or "tf32". With ``bias_grad``, a weight
     gradient also fills a tensor of that name with the gradient of the bias. ``epilogue`` is what a
-    forward pass does to its accumulators before it stores them; a residual is a tensor of that
-    name, which has the output's layout and shares no memory with it.
+    forward pass, or an input gradient that is a transposed convolution, does to its accumulators
+    before it stores them; a residual is a tensor of that name, which has the output's layout and
+    shares no memory with it.
     """
 
     scalar: str  # name of the element type in device code

@@ -28,7 +28,7 @@ from fastconv.kernels.depthwise.coverage import ANATOMIES as DEPTHWISE
 from fastconv.kernels.direct.coverage import ANATOMIES as DIRECT
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.hopper.coverage import ANATOMIES as HOPPER
-from fastconv.problem import NO_EPILOGUE, Problem
+from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 Planner = Callable[[Problem, Operands, Gpu], Plan]
 
@@ -117,8 +117,13 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu, switch: Switch | Non
 def input_grad(
     problem: Problem, operands: Operands, gpu: Gpu, switch: Switch | None = None
 ) -> Plan:
-    """Plans an input gradient: ``input`` is the output's gradient, ``output`` the input's."""
-    _refuse_epilogue("an input gradient", operands)
+    """Plans an input gradient: ``input`` is the output's gradient, ``output`` the input's.
+
+    For a transposed convolution, there is a tensor ``bias``, and operands have an epilogue, if
+    :func:`adds_bias` and :func:`applies_epilogue` say so.
+    """
+    if not applies_epilogue(problem, operands.epilogue):
+        _refuse_epilogue("an input gradient with these strides", operands)
     return _first(INPUT_GRAD, problem, operands, gpu, switch)
 
 
@@ -130,11 +135,22 @@ def weight_grad(
     return _first(WEIGHT_GRAD, problem, operands, gpu, switch)
 
 
+def adds_bias(problem: Problem) -> bool:
+    """Whether kernels of an input gradient can add a bias.
+
+    At positions without a tap they store zeros, to which they would not add it.
+    """
+    return problem.reaches_every_input
+
+
+def applies_epilogue(problem: Problem, epilogue: Epilogue) -> bool:
+    """Whether kernels of an input gradient can apply an epilogue: with a residual, of stride 1."""
+    return adds_bias(problem) and not (epilogue.residual and problem.stride != (1, 1))
+
+
 def _refuse_epilogue(what: str, operands: Operands) -> None:
     if operands.epilogue != NO_EPILOGUE:
-        raise ValueError(
-            f"{what} has no epilogue, but got {operands.epilogue}: only forward passes do"
-        )
+        raise ValueError(f"{what} has no epilogue, but got {operands.epilogue}")
 
 
 def families() -> list[str]:
