@@ -52,7 +52,9 @@ def conv_transpose2d(
     """Applies a 2-D transposed convolution, as ``torch.nn.functional.conv_transpose2d`` does.
 
     With ``activation`` or ``residual``, it computes activation(transposed convolution + bias +
-    residual). On a GPU each of the two is a pass over memory of its own.
+    residual): in one kernel where every position of the output has a tap and, with a residual, the
+    stride is 1. Otherwise, and if autograd records the call, these are several steps, each of which
+    rounds.
 
     Args:
         input: ``(batch, in_channels, height, width)``, or without ``batch``.
@@ -117,7 +119,7 @@ def conv_transpose1d(
 
     It is a 2-D transposed convolution of images with one row: nothing is copied. With
     ``activation`` or ``residual``, it computes activation(transposed convolution + bias +
-    residual). On a GPU each of the two is a pass over memory of its own.
+    residual), as ``fastconv.conv_transpose2d`` does.
 
     Args:
         input: ``(batch, in_channels, length)``, or without ``batch``. It is read as it lies in
