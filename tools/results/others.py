@@ -30,7 +30,7 @@ COMPILED_EFFORT = Effort(3, 3.0)  # They have three times as many contestants.
 COMPILED_SECONDS = 240.0  # Four contestants, each of which takes about 40 s to compile in training.
 HOST_EFFORT_SECONDS = 2.0
 HOST_SECONDS = 15.0
-FIRST_STEPS = {"resnet50": 64, "convnext_tiny": 64, "deeplabv3_resnet50": 16}  # and their batches
+FIRST_STEPS = {"resnet50": 64, "convnext_tiny": 64}  # and their batches
 FIRST_STEPS_SECONDS = 90.0  # four processes
 VERIFIED = {
     # name: further arguments, number of trials, seconds after which no further one begins
