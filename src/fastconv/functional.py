@@ -222,6 +222,18 @@ def conv1d(
         >>> fastconv.conv1d(tokens.mT, weight, padding="same").mT.is_contiguous()
         True
     """
+    if not torch.compiler.is_compiling() and (host := native.conv2d) is not None:
+        mode = _precision.override_untraced() if precision is None else precision
+        try:
+            output = host(
+                input, weight, bias, stride, padding, dilation, groups, mode, activation, residual,
+                True,
+            )  # fmt: skip
+        except RuntimeError:
+            _raise_unfit(input, weight, bias, residual, stride, padding, dilation, groups)
+            raise
+        if output is not NotImplemented:
+            return output
     tensors = tuple(one for one in (input, weight, bias, residual) if one is not None)
     if has_torch_function(tensors):
         epilogue: dict[str, Any] = {}
@@ -240,25 +252,30 @@ def conv1d(
         )
     check_dense("input", input)
     check_dense("weight", weight)
-    (step,), (reach,) = (
-        numbers("conv1d()", "stride", stride, 1),
-        numbers("conv1d()", "dilation", dilation, 1),
-    )
-    around = sides("conv1d()", padding, weight, (step,), (reach,))
-    geometry = ((step,), around, (reach,), integer("conv1d()", "groups", groups))
+    (step,), around, (reach,), groups = _along(weight, stride, padding, dilation, groups)
     if weight.dim() != 3 or (residual is not None and residual.dim() != rank):
-        _raise_unfit(input, weight, bias, residual, *geometry)
+        _raise_unfit(input, weight, bias, residual, stride, padding, dilation, groups)
     try:
         output = conv2d(
             input.unsqueeze(-2), weight.unsqueeze(-2), bias,
-            (1, step), ((0, 0), around), (1, reach), geometry[-1],
+            (1, step), ((0, 0), around), (1, reach), groups,
             precision=precision, activation=activation,
             residual=None if residual is None else residual.unsqueeze(-2),
         )  # fmt: skip
     except RuntimeError:
-        _raise_unfit(input, weight, bias, residual, *geometry)
+        _raise_unfit(input, weight, bias, residual, stride, padding, dilation, groups)
         raise
     return only_row(output)
+
+
+def _along(
+    weight: Tensor, stride: IntOrPair, padding: PaddingLike, dilation: IntOrPair, groups: int
+) -> tuple[tuple[int], tuple[int, ...], tuple[int], int]:
+    """Returns the geometry of a 1-D convolution as numbers; the padding before and after."""
+    step = numbers("conv1d()", "stride", stride, 1)
+    reach = numbers("conv1d()", "dilation", dilation, 1)
+    around = sides("conv1d()", padding, weight, step, reach)
+    return step, around, reach, integer("conv1d()", "groups", groups)
 
 
 def _raise_unfit(
@@ -266,9 +283,9 @@ def _raise_unfit(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    stride: tuple[int, ...],
-    around: tuple[int, ...],
-    dilation: tuple[int, ...],
+    stride: IntOrPair,
+    padding: PaddingLike,
+    dilation: IntOrPair,
     groups: int,
 ) -> None:
     """Raises if the sizes of a 1-D convolution do not fit together, in terms of these sizes.
@@ -276,7 +293,8 @@ def _raise_unfit(
     The 2-D convolution that computes it would name the sizes of images.
     """
     shape = input.shape if input.dim() == 3 else (1, *input.shape)
-    check_shapes(shape, weight.shape, stride, around, dilation, groups, axes=1)
+    geometry = _along(weight, stride, padding, dilation, groups)
+    check_shapes(shape, weight.shape, *geometry, axes=1)
     if bias is not None:
         check_bias(bias.shape, weight.shape, weight.shape[0], transposed=False)
     if residual is not None and residual.dim() != input.dim():

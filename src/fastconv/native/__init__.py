@@ -45,8 +45,8 @@ conv2d: Callable[..., Any] | None = None
 """The library's function for eager calls, or None while Python serves them.
 
 ``conv2d(input, weight, bias, stride, padding, dilation, groups, precision, activation, residual)``,
-all by position. It computes nothing and returns NotImplemented for a call that PyTorch's dispatcher
-has to see.
+all by position, and one more that is True if they are those of ``conv1d``. It computes nothing and
+returns NotImplemented for a call that PyTorch's dispatcher has to see.
 """
 
 _VARIABLE = "FASTCONV_NATIVE"

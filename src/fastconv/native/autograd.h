@@ -107,16 +107,37 @@ inline std::array<int64_t, 2> size_of(const Tensor& tensor) {
   return {tensor.size(2), tensor.size(3)};
 }
 
+// --- Sequences -----------------------------------------------------------------------------------
+
+// A 1-D convolution is one of images with one row.
+inline Tensor with_row(const Tensor& tensor) {
+  return tensor.defined() ? tensor.unsqueeze(2) : tensor;
+}
+
+// Computes a call below autograd.
+inline Tensor computed(const Call& call) {
+  if (!call.sequences) return run(call).first;
+  const at::AutoDispatchBelowADInplaceOrView below;  // to autograd, the output is no view
+  Call images = call;
+  images.sequences = false;
+  for (Tensor* tensor : {&images.first, &images.second, &images.residual}) {
+    *tensor = with_row(*tensor);
+  }
+  return run(images).first.squeeze(2);
+}
+
 // The backward pass, in the form that PyTorch's CppNode requires.
 struct Conv2d {
   static constexpr bool is_traceable = true;  // compiled autograd may trace it
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     variable_list found(3);
-    const Tensor& grad = grads[0];
-    if (!grad.defined()) return found;
+    if (!grads[0].defined()) return found;
     const auto saved = context->get_saved_variables();
-    const Tensor &input = saved[0], &weight = saved[1];
+    const bool sequences = saved[0].dim() == 3;
+    const Tensor grad = sequences ? with_row(grads[0]) : grads[0];
+    const Tensor input = sequences ? with_row(saved[0]) : saved[0];
+    const Tensor weight = sequences ? with_row(saved[1]) : saved[1];
     const auto geometry = Geometry::of(context->saved_data["geometry"].toIntVector());
     const auto format = gradient_format(input, weight);
     // needs_input_grad says which gradients the engine wants now, which may be fewer than recorded.
@@ -133,6 +154,9 @@ struct Conv2d {
       if (bias) found[2] = both.bias_grad;
     } else if (bias) {
       found[2] = sum_of_positions(grad);
+    }
+    for (size_t i = 0; sequences && i < 2; ++i) {
+      if (found[i].defined()) found[i] = found[i].squeeze(2);
     }
     return found;
   }
@@ -166,7 +190,7 @@ inline Tensor record(const Call& call) {
   node.ctx_.set_materialize_grads(false);
   node.ctx_.saved_data["geometry"] = call.geometry.numbers();
   node.ctx_.save_for_backward({call.first, call.second});
-  Tensor output = run(call).first;
+  Tensor output = computed(call);
   torch::autograd::set_history(output, pointer);
   node.output_info_.emplace_back(output);
   node.save_variables_to_ctx();
@@ -193,7 +217,7 @@ inline std::optional<Tensor> conv2d(Call call) {
   }
   if (recorded) return record(call);
   call.frozen = store.period;
-  return run(call).first;
+  return computed(call);
 }
 
 }  // namespace fastconv::host

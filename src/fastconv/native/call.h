@@ -56,7 +56,8 @@ struct Call {
   std::array<int64_t, 2> size{};             // the input's or kernel's, an argument of gradients
   std::optional<at::MemoryFormat> format{};  // the memory format of a gradient
   bool bias_grad = false;                    // whether a weight gradient computes the bias's too
-  int64_t frozen = 0;  // the store's period in which the packed weight may be cached, or 0
+  bool sequences = false;  // whether tensors have no rows: (N, C, L) instead of (N, C, 1, L)
+  int64_t frozen = 0;      // the store's period in which the packed weight may be cached, or 0
   // Only fused forward passes have the members below.
   Tensor residual{};
   int64_t activation = kIdentity;

@@ -72,11 +72,13 @@ void register_operators(const py::dict& kernels) {
 // --- Eager calls ---------------------------------------------------------------------------------
 
 // call(input, weight, bias, stride, padding, dilation, groups, precision, activation, residual),
-// all by position. It returns NotImplemented for a call that it does not serve.
+// all by position. An eleventh argument, whatever it is, says that tensors are sequences. It
+// returns NotImplemented for a call that it does not serve.
 PyObject* conv2d_in_python(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 10, "call takes 10 arguments, not ", count);
+  TORCH_CHECK_TYPE(count == 10 || count == 11, "call takes 10 or 11 arguments, not ", count);
   Call call{kForward};
+  call.sequences = count == 11;
   std::optional<Tensor> output;
   if (!at::impl::torch_function_mode_enabled() && parse_call(arguments, call)) {
     const py::gil_scoped_release others_may_run;

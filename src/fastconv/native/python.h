@@ -147,6 +147,26 @@ inline bool parse(PyObject* object, std::array<int64_t, 2>& pair) {
          parse(PyTuple_GET_ITEM(object, 0), pair[0]) && parse(PyTuple_GET_ITEM(object, 1), pair[1]);
 }
 
+// Parses "valid" and "same", for the axes from `first` on.
+inline bool parse_named_padding(PyObject* object, const Tensor& weight, size_t first, Geometry& g) {
+  if (!PyUnicode_CheckExact(object)) return false;
+  g.padding = {};
+  if (PyUnicode_CompareWithASCIIString(object, "valid") == 0) return true;
+  if (PyUnicode_CompareWithASCIIString(object, "same") != 0 || g.stride[0] != 1 ||
+      g.stride[1] != 1) {
+    return false;
+  }
+  for (size_t axis = first; axis < 2; ++axis) {
+    int64_t both;
+    const int64_t taps = weight.size(2 + axis - first);
+    if (__builtin_mul_overflow(g.dilation[axis], taps - 1, &both)) return false;
+    if (both < 0) return false;
+    g.padding[2 * axis] = both / 2;
+    g.padding[2 * axis + 1] = both - both / 2;
+  }
+  return true;
+}
+
 inline bool parse_padding(PyObject* object, const Tensor& weight, Geometry& g) {
   std::array<int64_t, 2> rows{}, columns{};
   if (parse(object, rows)) {
@@ -162,20 +182,28 @@ inline bool parse_padding(PyObject* object, const Tensor& weight, Geometry& g) {
     g.padding = {rows[0], rows[1], columns[0], columns[1]};
     return four;
   }
-  if (!PyUnicode_CheckExact(object)) return false;
-  g.padding = {};
-  if (PyUnicode_CompareWithASCIIString(object, "valid") == 0) return true;
-  if (PyUnicode_CompareWithASCIIString(object, "same") != 0 || g.stride[0] != 1 ||
-      g.stride[1] != 1) {
+  return parse_named_padding(object, weight, 0, g);
+}
+
+// The element of a tuple of one, or the object itself.
+inline PyObject* alone(PyObject* object) {
+  const bool is_one = PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 1;
+  return is_one ? PyTuple_GET_ITEM(object, 0) : object;
+}
+
+// The geometry of sequences, which are images of one row.
+inline bool parse_along(PyObject* const* arguments, const Tensor& weight, Geometry& g) {
+  g.stride = g.dilation = {1, 1};
+  if (!parse(alone(arguments[3]), g.stride[1]) || !parse(alone(arguments[5]), g.dilation[1])) {
     return false;
   }
-  for (size_t axis : {0, 1}) {
-    int64_t both;
-    if (__builtin_mul_overflow(g.dilation[axis], weight.size(2 + axis) - 1, &both)) return false;
-    if (both < 0) return false;
-    g.padding[2 * axis] = both / 2;
-    g.padding[2 * axis + 1] = both - both / 2;
-  }
+  std::array<int64_t, 2> both{};
+  PyObject* padding = alone(arguments[4]);
+  // Two numbers are those of the sides, within a tuple of one, or else too many.
+  const bool has_sides = PyTuple_CheckExact(padding);
+  if (has_sides && padding == arguments[4]) return false;
+  if (!parse(padding, both)) return parse_named_padding(padding, weight, 1, g);
+  g.padding = {0, 0, both[0], both[1]};
   return true;
 }
 
@@ -229,12 +257,16 @@ inline bool parse_call(PyObject* const* arguments, Call& call) {
   }
   Geometry& g = call.geometry;
   for (const Tensor& tensor : {call.first, call.second}) {
-    if (tensor.is_nested() || tensor.layout() != at::kStrided || tensor.dim() != 4) return false;
+    if (tensor.is_nested() || tensor.layout() != at::kStrided) return false;
+    if (tensor.dim() != (call.sequences ? 3 : 4)) return false;
   }
-  return parse(arguments[3], g.stride) && parse(arguments[5], g.dilation) &&
-         parse_padding(arguments[4], call.second, g) && parse(arguments[6], g.groups) &&
-         parse_precision(arguments[7], g.precision) &&
-         parse_epilogue(arguments[8], arguments[9], call);
+  const bool fits = call.sequences
+                        ? parse_along(arguments, call.second, g)
+                        : parse(arguments[3], g.stride) && parse(arguments[5], g.dilation) &&
+                              parse_padding(arguments[4], call.second, g);
+  return fits && parse(arguments[6], g.groups) && parse_precision(arguments[7], g.precision) &&
+         parse_epilogue(arguments[8], arguments[9], call) &&
+         (!call.sequences || !call.residual.defined() || call.residual.dim() == 3);
 }
 
 }  // namespace fastconv::host
