@@ -345,3 +345,29 @@ def test_constants_that_are_made_in_forward() -> None:
 def test_a_fused_layer_says_so() -> None:
     optimized = fastconv.optimize(Followed(nn.LeakyReLU(0.2)).eval(), EXAMPLE)
     assert repr(optimized.layer).endswith("padding=(1, 1), activation=('leaky_relu', 0.2))")
+
+
+class UpAndDown(nn.Module):
+    """A network with layers that stay as they are, of PyTorch's and of fastconv's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.up = nn.ConvTranspose2d(4, 4, 2, stride=2)
+        self.ours = fastconv.ConvTranspose2d(4, 3, 2, stride=2)
+        self.along = fastconv.Conv1d(3, 2, 3, padding=((2, 0),))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(torch.relu(self.norm(self.conv(x))))
+        return self.along(self.ours(x).relu().flatten(2))
+
+
+def test_other_layers_stay_as_they_are() -> None:
+    model = UpAndDown().eval()
+    expected = model(EXAMPLE)
+    optimized = fused(model, EXAMPLE)
+    assert activations(optimized) == {"conv": "relu"}
+    assert type(optimized.up) is nn.ConvTranspose2d
+    assert type(optimized.ours) is fastconv.ConvTranspose2d
+    assert type(optimized.along) is fastconv.Conv1d
+    torch.testing.assert_close(optimized(EXAMPLE), expected, rtol=1e-4, atol=1e-4)
