@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,6 +20,8 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 import fastconv
 import oracle
 from fastconv import ops
+from fastconv.backends import cpu, cuda
+from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 from recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("host_path")
@@ -414,3 +417,54 @@ def test_a_subclass_of_tensor(function: Function) -> None:
     output = function.ours(tensors[0].as_subclass(Own), *tensors[1:])
     assert type(output) is Own
     torch.testing.assert_close(output.as_subclass(Tensor), function.theirs(*tensors))
+
+
+# --- What kernels compute on a GPU ----------------------------------------------------------------
+
+# Geometries, and what their kernels add: nothing, bias and activation, or everything.
+KERNELS = {
+    "stride 1": ((3, 2), (1, 1), (1, 1), "everything"),
+    "stride 2": ((3, 2), (2, 2), (1, 1), "no residual"),
+    "stride beyond the kernel": ((3, 1), (1, 2), (1, 1), "nothing"),
+    "stride and dilation with a common factor": ((3, 3), (2, 1), (2, 1), "nothing"),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "activation"),
+    [(torch.float32, "identity"), (torch.float32, "silu"), (torch.complex64, "identity")],
+    ids=str,
+)
+@pytest.mark.parametrize("added", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize(("kernel", "stride", "dilation", "adds"), KERNELS.values(), ids=KERNELS)
+def test_what_kernels_leave_is_added(
+    kernel: Any, stride: Any, dilation: Any, adds: str, activation: str, added: bool,
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The CPU's backend stands in for the kernels."""
+    seen: list[tuple[bool, Epilogue]] = []
+
+    def ready(need: cuda.Need) -> Any:
+        def run(input: Tensor, weight: Tensor, bias: Any, residual: Any, out: Tensor) -> None:
+            seen.append((bias is not None, need.epilogue))
+            cpu.input_grad(need.problem, input, weight, out, None, bias, residual, need.epilogue)
+
+        return SimpleNamespace(run=run)
+
+    monkeypatch.setattr(cuda, "ready", ready)
+    geometry = (stride, (0, 0, 0, 0), dilation, 1)
+    input, weight, bias = (
+        oracle.random(shape, dtype) for shape in ((2, 4, 5, 6), (4, 3, *kernel), (3,))
+    )
+    problem = Problem.of_transposed(input.shape, weight.shape, (0, 0), *geometry)
+    residual = oracle.random(problem.input_shape, dtype) if added else None
+    epilogue = Epilogue(activation, 0.0, added)
+    actual, expected = (torch.empty(problem.input_shape, dtype=dtype) for _ in range(2))
+    for backend, out in ((cuda, actual), (cpu, expected)):
+        backend.input_grad(problem, input, weight, out, None, bias, residual, epilogue)
+    torch.testing.assert_close(actual, expected)
+    fits = adds == "everything" or (adds == "no residual" and not added)
+    plain = dtype.is_complex  # kernels compute with real numbers, without what follows
+    assert seen == [
+        (adds != "nothing" and not plain, epilogue if fits and not plain else NO_EPILOGUE)
+    ]
