@@ -100,8 +100,8 @@ std::string words_of(const Call& call, Precision precision) {
 // --- Entries -------------------------------------------------------------------------------------
 
 constexpr auto kAdvice =
-    "Bundles have the forms of the examples that they were made with: `fastconv bundle "
-    "PACKAGE.pt2 --inputs EXAMPLE.pt -o MODEL.fastconv --gpu GPU` adds those of this example.";
+    "A bundle has the forms of the examples that it was made with, for the GPUs named: `fastconv "
+    "bundle PACKAGE.pt2 --inputs EXAMPLE.pt -o MODEL.fastconv --gpu GPU` makes one.";
 
 std::shared_ptr<const Entry> bundled_entry(const Call& call, Precision precision,
                                            const std::vector<Found>& found) {

@@ -126,7 +126,8 @@ inline std::shared_ptr<const Entry> entry_of(const Call& call, Precision precisi
     const char* name = kOperators[call.pass];
     const auto arguments = arguments_of(call, py::str(kPrecisions[precision]));
     if (python_record) {
-      py::handle(python_record)(key_of(call, precision, true), name, *arguments);
+      const py::handle record(python_record);
+      record(key_of(call, precision, true), name, *arguments);
     }
     return entry_of(py::handle(python_make_entry)(name, *arguments));
   });

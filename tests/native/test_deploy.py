@@ -1,0 +1,136 @@
+"""Packages of AOTInductor in a program without Python, and the library that computes there."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastconv
+from fastconv import cli
+from native.deployment import Deployed, run, run_script
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the native host path is Linux's")
+
+
+class Model(nn.Module):
+    """Layers of every kind: plain, fused with and without a residual, grouped, depthwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = fastconv.Conv2d(3, 8, (3, 5), stride=2, padding=((1, 2), (0, 3)))
+        self.grouped = fastconv.Conv2d(8, 8, 3, padding=2, dilation=2, groups=4)
+        self.depthwise = fastconv.Conv2d(8, 8, 3, padding="same", groups=8, bias=False)
+        self.last = fastconv.Conv2d(8, 5, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        first = torch.relu(self.first(images))
+        grouped = self.grouped(first)
+        fused = fastconv.conv2d(
+            grouped, self.depthwise.weight, padding=1, groups=8, activation="silu", residual=first
+        )
+        return self.last(fused)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().eval()
+
+
+@pytest.fixture(scope="module")
+def package(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package of the model for any batch size."""
+    path = tmp_path_factory.mktemp("package") / "model.pt2"
+    batch = torch.export.Dim("batch", min=1, max=64)
+    with torch.no_grad():
+        program = torch.export.export(
+            model, (torch.randn(2, 3, 17, 16),), dynamic_shapes=({0: batch},)
+        )
+    operators = {str(node.target) for node in program.graph.nodes if "fastconv" in str(node.target)}
+    assert operators == {"fastconv.forward.default", "fastconv.fused.default"}
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    return path
+
+
+class TestPackage:
+    @pytest.mark.parametrize("batch", [2, 5])
+    def test_in_a_program(
+        self, deployed: Deployed, package: Path, model: Model, batch: int, tmp_path: Path
+    ) -> None:
+        images = torch.randn(batch, 3, 17, 16)
+        given, taken = tmp_path / "input", tmp_path / "output"
+        given.write_bytes(images.numpy().tobytes())
+        ended = deployed.run("run", package, "cpu", given, taken, *images.shape)
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout == "no Python\n"
+        with torch.no_grad():
+            expected = model(images)
+        output = torch.frombuffer(bytearray(taken.read_bytes()), dtype=torch.float32)
+        torch.testing.assert_close(output.view_as(expected), expected, rtol=1e-4, atol=1e-4)
+
+    def test_in_python(self, package: Path, model: Model) -> None:
+        images = torch.randn(3, 3, 17, 16)
+        loaded = torch._inductor.aoti_load_package(str(package))
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(images), model(images), rtol=1e-4, atol=1e-4)
+
+
+class TestLibrary:
+    @pytest.mark.parametrize("seed", [0, 1])
+    def test_computes_what_pytorch_does_in_float64(self, deployed: Deployed, seed: int) -> None:
+        assert run_script("deployed_cases.py", deployed.library, seed).stdout == "60\n"
+
+    def test_after_python_it_serves_nothing(self, deployed: Deployed) -> None:
+        """Python's fastconv goes on to serve calls in a process that loads the library later."""
+        program = (
+            "import torch, fastconv\n"
+            f"torch.ops.load_library({str(deployed.library)!r})\n"
+            "x = torch.randn(1, 2, 5, 5, requires_grad=True)\n"
+            "print(fastconv.conv2d(x, torch.randn(3, 2, 3, 3), activation='relu').grad_fn is None)"
+        )
+        ended = run(sys.executable, "-c", program, PYTHONPATH=_path())
+        assert (ended.returncode, ended.stdout) == (0, "False\n"), ended.stderr
+
+    def test_python_after_it_is_an_error(self, deployed: Deployed) -> None:
+        program = (
+            f"import torch\ntorch.ops.load_library({str(deployed.library)!r})\nimport fastconv\n"
+        )
+        ended = run(sys.executable, "-c", program, PYTHONPATH=_path())
+        assert ended.returncode == 1
+        assert "ImportError: libfastconv.so" in ended.stderr
+        assert "import fastconv before" in ended.stderr
+
+    def test_is_not_linked_with_python(self, deployed: Deployed) -> None:
+        needed = run("readelf", "-d", deployed.library).stdout
+        assert "libtorch_cpu.so" in needed
+        assert "python" not in needed
+
+
+def _path() -> str:
+    return ":".join(filter(None, sys.path))
+
+
+class TestCommand:
+    def test_build(
+        self, deployed: Deployed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = tmp_path / "new"
+        assert cli.main(["build", "--deploy", str(folder), "--json"]) == 0
+        said: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert said["library"] == str(folder / "libfastconv.so")
+        assert said["built"] is False
+        assert sorted(path.name for path in folder.iterdir()) == ["fastconv.h", "libfastconv.so"]
+        assert (folder / "libfastconv.so").read_bytes() == deployed.library.read_bytes()
+
+    def test_folder_that_cannot_be_written(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "file").touch()
+        assert cli.main(["build", "--deploy", str(tmp_path / "file")]) == 2
+        assert "it is not a folder" in capsys.readouterr().err
