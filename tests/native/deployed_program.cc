@@ -1,13 +1,14 @@
 // A program without Python, for tests of libfastconv.so:
-//   program run PACKAGE DEVICE INPUT OUTPUT N C H W    calls a package with one input and one output
-//   program read BUNDLE...                             reads bundles, and prints an error for each
-//   program call                                       calls an operator with tensors of cuda:0
+//   program run PACKAGE DEVICE INPUT OUTPUT N C H W    calls a package with one input and one
+//   output program read BUNDLE...                             reads bundles, and prints an error
+//   for each program call                                       calls an operator with tensors of
+//   cuda:0
 // INPUT and OUTPUT are files of contiguous float32 numbers.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/from_blob.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
-#include <cstdlib>
+#include <exception>
 #include <fstream>
 #include <iostream>
 #include <iterator>
@@ -90,6 +91,9 @@ int main(int count, char** arguments) {
     if (what == "call") return call();
   } catch (const c10::Error& error) {
     std::cerr << error.what_without_backtrace() << "\n";
+    return 1;
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << "\n";
     return 1;
   }
   return 2;

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from torch import Tensor, nn
 
+import fastconv
 from effort import PATIENCE_S
 from fastconv import native
 from fastconv.exporter import bundles
@@ -52,9 +54,12 @@ def run_script(name: str, *arguments: Any, **environment: str) -> subprocess.Com
     return ended
 
 
-def compile_program(folder: Path) -> Path:
-    """Compiles the test's program against PyTorch and the library in the folder."""
+def compile_program(folder: Path, with_cuda: bool = False) -> Path:
+    """Compiles the tests' program against PyTorch and the library in the folder."""
     program = folder / "program"
+    # Nothing in the program names PyTorch's libraries for CUDA, whose own ones the linker need not
+    # find.
+    of_cuda = ["-Wl,--no-as-needed,--allow-shlib-undefined", "-ltorch_cuda", "-lc10_cuda"]
     libraries = [folder, TORCH / "lib"]
     subprocess.check_call([
         os.environ.get("CXX", "c++"), "-std=c++20",
@@ -63,11 +68,41 @@ def compile_program(folder: Path) -> Path:
         f"-isystem{TORCH / 'include/torch/csrc/api/include'}",
         f"-I{folder}", str(FOLDER / "deployed_program.cc"),
         *(f"-L{path}" for path in libraries),
-        "-lfastconv", "-ltorch", "-ltorch_cpu", "-lc10",
+        "-lfastconv", "-ltorch", "-ltorch_cpu", "-lc10", *(of_cuda if with_cuda else []),
         *(f"-Wl,-rpath,{path}" for path in libraries),
         "-o", str(program),
     ])  # fmt: skip
     return program
+
+
+class Model(nn.Module):
+    """Layers of every kind: plain, grouped, and depthwise, fused with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = fastconv.Conv2d(3, 8, (3, 5), stride=2, padding=((1, 2), (0, 3)))
+        self.grouped = fastconv.Conv2d(8, 8, 3, padding=2, dilation=2, groups=4)
+        self.depthwise = fastconv.Conv2d(8, 8, 3, padding="same", groups=8, bias=False)
+        self.last = fastconv.Conv2d(8, 5, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        first = torch.relu(self.first(images))
+        grouped = self.grouped(first)
+        fused = fastconv.conv2d(
+            grouped, self.depthwise.weight, padding=1, groups=8, activation="silu", residual=first
+        )
+        return self.last(fused)
+
+
+def run_package(deployed: Deployed, package: Path, images: Tensor, **environment: str) -> Tensor:
+    """What a package returns for some images in the program, without its shape."""
+    given, taken = package.with_name("input"), package.with_name("output")
+    given.write_bytes(images.cpu().numpy().tobytes())
+    where = images.device.type
+    ended = deployed.run("run", package, where, given, taken, *images.shape, **environment)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "no Python\n"
+    return torch.frombuffer(bytearray(taken.read_bytes()), dtype=torch.float32)
 
 
 @contextmanager

@@ -77,9 +77,12 @@ inline void* function_of(const Bundle& bundle, size_t number, int index) {
   void*& known = functions[{&kernel, index}];
   if (known) return known;
   const std::string action = c10::str("loading ", kernel.name, " onto cuda:", index);
-  const char* cubin = bundle.cubins[kernel.cubin].data();
-  void*& module = modules[{cubin, index}];
-  if (!module) ask_driver(action, "cuModuleLoadData", &module, cubin);
+  const std::string_view cubin = bundle.cubins[kernel.cubin];
+  void*& module = modules[{cubin.data(), index}];
+  if (!module) {
+    const std::string copy(cubin);  // aligned, as it is not within the bundle
+    ask_driver(action, "cuModuleLoadData", &module, copy.c_str());
+  }
   void* function = nullptr;
   ask_driver(action, "cuModuleGetFunction", &function, module, kernel.name.c_str());
   int fixed = 0;
