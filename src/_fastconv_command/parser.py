@@ -213,8 +213,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peer", choices=PEERS,
         help="what to compare with; pytorch (the default): PyTorch in the same memory format; "
-        "best: the faster of both memory formats; compile: torch.compile with max-autotune, or "
-        "with --networks in its default mode beside eager PyTorch",
+        "best: the faster of both memory formats; compile: torch.compile with max-autotune",
     )  # fmt: skip
     parser.add_argument(
         "--repeats", type=_positive, metavar="N",
@@ -253,6 +252,11 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode", nargs="+", choices=MODES, metavar="MODE",
         help=f"for --networks: {', '.join(MODES)} (default: both)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--compile", action="store_true",
+        help="for --networks: also measure both networks after torch.compile, without and with "
+        "CUDA graphs",
     )  # fmt: skip
     parser.add_argument(
         "--commands", action="store_true", help="print the command that reproduces each row"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,12 +18,14 @@ from conftest import Loads
 from fastconv import cli, timing
 from fastconv.bench import models, networks, report, results
 from fastconv.bench.console import MissingExtra
+from fastconv.bench.network_results import (
+    COMPILE_MODES,
+    NETWORKS_FORMAT,
+    NetworkResults,
+)
 from fastconv.bench.networks import INFERENCE, MODES, TRAINING, UNet
-from fastconv.bench.results import NetworkResults, NetworkRow, Optimized, Overall
-from fastconv.bench.row_timing import Timing
 from fastconv.network import calls, preparation
 from network.helpers import Clock, ResNet, stand_in
-from test_report import _damaged
 
 FLOAT32, BFLOAT16 = (one.name for one in networks.CONFIGURATIONS.values())
 FAST = ["--device", "cpu", "--repeats", "1", "--row-seconds", "0", "--batch", "2"]
@@ -152,7 +153,7 @@ def test_every_row_of_two_networks(
     command = ["bench", "--networks", "resnet", "heads", *FAST, "--output", str(path)]
     assert cli.main(command) == 0
     found = json.loads(path.read_text(encoding="utf-8"))
-    assert found["format"] == results.NETWORKS_FORMAT
+    assert found["format"] == NETWORKS_FORMAT
     assert [(row["network"], row["configuration"], row["mode"]) for row in found["rows"]] == [
         (name, configuration, mode)
         for name in ("resnet", "heads")
@@ -162,7 +163,8 @@ def test_every_row_of_two_networks(
     for row in found["rows"]:
         assert row["images"] == "2x3x8x10"
         assert row["speedup"] == row["peer"]["ms"] / row["ours"]["ms"]
-        assert row["compiled"] is row["compile_mode"] is row["error"] is row["skipped"] is None
+        assert row["compiled"] == []
+        assert row["error"] is row["skipped"] is None
         for timed in (row["ours"], row["peer"]):
             assert timed["samples"] == 1
             assert timed["ms"] > 0
@@ -236,22 +238,124 @@ def test_gradients_are_cleared_before_each_sample(monkeypatch: pytest.MonkeyPatc
     assert (second.ms, second.spread, second.first_call_ms) == (4.0, 0.0, runs[1].first_call_ms)
 
 
-def test_torch_compile_is_a_peer_in_inference(
-    install: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+# --- Compiled networks ----------------------------------------------------------------------------
+
+
+class Compiler:
+    """Stands for ``torch.compile``: Dynamo traces for real, and nothing is generated."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._compile = torch.compile
+        self.asked: list[Any] = []
+        self.fails = lambda network, mode: False
+        monkeypatch.setattr(torch, "compile", self)
+
+    def __call__(self, network: nn.Module, mode: str | None = None) -> Any:
+        ours = any(type(one) is not nn.Conv2d for one in convolutions(network))
+        if mode is not None:  # Contestants have one; what starts the compiler has none.
+            self.asked.append((ours, network.training, mode))
+        if self.fails(ours, mode):
+            return self._failing
+        return self._compile(network, backend="aot_eager")
+
+    @staticmethod
+    def _failing(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def convolutions(network: nn.Module) -> list[nn.Module]:
+    return [one for one in network.modules() if isinstance(one, nn.Conv2d)]
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    return Compiler(monkeypatch)
+
+
+@pytest.fixture
+def marks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Steps that were marked for CUDA graphs, which a CPU is made to measure too."""
+    marked: list[str] = []
+    monkeypatch.setattr(networks, "compile_modes", lambda device: list(COMPILE_MODES))
+    mark = partial(marked.append, "step")
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", mark)
+    return marked
+
+
+def test_compiled_networks_on_a_cpu(
+    install: Install, compiler: Compiler, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = []
-
-    def compile(network: nn.Module, mode: str) -> nn.Module:
-        asked.append((type(network), network.training, mode))
-        return network
-
-    monkeypatch.setattr(torch, "compile", compile)
     install(heads=Heads)
-    training, inference = measured(capsys, "heads", "--dtype", "float32", "--peer", "compile")
-    assert asked == [(Heads, False, "default")]
-    assert training["compiled"] is training["compile_mode"] is training["compiled_speedup"] is None
-    assert inference["compile_mode"] == "default"
-    assert inference["compiled_speedup"] == inference["compiled"]["ms"] / inference["ours"]["ms"]
+    rows = measured(capsys, "heads", "--dtype", "float32", "--compile")
+    assert compiler.asked == [
+        (ours, mode == TRAINING, "default") for mode in MODES for ours in (False, True)
+    ]
+    for row in rows:
+        (pair,) = row["compiled"]
+        assert pair["mode"] == "default"
+        assert pair["ours_remark"] is pair["peer_remark"] is None
+        assert pair["speedup"] == pair["peer"]["ms"] / pair["ours"]["ms"]
+        for timed in (pair["ours"], pair["peer"]):
+            assert timed["samples"] == row["ours"]["samples"] == 1
+            assert timed["ms"] > 0
+            assert timed["first_call_ms"] > 0
+
+
+def test_compiled_networks_with_cuda_graphs(
+    install: Install, compiler: Compiler, marks: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(heads=Heads)
+    rows = measured(capsys, "heads", "--dtype", "bfloat16", "--compile")
+    expected = [(ours, mode) for mode in ("default", "reduce-overhead") for ours in (False, True)]
+    assert [(ours, mode) for ours, _, mode in compiler.asked] == 2 * expected
+    for row in rows:
+        assert [pair["mode"] for pair in row["compiled"]] == ["default", "reduce-overhead"]
+        assert all(pair["speedup"] > 0 for pair in row["compiled"])
+    # Two contestants of two rows: first steps, one dropped sample and one that counts.
+    assert len(marks) == 2 * 2 * (networks.COMPILED_STEPS + 1 + 1)
+
+
+def test_a_compiled_contestant_that_fails_loses_no_other(
+    install: Install, compiler: Compiler, marks: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiler.fails = lambda ours, mode: ours and mode == "reduce-overhead"
+    install(heads=Heads)
+    options = ("--mode", "training", "--dtype", "float32", "--compile")
+    (row,) = measured(capsys, "heads", *options, status=1)
+    why = "failed: out of memory: a smaller --batch than 2 may fit"
+    assert row["error"] is None
+    assert row["speedup"] > 0
+    default, graphs = row["compiled"]
+    assert default["speedup"] > 0
+    assert graphs["peer"]["ms"] > 0
+    assert (graphs["ours"], graphs["ours_remark"], graphs["speedup"]) == (None, why, None)
+    assert graphs["peer_remark"] is None
+    assert cli.main(["bench", *FAST, "--networks", "heads", *options]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"heads training {FLOAT32}, fastconv compiled + CUDA graphs: {why}" in said
+
+
+def test_skipped_cuda_graphs_are_told(
+    install: Install, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, marks: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    install(heads=Heads)
+    counts = iter((0, 0, 0, 0, 3, 5, 5, 5))  # before and after each contestant
+    monkeypatch.setattr(networks, "_skipped_graphs", lambda: next(counts))
+    (row,) = measured(capsys, "heads", "--mode", "training", "--dtype", "float32", "--compile")
+    remarks = [(pair["peer_remark"], pair["ours_remark"]) for pair in row["compiled"]]
+    assert remarks == [(None, None), ("torch.compile skipped CUDA graphs (2)", None)]
+    assert all(pair["speedup"] for pair in row["compiled"])
+
+
+def test_cuda_graphs_need_a_gpu() -> None:
+    assert networks.compile_modes(torch.device("cpu")) == ["default"]
+    assert networks.compile_modes(torch.device("cuda")) == [*COMPILE_MODES]
+    assert [*report.COMPILED_RIGHT] == [*COMPILE_MODES]
+    assert networks._skipped_graphs() >= 0
+
+
+# --- What is compared -----------------------------------------------------------------------------
 
 
 def test_results_that_cannot_be_compared_are_a_failure() -> None:
@@ -277,8 +381,9 @@ def test_one_failing_network_loses_no_other(
     assert measured(capsys, "absent", "--dtype", "bfloat16")  # A skipped row is no failure.
 
 
+@pytest.mark.parametrize("options", [[], ["--compile"]])
 def test_networks_are_freed_before_the_next(
-    install: Install, capsys: pytest.CaptureFixture[str]
+    install: Install, compiler: Compiler, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     made: list[weakref.ref[nn.Module]] = []
 
@@ -289,8 +394,9 @@ def test_networks_are_freed_before_the_next(
         return network
 
     install(heads=partial(build, Heads), fails=partial(build, Fails))
-    rows = measured(capsys, "fails", "heads", "--dtype", "float32", status=1)
+    rows = measured(capsys, "fails", "heads", "--dtype", "float32", *options, status=1)
     assert [row["error"] is None for row in rows] == [False, False, True, True]
+    assert len(rows[2]["compiled"]) == len(options)
     assert len(made) == 4
 
 
@@ -330,16 +436,17 @@ def test_a_cpu_is_refused(
                 ["--precision", "tf32"],
                 ["--format", "nhwc"],
                 ["--commands"],
+                ["--peer", "pytorch"],
             )
         ),
         (["--networks", "--dtype", "float16"], "measured in float32 and bfloat16, not in float16"),
-        (["--networks", "--peer", "best"], "--peer best has no other"),
         (["--networks", "--mode", "step"], "invalid choice: 'step'"),
         (["--networks", "--host"], "not allowed with"),
         (["--networks", "--dry-run"], "not allowed with"),
         (["--networks", "--compare", "a.json", "b.json"], "not allowed with"),
         (["--mode", "training"], "--mode applies to --networks, which is not given"),
         (["--host", "--mode", "training"], "--mode applies to --networks"),
+        (["--compile"], "--compile applies to --networks, which is not given"),
     ],
 )
 def test_options_that_do_not_go_together(
@@ -379,104 +486,3 @@ def test_the_unet_is_measured(
     (row,) = measured(capsys, "unet", "--image", "20", "--mode", "training", "--dtype", "float32",
                       status=1)  # fmt: skip
     assert row["error"].startswith("RuntimeError: Sizes of tensors must match")
-
-
-# --- Results --------------------------------------------------------------------------------------
-
-DONE = Optimized(53, 50, 49, True, 21, 12.25, 8.0, 6.0, "")
-
-
-def network_row(network: str, mode: str, ours: float, peer: float, **more: Any) -> NetworkRow:
-    return NetworkRow(
-        network, mode, FLOAT32, "64x3x224x224", Timing(ours, 0.01, 7, 20.0, extra_mib=100.0),
-        Timing(peer, 0.02, 7, 900.0, extra_mib=110.0), optimized=DONE, **more,
-    )  # fmt: skip
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """Five rows as if measured on a GPU, the last ones skipped and failed."""
-    compiled = Timing(9.0, 0.01, 7, 30000.0)
-    rows = [
-        network_row("resnet50", TRAINING, 20.0, 25.0),
-        network_row("vgg16", TRAINING, 10.0, 10.0),
-        network_row("vgg16", INFERENCE, 6.0, 12.0, compiled=compiled, compile_mode="default",
-                    difference=2e-4),
-        NetworkRow("vgg19", TRAINING, FLOAT32, skipped="torchvision is not installed"),
-        NetworkRow("unet", TRAINING, BFLOAT16, error="out of memory"),
-    ]  # fmt: skip
-    environment = {"fastconv": "0", "torch": "2", "gpu": "Abacus", "host_path": "native"}
-    written = tmp_path / "networks.json"
-    NetworkResults(environment, rows).write(written)
-    return written
-
-
-def test_overall() -> None:
-    rows = [
-        network_row("a", INFERENCE, 10.0, 40.0),
-        network_row("b", INFERENCE, 30.0, 30.0),
-        NetworkRow("c", INFERENCE, FLOAT32, error="out of memory"),
-    ]
-    (found,) = NetworkResults({}, rows).overall
-    assert found == Overall(INFERENCE, 2, pytest.approx(2.0), 1.75, 1.0, f"b, {FLOAT32}", None)
-    assert NetworkResults({}, rows[2:]).overall == []
-
-
-def test_tables(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = tmp_path / "table.md"
-    assert cli.main(["report", str(path), "--markdown", str(table)]) == 0
-    text = table.read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if line[:1] == "|"]
-    assert lines[2] == (
-        f"| resnet50 | training | {FLOAT32} | 64x3x224x224 | 20 ±1% | 25 ±2% | 1.25x |  |  "
-        "| 50 of 53, fused | 8 / 6 | 12.2 |  | 100 / 110 | 20 / 900 |"
-    )
-    assert lines[4].split(" | ")[7:13] == [
-        "9 ±1%", "1.50x", "50 of 53, fused", "8 / 6", "12.2", "2.0e-04"
-    ]  # fmt: skip
-    assert [line.split(" | ")[4] for line in lines[5:]] == ["skipped", "failed"]
-    shown = capsys.readouterr().out
-    for said in (shown, text):
-        assert "Abacus" in said
-        assert "host path: native" in said
-        assert "training, 2 rows: speed-up 1.12x in the geometric mean, 1.17x of the sums" in said
-        assert "vgg19 training float32 tf32 nchw skipped: torchvision is not installed" in said
-        assert "unet training bfloat16 autocast nhwc failed: out of memory" in said
-    assert f"at least 1.00x (vgg16, {FLOAT32})\n" in text
-    assert f"(vgg16, {FLOAT32}); 1.50x over torch.compile, in the geometric mean\n" in text
-    assert cli.main(["report", str(path), "--json"]) == 0
-    assert capsys.readouterr().out == path.read_text(encoding="utf-8")
-
-
-def test_unsteady_rows_are_marked() -> None:
-    slow = Timing(9.0, 0.2, 7, 1.0)
-    row = network_row("a", INFERENCE, 1.0, 2.0, compiled=slow)
-    assert report.network_brief(row) == "1 ±1% ms, PyTorch 2 ±2% ms, 2.00x?"
-
-
-def test_a_plot_and_a_page(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    folder = tmp_path / "plots"
-    assert cli.main(["report", str(path), "--quiet", "--plots", str(folder)]) == 0
-    assert {one.name for one in folder.iterdir()} == {"speedups.png", "speedups.svg"}
-    page = tmp_path / "page.html"
-    assert cli.main(["report", str(path), "--quiet", "--html", str(page)]) == 0
-    text = page.read_text(encoding="utf-8")
-    assert text.count("<svg") == 1
-    assert "skipped: torchvision is not installed" in text
-    assert cli.main(["bench", "--compare", str(path), str(path)]) == 2
-    assert "its format is 'fastconv bench --networks 1'" in capsys.readouterr().err
-
-
-def test_damaged_results_are_refused(path: Path, tmp_path: Path) -> None:
-    contents = json.loads(path.read_text(encoding="utf-8"))
-    contents["rows"] = contents["rows"][2:3]
-    wrong, refused = tmp_path / "damaged.json", []
-    for one in _damaged(contents):
-        wrong.write_text(json.dumps(one), encoding="utf-8")
-        try:
-            report.markdown(results.read_any(wrong))
-        except results.ResultsError as error:
-            refused.append(str(error))
-    assert len(refused) > 100
-    assert not any(re.search(r"__|Error|typing|NoneType", said) for said in refused)

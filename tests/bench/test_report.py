@@ -16,16 +16,8 @@ from effort import PATIENCE_S
 from fastconv import cli
 from fastconv.bench.cases import PASSES, Case
 from fastconv.bench.limits import Ceilings, Limit
-from fastconv.bench.results import (
-    HostResults,
-    HostRow,
-    HostTiming,
-    NetworkResults,
-    NetworkRow,
-    Optimized,
-    Results,
-    Row,
-)
+from fastconv.bench.network_results import NetworkResults, NetworkRow, Optimized
+from fastconv.bench.results import HostResults, HostRow, HostTiming, Results, Row
 from fastconv.bench.row_timing import Timing
 from fastconv.workloads import FOUNDING
 

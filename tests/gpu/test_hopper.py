@@ -180,7 +180,7 @@ def test_odd_numbers_in_an_image_beyond_float16() -> None:
     """The image is computed again, in TF32."""
     case = Conv("beyond", (2, 32, 40, 200), (64, 32, 3, 5), padding=(1, 1, 2, 2))
     work = PassCase(case, hopper.forward, precision="ieee")
-    assert "float16" in work.plan.why
+    assert "scaled fp16" in work.plan.why
     tensors = Tensors.random(work)
     at_corners(tensors.input)
     assert_special_values(work, tensors, _run_work(work, tensors), LONG_SUMS["ieee"])
@@ -206,7 +206,7 @@ def test_images_beyond_float16(mode: str, beyond: str) -> None:
         precision=mode,
     )
     tensors = Tensors.random(work)
-    assert "float16" in work.plan.why
+    assert "scaled fp16" in work.plan.why
     expected = _run_work(work, tensors)
     BEYOND[beyond](tensors.input[1])
     actual = _run_work(work, tensors)

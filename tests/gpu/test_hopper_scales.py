@@ -117,7 +117,7 @@ class Operands:
         plan = getattr(planner, self.direction)
         kind = (torch.float32, False, False, self.weight.stride(), True, mode)
         planned = plan(self.problem, backend.operands_of(*kind), backend.gpu(0))
-        assert "float16" in planned.why
+        assert "scaled fp16" in planned.why
 
 
 def _powers(*shape: int, most: int = 40) -> Tensor:

@@ -14,6 +14,7 @@ from fastconv.backends import cuda
 from fastconv.jit import pool
 from fastconv.network import lookahead
 from fastconv.network.lookahead import compile_gradients  # conftest patches it elsewhere
+from fastconv.ops import hooks
 
 pytestmark = pytest.mark.gpu
 
@@ -103,7 +104,8 @@ def test_backward_finds_its_kernels(
     """The gradients' kernels are compiled ahead, during the forward pass or after it."""
     layout = torch.channels_last if channels_last else torch.contiguous_format
     monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(lookahead, "compile_gradients", compile_gradients)
+    for place, name in ((lookahead, "compile_gradients"), (hooks, "forward_prepared")):
+        monkeypatch.setattr(place, name, compile_gradients)  # whichever host path serves the call
     ours = fastconv.Conv2d(37, 59, 3, padding=1).cuda().to(memory_format=layout)
     images = torch.randn(3, 37, 29, 31, device="cuda").to(memory_format=layout).requires_grad_()
     output = ours(images)

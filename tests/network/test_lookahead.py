@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fastconv
 from effort import wait_until
@@ -166,6 +168,19 @@ def test_nothing_is_raised(passes: Passes, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(pool, "run_ahead", fail)
     fastconv.conv2d(*_tensors())
+
+
+def test_a_compiler_after_a_call_that_is_not_recorded(passes: Passes) -> None:
+    """A compiler's symbolic sizes are not compared with the pass that was planned last."""
+    layer, images = fastconv.Conv2d(4, 6, 3), torch.randn(2, 4, 9, 8)
+    with torch.no_grad():
+        layer(images)
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    symbolic = mode.from_tensor(torch.randn(3, 4, 7, 8), static_shapes=False)
+    weight = mode.from_tensor(layer.weight, static_shapes=True)
+    with mode:
+        fastconv.conv2d(symbolic, weight)
+    assert not [need for need in passes.begun if need.plan is not planner.forward]
 
 
 def test_transforms(passes: Passes) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import gradcheck
 from torch.export import Dim
 
 import fastconv
@@ -286,6 +289,21 @@ def test_precision_where_tracing_stops() -> None:
     assert _precision.override() is None
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.usefixtures("host_path")
+def test_gradcheck(backend: str) -> None:
+    """Compiled gradients are those of the function, by either registration of the operators."""
+
+    def block(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        hidden = fastconv.conv2d(input, weight, bias, **OPTIONS).tanh()
+        return fastconv.conv2d(hidden, weight[:4, :, :2, :1], groups=4 // 2, padding=(0, 1))
+
+    shapes = ((2, 4, 6, 7), (4, 2, 3, 2), (4,))
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    compiled = torch.compile(block, backend=backend, fullgraph=True)
+    assert gradcheck(compiled, leaves, nondet_tol=0)
+
+
 class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -327,3 +345,26 @@ def test_export(
     for batch, height in sizes:
         input = torch.randn(batch, 4, height, 8)
         torch.testing.assert_close(exported(input), block(input))
+
+
+LOADING = """
+import sys, torch
+import fastconv
+
+program, input, expected = sys.argv[1:]
+found = torch.export.load(program).module()(torch.load(input))
+torch.testing.assert_close(found, torch.load(expected))
+print("loaded")
+"""
+
+
+def test_export_in_another_process(tmp_path: Path) -> None:
+    """A saved program runs in a process that knows nothing but that it imports fastconv."""
+    block, input = _Block(), torch.randn(2, 4, 9, 8)
+    program = torch.export.export(block, (input,))
+    paths = [str(tmp_path / name) for name in ("program.pt2", "input.pt", "expected.pt")]
+    torch.export.save(program, paths[0])
+    torch.save(input, paths[1])
+    torch.save(block(input).detach(), paths[2])
+    command = [sys.executable, "-c", LOADING, *paths]
+    assert subprocess.check_output(command, text=True).splitlines()[-1] == "loaded"

@@ -15,10 +15,12 @@ import pytest
 import torch
 
 import made_up
-from fastconv.bench import results
+from fastconv.bench import networks, results
 from fastconv.bench.cases import Case
 from fastconv.bench.environment import COMMIT_VARIABLE
 from fastconv.bench.measure import Bench
+from fastconv.bench.network_results import NetworkRow
+from fastconv.bench.networks import NetworkCase
 from fastconv.bench.results import Results, Row
 from fastconv.kernels import planner
 from fastconv.timing import Effort
@@ -268,6 +270,12 @@ def test_all_sources_exist() -> None:
             assert path.split("/")[0] in sources.MEASURED
 
 
+def test_gpu_times_do_not_depend_on_operators() -> None:
+    files = {file.name: file for job in catalogue.JOBS for file in job.files}
+    dependent = {name for name, file in files.items() if "src/fastconv/ops" in file.sources}
+    assert dependent == {"networks", "first-steps", "host", "host-python", "verify"}
+
+
 @pytest.mark.parametrize(
     ("gpu", "name"),
     [
@@ -284,6 +292,32 @@ def test_folders_have_the_names_of_gpus(gpu: str | None, name: str) -> None:
 
 def test_every_job_can_be_measured() -> None:
     assert {job.name for job in catalogue.JOBS} == command.MEASURE.keys()
+
+
+def test_networks_that_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ResNet-50 in bfloat16 alone, whose rows need more time."""
+    monkeypatch.setenv(COMMIT_VARIABLE, "0123456789")
+    measured: dict[str, tuple[bool, float]] = {}
+    checked: list[float] = []
+    real = Keeper.check
+
+    def row(case: NetworkCase, device: Any, effort: Effort, compile: bool) -> NetworkRow:
+        measured[case.label] = (compile, effort.seconds)
+        return case.outcome(skipped="not measured")
+
+    def check(self: Keeper[Any], seconds: float) -> None:
+        checked.append(seconds)
+        real(self, seconds)
+
+    monkeypatch.setattr(networks, "row", row)
+    monkeypatch.setattr(Keeper, "check", check)
+    (job,) = (job for job in catalogue.JOBS if job.name == "networks")
+    others.measure_networks(job, tmp_path, CPU, time.monotonic() + 1000)
+    expected = [f"resnet50 {mode} bfloat16 autocast nhwc" for mode in networks.MODES]
+    assert [label for label, (compile, _) in measured.items() if compile] == expected
+    assert len(measured) == len(checked) == 28
+    for seconds, (compile, effort) in zip(checked, measured.values(), strict=True):
+        assert (seconds, effort) == ((240.0, 3.0) if compile else (50.0, 1.0))
 
 
 def test_verifying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,36 @@ def test_the_networks_block(folder: Path) -> None:
     assert "Geometric means: training 1.28x, inference 1.82x." in lines
     assert "Slower than PyTorch: unet training float32 tf32 nchw 0.95x." in lines
     assert "([table](../results/h200/networks.md))" in lines[-2]
+
+
+COMPILED_LINES = [
+    "| network | mode | calls | fastconv ms | PyTorch ms | speed-up | first step s |",
+    "| --- | --- | --- | ---: | ---: | ---: | ---: |",
+    "| ResNet-50 | training, bfloat16 autocast nhwc | eager | 10 | 11.5 | 1.15x | 0.1 / 0.1 |",
+    "|  |  | compiled | 8 | 6 | 0.75x | 0.1 / 0.1 |",
+    "|  |  | compiled + CUDA graphs | failed | 5 |  | - / 0.1 |",
+    "",
+    "resnet50 training bfloat16 autocast nhwc, fastconv compiled + CUDA graphs: failed: no memory.",
+    "",
+    "Slower than PyTorch: resnet50 compiled training bfloat16 autocast nhwc 0.75x.",
+]
+
+
+def test_the_block_of_compiled_networks(folder: Path) -> None:
+    made = blocks.block("compiled", folder.parents[1] / "docs" / "networks.md")
+    assert made is not None
+    assert made.splitlines()[1 : len(COMPILED_LINES) + 1] == COMPILED_LINES
+
+
+def test_compiled_networks_have_a_table_of_their_own(folder: Path) -> None:
+    eager, _, compiled = pages.made()[folder / "networks.md"].partition("## After")
+    assert "compiled" not in eager
+    assert "| resnet50 | training | bfloat16 autocast nhwc |" in eager
+    assert compiled.splitlines()[4:] == COMPILED_LINES
+    found = made_up.networks()
+    found.rows = [replace(row, compiled=()) for row in found.rows]
+    found.write(folder / "networks.json")
+    assert pages.made()[folder / "networks.md"] == eager.rstrip("\n") + "\n"
 
 
 def test_the_block_of_sums(folder: Path) -> None:

@@ -5,9 +5,10 @@ A block begins with a comment that says what it has, and ends with another:
     <!-- results: founding -->
     <!-- end -->
 
-``founding`` has the founding workloads, ``networks`` whole networks, ``models`` the sums over all
-layers of networks. ``FILE; NAMES; PASSES; MODES``
-has layers, where FILE is ``layers`` or ``layers-ampere``, and a mode has its memory format:
+``founding`` has the founding workloads, ``networks`` whole networks, ``compiled`` those that were
+also measured after ``torch.compile``, ``models`` the sums over all layers of networks.
+``FILE; NAMES; PASSES; MODES`` has layers, where FILE is ``layers`` or ``layers-ampere``, and a mode
+has its memory format:
 
     <!-- results: layers; asym5x9 resnet50_03; forward input_grad; float32 tf32 nchw -->
 """
@@ -25,8 +26,9 @@ from typing import Any
 
 from fastconv.bench import report, results
 from fastconv.bench.cases import PASSES, STEP
+from fastconv.bench.network_results import NetworkResults, NetworkRow
 from fastconv.bench.networks import CONFIGURATIONS, MODES
-from fastconv.bench.results import NetworkResults, NetworkRow, Results, Row, Sum
+from fastconv.bench.results import Results, Row, Sum
 from fastconv.workloads import FOUNDING, Workload
 from results import catalogue
 
@@ -109,6 +111,8 @@ def parsed(what: str) -> tuple[str, Callable[[Any], Table]]:
         return "layers", founding_table
     if what == "networks":
         return "networks", networks_table
+    if what == "compiled":
+        return "networks", compiled_table
     if what == "models":
         return "layers", models_table
     words = [one.strip() for one in what.split(";")]
@@ -151,6 +155,31 @@ def networks_table(found: NetworkResults) -> Table:
         lines.append((NETWORK_NAMES.get(network, network), images, *map(ratio, its)))
     means = [f"{one.mode} {one.mean:.2f}x" for one in found.overall]
     return f"{_table(lines, left=2)}\nGeometric means: {', '.join(means)}.\n", found.measured
+
+
+def compiled_table(found: NetworkResults) -> Table:
+    """Networks that were also compiled: a line for eager calls and each mode of torch.compile."""
+    heads = ("network", "mode", "calls", "fastconv ms", "PyTorch ms", "speed-up", "first step s")
+    lines: list[tuple[str, ...]] = [heads]
+    used: list[NetworkRow] = []
+    for row in (row for row in found.measured if row.compiled):
+        head = (NETWORK_NAMES.get(row.network, row.network), f"{row.mode}, {row.configuration}")
+        calls, ways = ("eager", *(one.name for one in row.compiled)), [row, *row.compiled_rows]
+        for name, way in zip(calls, ways, strict=True):
+            lines.append((*head, name, *_compiled_figures(way)))
+            head = ("", "")
+        used += ways
+    remarks = "".join(f"\n{_wrapped(line)}.\n" for line in report.compiled_remarks(found))
+    return f"{_table(lines, left=3)}{remarks}", used
+
+
+def _compiled_figures(row: NetworkRow) -> tuple[str, ...]:
+    """Both times, the speed-up, and the first step of both, which compiles."""
+    ours, peer = (f"{one.ms:.4g}" if one else "failed" for one in (row.ours, row.peer))
+    first = " / ".join(
+        f"{one.first_call_ms / 1e3:.1f}" if one else "-" for one in (row.ours, row.peer)
+    )
+    return (ours, peer, ratio(row), first)
 
 
 def models_table(found: Results) -> Table:

@@ -18,11 +18,16 @@ CPU = "cpu"  # the folder of figures that were measured on a CPU
 _PACKAGE = "src/fastconv"
 _KERNELS = tuple(
     f"{_PACKAGE}/{name}"
-    for name in ("kernels", "backends", "jit", "ops", "problem.py", "_precision.py", "timing.py")
+    for name in ("kernels", "backends", "jit", "problem.py", "_precision.py", "timing.py")
 )
-_CALLS = tuple(
-    f"{_PACKAGE}/{name}"
-    for name in ("native", "functional.py", "modules.py", "_frozen.py", "bypass.py")
+_OPERATORS = f"{_PACKAGE}/ops"
+# What calls pass through before they reach a kernel: host time depends on it, GPU time does not.
+_CALLS = (
+    _OPERATORS,
+    *(
+        f"{_PACKAGE}/{name}"
+        for name in ("native", "functional.py", "modules.py", "_frozen.py", "bypass.py")
+    ),
 )
 
 
@@ -113,6 +118,7 @@ _VERIFY = File(
     "random problems against float64, and whether results depend on what they must not",
     (
         *_KERNELS,
+        _OPERATORS,
         *_bench("campaign", "isolation", "judging", "population", "relations", "trials", "verify"),
     ),
 )

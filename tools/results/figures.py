@@ -22,7 +22,7 @@ RATIO = re.compile(
 )
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
 CODE_SPAN = re.compile(r"`[^`]*`")
-KEYS = {"speedup", "compiled_speedup", "ratio", "mean", "of_sums", "least", "over_compiled"}
+KEYS = {"speedup", "ratio", "mean", "of_sums", "least"}
 """The keys of the files of results whose values are ratios."""
 
 

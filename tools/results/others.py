@@ -15,8 +15,9 @@ import torch
 
 from fastconv.bench import contestants, host, networks
 from fastconv.bench.host import HostCase
+from fastconv.bench.network_results import NetworkResults, NetworkRow
 from fastconv.bench.networks import NetworkCase
-from fastconv.bench.results import HostResults, HostRow, NetworkResults, NetworkRow, read_any
+from fastconv.bench.results import HostResults, HostRow, read_any
 from fastconv.timing import Effort
 from results.catalogue import Job
 from results.keeping import Keeper, Plain, attempt, read_plain
@@ -24,9 +25,12 @@ from results.sources import ROOT
 
 NETWORK_EFFORT = Effort(3, 1.0)
 NETWORK_SECONDS = 50.0  # The slowest: DeepLabV3's training in TF32, mostly cuDNN's search.
+COMPILED = ("resnet50",)  # networks that are also measured after torch.compile, in bfloat16
+COMPILED_EFFORT = Effort(3, 3.0)  # They have three times as many contestants.
+COMPILED_SECONDS = 240.0  # Four contestants, each of which takes about 40 s to compile in training.
 HOST_EFFORT_SECONDS = 2.0
 HOST_SECONDS = 15.0
-FIRST_STEPS = {"resnet50": 64, "convnext_tiny": 64, "deeplabv3_resnet50": 16}  # and their batches
+FIRST_STEPS = {"resnet50": 64, "convnext_tiny": 64}  # and their batches
 FIRST_STEPS_SECONDS = 90.0  # four processes
 VERIFIED = {
     # name: further arguments, number of trials, seconds after which no further one begins
@@ -40,20 +44,30 @@ def measure_networks(job: Job, folder: Path, device: torch.device, deadline: flo
     """Measures whole networks, training before inference."""
     contestants.settle(device)
     every = networks.cases(networks.NETWORKS)
-    words = f"{NETWORK_EFFORT.repeats} samples a round, at most {NETWORK_EFFORT.seconds} s a row"
+    words = (
+        f"{NETWORK_EFFORT.repeats} samples a round, at most {NETWORK_EFFORT.seconds} s a row "
+        f"({COMPILED_EFFORT.seconds} s with compiled networks)"
+    )
     keeper = Keeper(
         job.files[0], folder, _read_networks, NetworkResults, device, deadline, len(every), words
     )
 
     def row(case: NetworkCase) -> list[NetworkRow]:
-        measure = partial(networks.row, case, device, NETWORK_EFFORT, False)
+        effort = COMPILED_EFFORT if is_compiled(case) else NETWORK_EFFORT
+        measure = partial(networks.row, case, device, effort, is_compiled(case))
         return attempt(measure, lambda why: case.outcome(error=why))
 
     with keeper:
         done = {row.label for row in keeper.found.rows}
         for case in every:
             if case.label not in done:
-                keeper.add(case.label, NETWORK_SECONDS, partial(row, case))
+                seconds = COMPILED_SECONDS if is_compiled(case) else NETWORK_SECONDS
+                keeper.add(case.label, seconds, partial(row, case))
+
+
+def is_compiled(case: NetworkCase) -> bool:
+    """Whether a row also has compiled networks."""
+    return case.network in COMPILED and case.configuration == networks.CONFIGURATIONS["bfloat16"]
 
 
 def measure_host(job: Job, folder: Path, device: torch.device, deadline: float) -> None:

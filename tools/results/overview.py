@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from html import escape
 
 from fastconv.bench.cases import PASSES, STEP
+from fastconv.bench.network_results import NetworkResults, NetworkRow
 from fastconv.bench.networks import CONFIGURATIONS, MODES
-from fastconv.bench.results import NetworkResults, NetworkRow, Results, Row
+from fastconv.bench.results import Results, Row
 from fastconv.workloads import FOUNDING
 from results.blocks import FOUNDING_MODES, NETWORK_NAMES, PASS_NAMES, ratio
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastconv.bench import plots, report, results
 from fastconv.bench.campaign import Group, Summary
-from fastconv.bench.results import NetworkResults, Results
+from fastconv.bench.network_results import NetworkResults
+from fastconv.bench.results import Results
 from results import blocks, catalogue, figures, overview
 from results.catalogue import File
 from results.kernelbench import SEEDS, TOLERANCE, TRIALS
@@ -109,12 +111,30 @@ def _page(file: File, folder: Path) -> str:
     drawn = [plot.path for plot in _plots(folder) if plot.file == file.name]
     head += "".join(f"\n![{one.stem}]({one.name})\n" for one in drawn)
     found = results.read_any(path)
+    if isinstance(found, NetworkResults):
+        return f"{head}\n{_networks_tables(found)}"
     if not isinstance(found, Results):
         return f"{head}\n{report.markdown(found)}"
     device = "cpu" if folder.name == catalogue.CPU else "cuda"
     parts = [(one.title, one.part_of(found)) for one in sections(file.name, device)]
     tables = [f"\n## {title}\n{report.section(part)}" for title, part in parts if part.rows]
     return f"{head}\n{report.legend(found)}\n{''.join(tables)}"
+
+
+def _networks_tables(found: NetworkResults) -> str:
+    """A table of eager networks, and another of those that were also compiled."""
+    eager = [replace(row, compiled=()) for row in found.rows]
+    text = report.markdown(NetworkResults(found.environment, eager))
+    if not any(row.compiled for row in found.measured):
+        return text
+    table, rows = blocks.compiled_table(found)
+    lost = "".join(f"\n{line}\n" for line in report.slower(rows))
+    return (
+        f"{text}\n## After `torch.compile`\n\nBoth networks eagerly, compiled in the default mode, "
+        "and compiled in the mode `reduce-overhead`, which replays CUDA graphs. The first step "
+        "compiles, with empty caches; it is fastconv's / PyTorch's, and fastconv's comes after "
+        f"`optimize`.\n\n{table}{lost}"
+    )
 
 
 def _title(file: File) -> str:

@@ -166,3 +166,10 @@ def reason(error: Exception, advice: str = "") -> str:
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in line:
         return ": ".join(filter(None, ("out of memory", advice)))
     return line
+
+
+def complaint(skipped: str | None, error: str | None) -> str | None:
+    """Why a row has no times, if it has none."""
+    if skipped is not None:
+        return f"skipped: {skipped}"
+    return None if error is None else f"failed: {error}"

@@ -1,16 +1,18 @@
-"""``fastconv bench --networks``: whole eager networks, before and after ``fastconv.optimize``.
+"""``fastconv bench --networks``: whole networks, before and after ``fastconv.optimize``.
 
-A sample is the wall-clock time of one step, from an idle device until the device is done, so that
-host time counts. The contestants are sampled in turn. Networks are built without trained weights,
-and everything of a row is freed before the next.
+Both are measured eagerly and, on request, after ``torch.compile``. A sample is the wall-clock time
+of one step, from an idle device until the device is done, so that host time counts. The contestants
+are sampled in turn. Networks are built without trained weights, and everything of a row is freed
+before the next.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,7 +29,7 @@ from fastconv import timing
 from fastconv.bench import contestants, models
 from fastconv.bench.cases import FORMATS, reason
 from fastconv.bench.console import MissingExtra
-from fastconv.bench.results import NetworkRow, Optimized
+from fastconv.bench.network_results import COMPILE_MODES, CompiledPair, NetworkRow, Optimized
 from fastconv.bench.row_timing import Timing, extra_mib, first_call_ms
 from fastconv.network.dry_run import tensors_of
 from fastconv.network.report import Optimization
@@ -37,7 +39,10 @@ UNET_IMAGE = (3, 256, 256)
 # Networks whose outputs are images have smaller batches than models.BATCH.
 BATCHES = {UNET: 16, "deeplabv3_resnet50": 16}
 TRAINING, INFERENCE = MODES
-COMPILE_MODE = "default"  # the mode of torch.compile
+GRAPHS = "reduce-overhead"  # the mode of torch.compile that replays CUDA graphs
+# Steps of a compiled network before its samples: one compiles, and where there are CUDA graphs, the
+# next one or two record them.
+COMPILED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -105,43 +110,53 @@ def cases(
 
 
 def row(case: NetworkCase, device: torch.device, effort: Effort, compile: bool) -> NetworkRow:
-    """Measures a case, with ``compile`` also torch.compile in inference.
+    """Measures a case, with ``compile`` also both networks after torch.compile.
 
     The row of a case that is skipped or fails says why.
     """
     try:
         with contestants.settings(case.configuration.precision):
-            return _measured(case, device, effort, compile and case.mode == INFERENCE)
+            return _measured(case, device, effort, compile)
     except MissingExtra as missing:
         return case.outcome(skipped=str(missing))
     except Exception as error:  # One row must not stop the others, whatever is wrong.
-        why = reason(error, f"a smaller --batch than {case.batch} may fit")
-        return case.outcome(error=why)
+        return case.outcome(error=_reason(case, error))
     finally:
         if compile:
-            torch._dynamo.reset()  # Compiled code keeps its network alive.
-        gc.collect()  # Networks and graphs have cyclic references.
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+            torch.compiler.reset()  # Compiled code and CUDA graphs keep their network alive.
+        _free(device)
+
+
+def _reason(case: NetworkCase, error: Exception) -> str:
+    return reason(error, f"a smaller --batch than {case.batch} may fit")
+
+
+def _free(device: torch.device) -> None:
+    """Returns all memory that nothing uses."""
+    gc.collect()  # Networks and graphs have cyclic references.
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _measured(case: NetworkCase, device: torch.device, effort: Effort, compile: bool) -> NetworkRow:
     network, images = _made(case, device)
     # PyTorch's first call comes before optimize, which would try its algorithms out.
-    runs = [_Contestant(case, network, images)]
+    peer = _Contestant(case, network, images)
     with case.circumstances(device):
         optimized: Any = fastconv.optimize(network, images, progress=False)
-    runs.append(_Contestant(case, optimized, images))
-    if compile:
-        runs.append(_Contestant(case, torch.compile(network, mode=COMPILE_MODE), images))
-    difference = None if case.mode == TRAINING else _difference(runs[0].run(), runs[1].run())
-    peer, ours, *compiled = _timings(runs, device, effort)
+    ours = _Contestant(case, optimized, images)
+    difference = None if case.mode == TRAINING else _difference(peer.run(), ours.run())
+    modes = compile_modes(device) if compile else []
+    compiled = [
+        _compiled(case, one, images, mode) for mode in modes for one in (network, optimized)
+    ]
+    runs = [peer, ours, *(one.contestant for one in compiled if one.contestant)]
+    timings = dict(zip(runs, _timings(runs, device, effort), strict=True))
     return case.outcome(
         images="x".join(map(str, images.shape)),
-        ours=ours,
-        peer=peer,
-        compiled=compiled[0] if compiled else None,
-        compile_mode=COMPILE_MODE if compiled else None,
+        ours=timings[ours],
+        peer=timings[peer],
+        compiled=_pairs(modes, compiled, timings),
         optimized=_summary(network, optimized.fastconv_optimization),
         difference=difference,
     )
@@ -162,10 +177,16 @@ def _build(name: str) -> tuple[Any, tuple[int, ...]]:  # Any: nn.Module.to is in
 
 
 class _Contestant:
-    """A network whose steps are timed; constructing it takes and times the first step."""
+    """A network whose steps are timed; constructing it takes and times the first step.
 
-    def __init__(self, case: NetworkCase, network: Any, images: Tensor) -> None:
+    ``mode`` is that of torch.compile, None for an eager network.
+    """
+
+    def __init__(
+        self, case: NetworkCase, network: Any, images: Tensor, mode: str | None = None
+    ) -> None:
         self._case, self._network, self._images = case, network, images
+        self.has_graphs = mode == GRAPHS
         self.first_call_ms = first_call_ms(self.run, images.device)
         self.clear()
 
@@ -174,6 +195,8 @@ class _Contestant:
 
         Returns the outputs in inference, and nothing in training.
         """
+        if self.has_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         with self._case.circumstances(self._images.device):
             results = tensors_of(self._network(self._images))
             outputs = [one for one in results if one.is_floating_point()]
@@ -185,6 +208,59 @@ class _Contestant:
     def clear(self) -> None:
         """Drops all gradients."""
         self._network.zero_grad(set_to_none=True)
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A contestant that torch.compile has compiled, and what is to be said about it."""
+
+    contestant: _Contestant | None  # None if it failed
+    remark: str | None = None
+
+
+def compile_modes(device: torch.device) -> list[str]:
+    """The modes of torch.compile that are measured on a device: CUDA graphs need a GPU."""
+    return [mode for mode in COMPILE_MODES if mode != GRAPHS or device.type == "cuda"]
+
+
+def _compiled(case: NetworkCase, network: nn.Module, images: Tensor, mode: str) -> _Compiled:
+    """Compiles a network and takes its first steps; one that fails must not stop the others."""
+    before = _skipped_graphs()
+    # Without caches on disk, so that no contestant gains from what another has compiled.
+    inductor = importlib.import_module("torch._inductor.utils")
+    try:
+        with inductor.fresh_inductor_cache():
+            # What a process does once, such as starting the compiler, is in no first step.
+            torch.compile(nn.ReLU())(torch.zeros(1, device=images.device))
+            made = _Contestant(case, torch.compile(network, mode=mode), images, mode)
+            for _ in range(COMPILED_STEPS - 1):
+                made.run()
+                made.clear()
+    except Exception as error:
+        return _Compiled(None, f"failed: {_reason(case, error)}")
+    finally:
+        _free(images.device)  # CUDA graphs cannot use what PyTorch's allocator keeps for others.
+    skipped = _skipped_graphs() - before
+    return _Compiled(made, f"torch.compile skipped CUDA graphs ({skipped})" if skipped else None)
+
+
+def _skipped_graphs() -> int:
+    """How many graphs torch.compile has left without CUDA graphs in this process."""
+    return int(torch._dynamo.utils.counters["inductor"]["cudagraph_skips"])
+
+
+def _pairs(
+    modes: Sequence[str], compiled: Sequence[_Compiled], timings: Mapping[_Contestant, Timing]
+) -> tuple[CompiledPair, ...]:
+    """The times of compiled contestants, of which each mode has PyTorch's and then ours."""
+
+    def time(one: _Compiled) -> Timing | None:
+        return timings[one.contestant] if one.contestant else None
+
+    return tuple(
+        CompiledPair(mode, time(ours), time(peer), ours.remark, peer.remark)
+        for mode, peer, ours in zip(modes, compiled[::2], compiled[1::2], strict=True)
+    )
 
 
 def _timings(runs: Sequence[_Contestant], device: torch.device, effort: Effort) -> list[Timing]:
@@ -199,7 +275,9 @@ def _timings(runs: Sequence[_Contestant], device: torch.device, effort: Effort) 
     timings = []
     for one, taken in zip(runs, samples, strict=True):
         clear()
-        median, extra = statistics.median(taken), extra_mib(one.run, device)
+        # CUDA graphs keep their memory between steps, so that a step's peak does not show it.
+        extra = None if one.has_graphs else extra_mib(one.run, device)
+        median = statistics.median(taken)
         timings.append(
             Timing(median, timing.spread(taken), len(taken), one.first_call_ms, extra_mib=extra)
         )

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastconv.bench import plots, report
-from fastconv.bench.results import AnyResults, HostResults, NetworkResults, Results
+from fastconv.bench.network_results import NetworkResults
+from fastconv.bench.results import AnyResults, HostResults, Results
 from fastconv.bench.terminal_table import Cells, filled
 
 if TYPE_CHECKING:
@@ -176,8 +177,8 @@ def _networks_sheet(results: NetworkResults) -> _Sheet:
         report.NETWORK_RIGHT,
         rows,
         [],
-        report.NETWORKS_NOTE,
-        report.unsteady(results),
+        report.networks_note(results),
+        [*report.unsteady(results), *report.compiled_remarks(results)],
     )
 
 

@@ -13,8 +13,9 @@ from fastconv.bench import report
 from fastconv.bench.cases import PASSES, STEP
 from fastconv.bench.console import extra
 from fastconv.bench.limits import Ceilings
+from fastconv.bench.network_results import NetworkResults, NetworkRow
 from fastconv.bench.networks import MODES
-from fastconv.bench.results import NetworkResults, NetworkRow, Results, Row
+from fastconv.bench.results import Results, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,15 +10,19 @@ from fastconv.bench import row_timing
 from fastconv.bench.campaign import Group, Summary
 from fastconv.bench.cases import Case
 from fastconv.bench.judging import Error
+from fastconv.bench.network_results import (
+    COMPILE_MODES,
+    CompiledPair,
+    NetworkResults,
+    NetworkRow,
+    Overall,
+)
 from fastconv.bench.results import (
     AnyResults,
     Change,
     HostResults,
     HostRow,
     HostTiming,
-    NetworkResults,
-    NetworkRow,
-    Overall,
     Results,
     Row,
     Sum,
@@ -55,7 +59,8 @@ HOST_NOTE = "; ".join(HOST_NOTES.values())
 NETWORK_NOTES = {
     "fastconv ms": "times: a step of the whole network, eager, host time included: median of "
     "interleaved samples ± half the interquartile range",
-    "over compile": "over compile: speed-up over torch.compile",
+    "compiled speed-up": "compiled: both after torch.compile in its default mode",
+    "CUDA graphs speed-up": "CUDA graphs: both after torch.compile in its mode reduce-overhead",
     "layers": "layers: convolutions that fastconv.optimize exchanged, of all",
     "layers' ms": "layers' ms: GPU time of all convolutions measured one by one, PyTorch's / as "
     "chosen",
@@ -64,8 +69,9 @@ NETWORK_NOTES = {
     "extra MiB": "extra MiB: peak memory beyond operands and results, fastconv's / PyTorch's",
     "first call ms": "first call ms: PyTorch's includes trying out algorithms, fastconv's comes "
     "after optimize",
+    "compile s": "compile s: the first step after torch.compile, with empty caches, fastconv's / "
+    "PyTorch's",
 }
-NETWORKS_NOTE = "; ".join(NETWORK_NOTES.values())
 CHECK_NOTES = {
     "error": "error: ‖result - float64‖ / ‖float64‖",
     "max. error": "max. error: the largest error of an element, over the largest element",
@@ -89,9 +95,18 @@ RIGHT = (
 HOST_LEFT = ("row", "call")
 HOST_RIGHT = ("fastconv µs", "PyTorch µs", "ratio")
 NETWORK_LEFT = ("network", "mode", "configuration", "images")
+COMPILED_RIGHT = {
+    "default": ("fastconv compiled ms", "PyTorch compiled ms", "compiled speed-up", "compile s"),
+    "reduce-overhead": (
+        "fastconv CUDA graphs ms", "PyTorch CUDA graphs ms", "CUDA graphs speed-up",
+        "CUDA graphs compile s",
+    ),
+}  # fmt: skip
+"""The columns of compiled networks, by the modes of torch.compile."""
 NETWORK_RIGHT = (
-    "fastconv ms", "PyTorch ms", "speed-up", "torch.compile ms", "over compile", "layers",
-    "layers' ms", "optimize s", "difference", "extra MiB", "first call ms",
+    "fastconv ms", "PyTorch ms", "speed-up", *COMPILED_RIGHT["default"],
+    *COMPILED_RIGHT["reduce-overhead"], "layers", "layers' ms", "optimize s", "difference",
+    "extra MiB", "first call ms",
 )  # fmt: skip
 _CHANGE = ("old ms", "new ms", "change", "noise", "peer's change", "verdict")
 _CHECK = (
@@ -107,8 +122,9 @@ _ORDER = (
 )  # fmt: skip
 _HOST_ORDER = ("call", "PyTorch µs")
 _NETWORK_ORDER = (
-    "first call ms", "extra MiB", "optimize s", "layers' ms", "difference", "images", "mode",
-    "configuration", "torch.compile ms", "layers", "over compile", "PyTorch ms",
+    "first call ms", "extra MiB", "optimize s", "CUDA graphs compile s", "compile s", "layers' ms",
+    "difference", "images", "mode", "configuration", "layers", "PyTorch CUDA graphs ms",
+    "PyTorch compiled ms", "PyTorch ms", "fastconv CUDA graphs ms", "fastconv compiled ms",
 )  # fmt: skip
 _CHECK_ORDER = (
     "compared", "PyTorch's max.", "max. error", "mode", "format", "PyTorch's error", "error"
@@ -179,6 +195,13 @@ def note(results: Results) -> str:
     return "; ".join(explained(NOTES, [(LEFT + RIGHT)[at] for at in shown]))
 
 
+def networks_note(results: NetworkResults) -> str:
+    """Explains the columns that the results of networks fill."""
+    headings = NETWORK_LEFT + NETWORK_RIGHT
+    shown = filled(list(map(network_cells, results.rows)), len(headings))
+    return "; ".join(explained(NETWORK_NOTES, [headings[at] for at in shown]))
+
+
 def brief(row: Row) -> str:
     """A row's outcome in a few words."""
     if not (row.ours and row.peer):
@@ -227,7 +250,7 @@ def legend(results: AnyResults) -> str:
     if isinstance(results, HostResults):
         return f"{title(results)}; {host_path(results)}; {HOST_NOTE}."
     if isinstance(results, NetworkResults):
-        return f"{title(results)}; {host_path(results)}; {NETWORKS_NOTE}."
+        return f"{title(results)}; {host_path(results)}; {networks_note(results)}."
     return f"{title(results)}; {ceilings(results)}; {note(results)}."
 
 
@@ -243,8 +266,15 @@ def section(results: AnyResults) -> str:
         warnings, after = remarks(results), failures(results)
         table = _markdown(LEFT, RIGHT, _results_cells(results))
     before = "".join(f"\n**{line[0].upper()}{line[1:]}.**\n" for line in warnings)
-    notes = "".join(f"\n{line}\n" for line in [*slower(results.rows), *after])
+    notes = "".join(f"\n{line}\n" for line in [*slower(_rows(results)), *after])
     return f"{before}\n{table}{notes}"
+
+
+def _rows(results: AnyResults) -> Sequence[Row | HostRow | NetworkRow]:
+    """All rows that may lose; compiled networks are rows of their own."""
+    if isinstance(results, NetworkResults):
+        return [one for row in results.rows for one in (row, *row.compiled_rows)]
+    return results.rows
 
 
 def slower(rows: Sequence[Row | Sum | HostRow | NetworkRow]) -> list[str]:
@@ -320,14 +350,14 @@ def network_cells(row: NetworkRow) -> Cells:
     if not (row.ours and row.peer and done):
         verdict = "skipped" if row.skipped else "failed"
         return (*head, verdict, *[""] * (len(NETWORK_RIGHT) - 1))
-    ours, peer, compiled = row.ours, row.peer, row.compiled
+    ours, peer = row.ours, row.peer
+    compiled = {pair.mode: pair for pair in row.compiled}
     return (
         *head,
         _time(ours),
         _time(peer),
         speedup(row),
-        _time(compiled) if compiled else "",
-        f"{row.compiled_speedup:.2f}x" if compiled else "",
+        *(cell for mode in COMPILED_RIGHT for cell in _compiled_cells(compiled.get(mode))),
         f"{done.exchanged} of {done.layers}" + (", fused" if done.fused else ""),
         f"{done.before_ms:.4g} / {done.after_ms:.4g}",
         f"{done.seconds:.1f}",
@@ -337,11 +367,25 @@ def network_cells(row: NetworkRow) -> Cells:
     )
 
 
+def _compiled_cells(pair: CompiledPair | None) -> Cells:
+    """The cells of networks that torch.compile compiled in one mode."""
+    if pair is None:
+        return ("",) * 4
+    ours, peer = (_time(one) if one else "failed" for one in (pair.ours, pair.peer))
+    if not (pair.ours and pair.peer):
+        return (ours, peer, "", "")
+    seconds = f"{pair.ours.first_call_ms / 1e3:.1f} / {pair.peer.first_call_ms / 1e3:.1f}"
+    return (ours, peer, speedup(pair), seconds)
+
+
 def network_brief(row: NetworkRow) -> str:
     """A network row's outcome in a few words."""
     if not (row.ours and row.peer):
         return str(row.complaint)
-    return f"{_time(row.ours)} ms, PyTorch {_time(row.peer)} ms, {speedup(row)}"
+    compiled = "".join(
+        f"; {pair.name} {speedup(pair) if pair.speedup else 'failed'}" for pair in row.compiled
+    )
+    return f"{_time(row.ours)} ms, PyTorch {_time(row.peer)} ms, {speedup(row)}{compiled}"
 
 
 def overall(results: NetworkResults) -> list[str]:
@@ -350,14 +394,21 @@ def overall(results: NetworkResults) -> list[str]:
 
 
 def _overall_line(found: Overall) -> str:
-    over = found.over_compiled
-    compiled = "" if over is None else f"; {over:.2f}x over torch.compile, in the geometric mean"
+    compiled = "".join(
+        f"; {COMPILE_MODES[one.mode]}, {_count(one.rows)}: {one.mean:.2f}x over PyTorch's, in the "
+        "geometric mean"
+        for one in found.compiled
+    )
     return (
-        f"{found.mode}, {found.rows} row{'s' if found.rows > 1 else ''}: speed-up "
+        f"{found.mode}, {_count(found.rows)}: speed-up "
         f"{found.mean:.2f}x in the geometric mean, {found.of_sums:.2f}x of the sums of times, "
         f"at least {found.least:.2f}x "
         f"({found.least_of}){compiled}"
     )
+
+
+def _count(rows: int) -> str:
+    return f"{rows} row{'s' if rows > 1 else ''}"
 
 
 def changes_table(changes: Sequence[Change]) -> Table:
@@ -414,7 +465,7 @@ def summary_markdown(summary: Summary, environment: Mapping[str, str]) -> str:
 
 def unsteady(results: AnyResults) -> list[str]:
     """A warning if samples of any row spread too much."""
-    return [UNSTEADY_NOTE] if any(row.unsteady for row in results.rows) else []
+    return [UNSTEADY_NOTE] if any(row.unsteady for row in _rows(results)) else []
 
 
 def host_path(results: HostResults | NetworkResults) -> str:
@@ -427,7 +478,18 @@ def _host_failures(results: HostResults) -> list[str]:
 
 
 def _network_failures(results: NetworkResults) -> list[str]:
-    return [f"{row.label} {row.complaint}" for row in results.rows if row.complaint]
+    failed = [f"{row.label} {row.complaint}" for row in results.rows if row.complaint]
+    return [*failed, *compiled_remarks(results)]
+
+
+def compiled_remarks(results: NetworkResults) -> list[str]:
+    """A line for each compiled network that failed, or whose time is of something else."""
+    return [
+        f"{row.label}, {remark}"
+        for row in results.rows
+        for pair in row.compiled
+        for remark in pair.remarks
+    ]
 
 
 def _host_time(timing: HostTiming) -> str:
@@ -478,7 +540,7 @@ def _time(timing: Timing) -> str:
     return f"{ms} ±{timing.spread:.0%}"
 
 
-def speedup(row: Row | Sum | NetworkRow) -> str:
+def speedup(row: Row | Sum | NetworkRow | CompiledPair) -> str:
     """A measured row's or a sum's speed-up, with a question mark if its samples are unsteady."""
     return f"{row.speedup:.2f}x" + ("?" if row.unsteady else "")
 

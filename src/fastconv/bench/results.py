@@ -8,19 +8,19 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias, TypeVar
 
 from fastconv import files
 from fastconv.bench import limits, row_timing
-from fastconv.bench.cases import Case, case_from
+from fastconv.bench.cases import Case, case_from, complaint
+from fastconv.bench.json_values import expect, object_from
 from fastconv.bench.limits import Ceilings, Limit
+from fastconv.bench.network_results import NETWORKS_FORMAT, NetworkResults, NetworkRow
 from fastconv.bench.row_timing import Timing
 from fastconv.workloads import from_dict, to_dict
 
 FORMAT = "fastconv bench 1"
 HOST_FORMAT = "fastconv bench --host 1"
-NETWORKS_FORMAT = "fastconv bench --networks 1"
 Kind = TypeVar("Kind")
 LEAST_CHANGE = 0.03  # Smaller changes are noise: clocks and temperature differ between runs.
 
@@ -56,7 +56,7 @@ class Row:
     @property
     def complaint(self) -> str | None:
         """Why there are no times, if there are none."""
-        return _complaint(self.skipped, self.error)
+        return complaint(self.skipped, self.error)
 
     def share(self, timing: Timing | None) -> float | None:
         """The time of the contestant's limit, over its measured time."""
@@ -82,16 +82,18 @@ class Row:
     @classmethod
     def from_dict(cls, entry: Any) -> Row:
         """Reads what :meth:`to_dict` gives; raises a ValueError or KeyError if it is malformed."""
-        _expect(entry, dict[str, Any], "a row")
+        expect(entry, dict[str, Any], "a row")
         case = case_from(entry, from_dict(entry["workload"]))
-        ours, peer = (_object(Timing, entry[name], name) for name in ("ours", "peer"))
-        limit = _object(Limit, entry["limit"], "limit")
-        own_limit = _object(Limit, entry.get("own_limit"), "own_limit")  # Older files have no key.
+        ours, peer = (object_from(Timing, entry[name], name) for name in ("ours", "peer"))
+        limit = object_from(Limit, entry["limit"], "limit")
+        own_limit = object_from(
+            Limit, entry.get("own_limit"), "own_limit"
+        )  # Older files have no key.
         for name, kind in (("command", str), ("peer_name", str), ("error", str | None)):
-            _expect(entry[name], kind, name)
-        _expect(entry["compile_s"], float | None, "compile_s")
+            expect(entry[name], kind, name)
+        expect(entry["compile_s"], float | None, "compile_s")
         skipped = entry.get("skipped")  # Older files have no key.
-        _expect(skipped, str | None, "skipped")
+        expect(skipped, str | None, "skipped")
         rest = (entry["peer_name"], limit, entry["compile_s"], entry["error"], skipped, own_limit)
         made = cls(case, entry["command"], ours, peer, *rest)
         measured = ours and peer and limit and ours.ms and peer.ms and limit.bytes
@@ -246,7 +248,7 @@ class HostRow:
     @property
     def complaint(self) -> str | None:
         """Why there are no times, if there are none."""
-        return _complaint(self.skipped, self.error)
+        return complaint(self.skipped, self.error)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"ratio": self.ratio}
@@ -254,12 +256,12 @@ class HostRow:
     @classmethod
     def from_dict(cls, entry: Any) -> HostRow:
         """Reads what :meth:`to_dict` gives; raises a ValueError or KeyError if it is malformed."""
-        _expect(entry, dict[str, Any], "a row")
+        expect(entry, dict[str, Any], "a row")
         for name in ("name", "about"):
-            _expect(entry[name], str, name)
+            expect(entry[name], str, name)
         for name in ("skipped", "error"):
-            _expect(entry[name], str | None, name)
-        ours, peer = (_object(HostTiming, entry[name], name) for name in ("ours", "peer"))
+            expect(entry[name], str | None, name)
+        ours, peer = (object_from(HostTiming, entry[name], name) for name in ("ours", "peer"))
         made = cls(entry["name"], entry["about"], ours, peer, entry["skipped"], entry["error"])
         if not (made.complaint or (ours and peer and ours.us and peer.us)):
             raise ValueError(f"{made.name} has neither times nor a reason why not")
@@ -283,156 +285,6 @@ class HostResults:
 
     def write(self, path: Path) -> None:
         files.write(path, self.json())
-
-
-@dataclass(frozen=True)
-class Optimized:
-    """What ``fastconv.optimize`` did to a network, and how long it took."""
-
-    layers: int  # 2-D convolutions of the network
-    exchanged: int  # convolutions that optimize replaced by ours
-    folded: int  # BatchNorms that optimize folded into weights
-    fused: bool
-    measured: int  # layers that were timed in this run; other times were stored by earlier ones
-    seconds: float
-    before_ms: float  # sum over all calls of convolutions, timed one by one, by PyTorch
-    after_ms: float  # the same sum with the chosen implementations
-    notes: str
-
-
-@dataclass(frozen=True)
-class NetworkRow:
-    """The times of a step of one network before and after optimize, or why there are none."""
-
-    network: str
-    mode: str  # "training", "inference"
-    configuration: str
-    images: str = ""
-    ours: Timing | None = None
-    peer: Timing | None = None  # PyTorch, eager
-    compiled: Timing | None = None  # torch.compile, if requested
-    compile_mode: str | None = None
-    optimized: Optimized | None = None
-    difference: float | None = None  # ‖ours - PyTorch's‖ / ‖PyTorch's‖ of the outputs, in inference
-    skipped: str | None = None  # why it cannot be measured on this machine
-    error: str | None = None
-
-    @property
-    def label(self) -> str:
-        return f"{self.network} {self.mode} {self.configuration}"
-
-    @property
-    def speedup(self) -> float | None:
-        return self.peer.ms / self.ours.ms if self.peer and self.ours else None
-
-    @property
-    def compiled_speedup(self) -> float | None:
-        """Our speed-up over ``torch.compile``."""
-        return self.compiled.ms / self.ours.ms if self.compiled and self.ours else None
-
-    @property
-    def unsteady(self) -> bool:
-        """Whether samples spread so much that the speed-ups say little."""
-        return any(one.unsteady for one in (self.ours, self.peer, self.compiled) if one)
-
-    @property
-    def complaint(self) -> str | None:
-        """Why there are no times, if there are none."""
-        return _complaint(self.skipped, self.error)
-
-    def to_dict(self) -> dict[str, Any]:
-        derived = {"speedup": self.speedup, "compiled_speedup": self.compiled_speedup}
-        return asdict(self) | derived
-
-    @classmethod
-    def from_dict(cls, entry: Any) -> NetworkRow:
-        """Reads what :meth:`to_dict` gives; raises a ValueError or KeyError if it is malformed."""
-        _expect(entry, dict[str, Any], "a row")
-        for name in ("network", "mode", "configuration", "images"):
-            _expect(entry[name], str, name)
-        for name in ("compile_mode", "skipped", "error"):
-            _expect(entry[name], str | None, name)
-        _expect(entry["difference"], float | None, "difference")
-        ours, peer, compiled = (
-            _object(Timing, entry[name], name) for name in ("ours", "peer", "compiled")
-        )
-        made = cls(
-            entry["network"], entry["mode"], entry["configuration"], entry["images"],
-            ours, peer, compiled, entry["compile_mode"],
-            _object(Optimized, entry["optimized"], "optimized"),
-            entry["difference"], entry["skipped"], entry["error"],
-        )  # fmt: skip
-        measured = ours and peer and made.optimized and ours.ms and peer.ms
-        if not (made.complaint or measured):
-            raise ValueError(f"{made.label} has neither times nor a reason why not")
-        return made
-
-
-@dataclass(frozen=True)
-class Overall:
-    """A summary of the networks' speed-ups in one mode."""
-
-    mode: str
-    rows: int
-    mean: float  # the geometric mean
-    of_sums: float  # the sum of PyTorch's times over the sum of ours
-    least: float
-    least_of: str  # the network and configuration of the least
-    over_compiled: float | None  # the geometric mean over torch.compile, if that was measured
-
-    @classmethod
-    def of(cls, rows: Sequence[NetworkRow]) -> Overall:
-        """The summary of measured rows of the same mode."""
-        timed = [(row, row.ours.ms, row.peer.ms) for row in rows if row.ours and row.peer]
-        speedups = {row: peer / ours for row, ours, peer in timed}
-        least = min(speedups, key=speedups.__getitem__)
-        over_compiled = [row.compiled_speedup for row in rows if row.compiled_speedup]
-        return cls(
-            least.mode,
-            len(timed),
-            statistics.geometric_mean(speedups.values()),
-            sum(peer for _, _, peer in timed) / sum(ours for _, ours, _ in timed),
-            speedups[least],
-            f"{least.network}, {least.configuration}",
-            statistics.geometric_mean(over_compiled) if over_compiled else None,
-        )
-
-
-@dataclass
-class NetworkResults:
-    """The rows of ``fastconv bench --networks``, with a description of the machine."""
-
-    environment: dict[str, str]
-    rows: list[NetworkRow] = field(default_factory=list)
-
-    @property
-    def measured(self) -> list[NetworkRow]:
-        """The rows that have times."""
-        return [row for row in self.rows if row.complaint is None]
-
-    @property
-    def overall(self) -> list[Overall]:
-        """A summary for each mode that has measured rows."""
-        modes = dict.fromkeys(row.mode for row in self.measured)
-        return [Overall.of([row for row in self.measured if row.mode == mode]) for mode in modes]
-
-    def json(self) -> str:
-        contents = {
-            "format": NETWORKS_FORMAT,
-            "environment": self.environment,
-            "overall": list(map(asdict, self.overall)),
-            "rows": [row.to_dict() for row in self.rows],
-        }
-        return json.dumps(contents, indent=1) + "\n"
-
-    def write(self, path: Path) -> None:
-        files.write(path, self.json())
-
-
-def _complaint(skipped: str | None, error: str | None) -> str | None:
-    if skipped is not None:
-        return f"skipped: {skipped}"
-    return None if error is None else f"failed: {error}"
 
 
 AnyResults: TypeAlias = Results | HostResults | NetworkResults
@@ -459,83 +311,33 @@ def _load(path: Path, reader: Callable[[Any], Kind]) -> Kind:
 
 
 def _read_any(contents: Any) -> AnyResults:
-    _expect(contents, dict[str, Any], "it")
+    expect(contents, dict[str, Any], "it")
     format = contents["format"]
     if format not in (HOST_FORMAT, NETWORKS_FORMAT):
         return _read(contents)
     environment, rows = contents["environment"], contents["rows"]
-    _expect(environment, dict[str, str], "environment")
-    _expect(rows, list, "rows")
+    expect(environment, dict[str, str], "environment")
+    expect(rows, list, "rows")
     if format == HOST_FORMAT:
         return HostResults(environment, list(map(HostRow.from_dict, rows)))
     return NetworkResults(environment, list(map(NetworkRow.from_dict, rows)))
 
 
 def _read(contents: Any) -> Results:
-    _expect(contents, dict[str, Any], "it")
+    expect(contents, dict[str, Any], "it")
     if contents["format"] != FORMAT:
         raise ValueError(f"its format is {contents['format']!r}, not {FORMAT!r}")
-    _expect(contents["environment"], dict[str, str], "environment")
-    _expect(contents["rows"], list, "rows")
-    _expect(contents["build_s"], float, "build_s")
-    before = _object(Ceilings, contents["ceilings"], "ceilings")
-    after = _object(Ceilings, contents.get("ceilings_after"), "ceilings_after")
+    expect(contents["environment"], dict[str, str], "environment")
+    expect(contents["rows"], list, "rows")
+    expect(contents["build_s"], float, "build_s")
+    before = object_from(Ceilings, contents["ceilings"], "ceilings")
+    after = object_from(Ceilings, contents.get("ceilings_after"), "ceilings_after")
     for ceilings in filter(None, (before, after)):
         rates = (*ceilings.tflops.values(), *ceilings.mma_tflops.values(), ceilings.copy_tb_s)
         if not all(rates):
             raise ValueError("a ceiling is 0")
     rows = [Row.from_dict(entry) for entry in contents["rows"]]
     return Results(contents["environment"], before, rows, contents["build_s"], after)
-
-
-def _object(kind: type[Kind], entry: Any, name: str) -> Kind | None:
-    """A dataclass from its JSON, after checking keys and types; None if the JSON is null."""
-    if entry is None:
-        return None
-    _expect(entry, dict[str, Any], name)
-    hints = get_type_hints(kind)
-    if unknown := entry.keys() - hints.keys():
-        raise ValueError(f"{name} has unknown keys {sorted(unknown)}")
-    for key, hint in hints.items():
-        if key in entry:
-            _expect(entry[key], hint, f"{key} of {name}")
-    try:
-        return kind(**entry)
-    except TypeError:
-        raise ValueError(f"{name} should have {', '.join(hints)}, but has {list(entry)}") from None
-
-
-def _expect(value: Any, hint: Any, name: str) -> None:
-    """Raises a ValueError unless the value has the type."""
-    if not _is(value, hint):
-        raise ValueError(f"{name} should be {_words(hint)}, but is {str(value)[:60]!r}")
-
-
-def _words(hint: Any) -> str:
-    """A type in the words of error messages."""
-    if get_origin(hint) is UnionType:
-        return " or ".join(map(_words, get_args(hint)))
-    names = {
-        dict: "an object", list: "a list", str: "text", int: "a whole number",
-        float: "a number from 0 up", bool: "true or false", NoneType: "null",
-    }  # fmt: skip
-    return names[get_origin(hint) or hint]
-
-
-def _is(value: Any, hint: Any) -> bool:
-    """Whether a value read from JSON has the type."""
-    if hint is Any:
-        return True
-    if get_origin(hint) is dict:
-        key, item = get_args(hint)
-        if not isinstance(value, dict):
-            return False
-        return all(_is(k, key) and _is(v, item) for k, v in value.items())
-    if get_origin(hint) is UnionType:
-        return any(_is(value, one) for one in get_args(hint))
-    if hint is float:  # All floats in results are times, rates and shares, none of them negative.
-        return type(value) in (int, float) and 0 <= value < math.inf
-    return type(value) is hint
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,9 @@ def run(arguments: Namespace) -> int:
     if arguments.output and (arguments.compare or arguments.dry_run):
         which = "--compare" if arguments.compare else "--dry-run"
         raise UsageError(f"{which} measures nothing: there is nothing to write to --output")
-    if arguments.mode and arguments.networks is None:
-        raise UsageError("--mode applies to --networks, which is not given")
+    for name in ("mode", "compile"):
+        if getattr(arguments, name) and arguments.networks is None:
+            raise UsageError(f"--{name} applies to --networks, which is not given")
     if arguments.networks is not None:
         return bench_networks(arguments)
     if arguments.compare:

@@ -9,23 +9,23 @@ from _fastconv_command.streams import INTERRUPTED
 from fastconv import files
 from fastconv.bench import contestants, environment, networks, report
 from fastconv.bench.console import extra, work_through
+from fastconv.bench.network_results import NetworkResults
 from fastconv.bench.networks import NetworkCase
-from fastconv.bench.results import NetworkResults
 from fastconv.commands import common, rows
 from fastconv.commands.common import UsageError
 from fastconv.network.preparation import is_gpu
 
 # The arguments of `fastconv bench` that have no meaning with --networks.
 EXCLUDED = (
-    "shape", "suite", "model", "divisor", "passes", "precision", "format", "commands"
+    "shape", "suite", "model", "divisor", "passes", "precision", "format", "commands", "peer"
 )  # fmt: skip
 
 
 def bench_networks(arguments: Namespace) -> int:
     """Measures every selected network; the exit status."""
     accepted = (
-        "they take --mode, --dtype, --batch, --image, --peer, --device, --repeats, --row-seconds, "
-        "--time-limit, --output, --json and --quiet"
+        "they take --mode, --dtype, --batch, --image, --compile, --device, --repeats, "
+        "--row-seconds, --time-limit, --output, --json and --quiet"
     )
     rows.refuse_options(arguments, "--networks have rows of their own", EXCLUDED, accepted)
     selected, device = _select_networks(arguments), common.select_device(arguments.device)
@@ -37,13 +37,12 @@ def bench_networks(arguments: Namespace) -> int:
     contestants.settle(device)
     found = NetworkResults(environment.describe(device))
     deadline, effort = rows.deadline(arguments), rows.effort(arguments)
-    with_compile = arguments.peer == "compile"
 
     def work(case: NetworkCase) -> str:
         if time.perf_counter() >= deadline:
             found.rows.append(case.outcome(skipped=rows.TOO_LATE))
         else:
-            found.rows.append(networks.row(case, device, effort, with_compile))
+            found.rows.append(networks.row(case, device, effort, arguments.compile))
         rows.write_so_far(arguments, found)
         return report.network_brief(found.rows[-1])
 
@@ -53,7 +52,7 @@ def bench_networks(arguments: Namespace) -> int:
         rows.hand_over(arguments, found)  # after an error or Ctrl-C, too
     if not finished:
         return INTERRUPTED
-    return 1 if any(row.error for row in found.rows) else 0
+    return 1 if any(row.failed for row in found.rows) else 0
 
 
 def _select_networks(arguments: Namespace) -> list[NetworkCase]:
@@ -62,10 +61,6 @@ def _select_networks(arguments: Namespace) -> list[NetworkCase]:
         if name not in networks.CONFIGURATIONS:
             known = " and ".join(networks.CONFIGURATIONS)
             raise UsageError(f"--networks are measured in {known}, not in {name}")
-    if arguments.peer == "best":
-        raise UsageError(
-            "each row of --networks has one memory format: --peer best has no other to compare"
-        )
     return networks.cases(
         arguments.networks or networks.NETWORKS,
         arguments.mode or networks.MODES,

@@ -38,15 +38,20 @@ MOST_MISSES = 4
 def compile_gradients_if_planned(args: Sequence[Any], wanted: Sequence[bool]) -> None:
     """:func:`compile_gradients`, if this thread has just planned a forward pass of these arguments.
 
-    It runs at each call, and costs next to nothing where no pass has been planned.
+    It runs at each call, and costs next to nothing where no pass has been planned. A compiler's
+    tensors have no data, and may have symbolic sizes: the planned pass was an earlier call's.
     """
     need = cuda.take_latest()
-    if need is None or torch._C._are_functorch_transforms_active():
+    if need is None or torch._C._are_functorch_transforms_active() or not _have_data(args[:2]):
         return
     operator = OPERATORS["forward"]
     result = operator.describe(operator.known, *args)
     if need.problem == result.problem:
         compile_gradients(args, result, wanted, need.switch)
+
+
+def _have_data(tensors: Sequence[Tensor]) -> bool:
+    return all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
 
 
 def compile_gradients(

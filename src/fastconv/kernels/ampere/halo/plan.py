@@ -108,9 +108,7 @@ def _check_rate(layers: list[Layer], gpu: Gpu) -> None:
     """Declines layers for which the portable kernels are as fast."""
     counted = _tensor_share(layers) / layers[0].mmas_per_step
     if gpus.rates(gpu).mma[layers[0].multiplied] * counted < portable.rate(gpu):
-        raise Declined(
-            f"what plain cores are as fast at: {counted:.0%} of the tensor cores' products count"
-        )
+        raise Declined(f"what plain cores are as fast at: {counted:.0%} of the MMA work counts")
 
 
 def _tensor_share(layers: list[Layer]) -> float:
@@ -158,7 +156,9 @@ def _why(tiles: list[Tile]) -> str:
     residues = f" in {len(tiles)} residues" if len(tiles) > 1 else ""
     share = _tensor_share([tile.layer for tile in tiles])
     scaled = " in scaled fp16, where the range allows it" if tiles[0].layer.scaled_fp16 else ""
-    return f"tensor cores{scaled}{residues}: {', '.join(shapes)}; {share:.0%} of the products count"
+    return (
+        f"tensor cores{scaled}{residues}: {', '.join(shapes)}; {share:.0%} of the MMA work counts"
+    )
 
 
 def _explanation(tiles: tuple[Tile, ...]) -> list[str]:

@@ -48,7 +48,7 @@ MOST_STEPS = 2**30  # steps of all images, which kernels count in 32 bits
 MOST_WEIGHT_TILES = 12
 MOST_STRIPS = 5
 WASTE_STEPS = 24
-FEW = "so few channels or pixels that most of the products would not count"
+FEW = "so few channels or pixels that most of the MMA work would not count"
 
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:

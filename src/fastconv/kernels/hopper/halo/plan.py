@@ -115,7 +115,7 @@ def _check(layers: list[Layer], gpu: Gpu) -> None:
     multiplied = sum(layer.terms / layer.tensor_share * layer.mmas_per_step for layer in layers)
     if TENSOR_MADS[layer.vector_channels] * terms / multiplied < LEAST_MADS:
         share = _tensor_share(layers)
-        raise Declined(f"so few channels that {share:.0%} of the products would count")
+        raise Declined(f"so few channels that {share:.0%} of the MMA work would count")
 
 
 def _tensor_share(layers: list[Layer]) -> float:
@@ -184,7 +184,9 @@ def _why(tiles: list[Tile]) -> str:
     )
     share = _tensor_share([tile.layer for tile in tiles])
     scaled = " in scaled fp16, where the range allows it" if tiles[0].layer.scaled_fp16 else ""
-    return f"tensor cores{scaled}{residues}: {', '.join(shapes)}; {share:.0%} of the products count"
+    return (
+        f"tensor cores{scaled}{residues}: {', '.join(shapes)}; {share:.0%} of the MMA work counts"
+    )
 
 
 def _residues_as_channels(layer: Layer) -> str:
