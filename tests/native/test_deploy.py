@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from fastconv import cli
+from fastconv.problem import ACTIVATIONS
+from native import deployed_cases
 from native.deployment import Deployed, Model, run, run_package, run_script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the native host path is Linux's")
@@ -59,6 +61,9 @@ class TestLibrary:
     @pytest.mark.parametrize("seed", [0, 1])
     def test_computes_what_pytorch_does_in_float64(self, deployed: Deployed, seed: int) -> None:
         assert run_script("deployed_cases.py", deployed.library, seed).stdout == "60\n"
+
+    def test_all_activations_are_compared(self) -> None:
+        assert tuple(deployed_cases.ACTIVATIONS) == ACTIVATIONS
 
     def test_after_python_it_serves_nothing(self, deployed: Deployed) -> None:
         """Python's fastconv goes on to serve calls in a process that loads the library later."""

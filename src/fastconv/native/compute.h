@@ -125,6 +125,7 @@ inline Tensor activated(const Tensor& sum, int64_t activation, double slope) {
   if (name == "hardswish") return at::hardswish(sum);
   if (name == "sigmoid") return at::sigmoid(sum);
   if (name == "tanh") return at::tanh(sum);
+  TORCH_INTERNAL_ASSERT(activation == kIdentity, "no activation ", name);
   return sum;
 }
 
