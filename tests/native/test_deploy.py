@@ -13,7 +13,7 @@ import torch
 from fastconv import cli
 from fastconv.problem import ACTIVATIONS
 from native import deployed_cases
-from native.deployment import Deployed, Model, run, run_package, run_script
+from native.deployment import Deployed, Model, record, recording, run, run_package, run_script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the native host path is Linux's")
 
@@ -50,11 +50,23 @@ class TestPackage:
         output = run_package(deployed, package, images).view_as(expected)
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
 
-    def test_in_python(self, package: Path, model: Model) -> None:
+    def test_in_python_which_records_its_forms(self, package: Path, model: Model) -> None:
         images = torch.randn(3, 3, 17, 16)
         loaded = torch._inductor.aoti_load_package(str(package))
         with torch.no_grad():
             torch.testing.assert_close(loaded(images), model(images), rtol=1e-4, atol=1e-4)
+        forms = record(loaded, images, images)
+        assert [form.operator for form in forms] == ["forward", "forward", "fused", "forward"]
+        assert forms[0].shapes == ((3, 3, 17, 16), (8, 3, 3, 5), (8,))
+
+    def test_an_error_of_the_library_is_printed(
+        self, deployed: Deployed, package: Path, tmp_path: Path
+    ) -> None:
+        (given := tmp_path / "input").write_bytes(bytes(4 * 3 * 17 * 16))
+        arguments = (package, "cpu", given, tmp_path / "output", 1, 3, 17, 16)
+        ended = deployed.run("run", *arguments, FASTCONV_BUNDLE=str(given))
+        assert ended.returncode == 1
+        assert f"{given} is no bundle" in ended.stderr
 
 
 class TestLibrary:
@@ -96,6 +108,25 @@ def _path() -> str:
 
 
 class TestCommand:
+    def test_bundle_of_a_package_on_a_cpu(
+        self, package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """It needs none. A file that is no package, and too few inputs, are errors."""
+        right, wrong = tmp_path / "right.pt", tmp_path / "wrong.pt"
+        torch.save((torch.randn(2, 3, 17, 16),), right)
+        torch.save((), wrong)
+        for given, inputs, words in (
+            (package, right, "and 4 of its forms on a CPU, where they need no bundle"),
+            (package, wrong, f"calling the package {package} failed"),
+            (right, right, f"cannot load the package {right}"),
+        ):
+            output = tmp_path / "model.fastconv"
+            with recording():
+                command = ["bundle", given, "--inputs", inputs, "-o", output]
+                assert cli.main([str(part) for part in command]) == 2
+            assert words in capsys.readouterr().err
+            assert not output.exists()
+
     def test_build(
         self, deployed: Deployed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

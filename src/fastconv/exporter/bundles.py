@@ -76,7 +76,7 @@ def bundle(
     """
     path = Path(output)
     try:
-        files.check_outputs([path], [model] if isinstance(model, (str, Path)) else [])
+        files.check_outputs([path], [] if callable(model) else [os.fspath(model)])
         forms = record(_callable(model), examples)
         on_gpus = [form for form in forms if form.device.type == "cuda"]
         if not on_gpus:
@@ -91,12 +91,24 @@ def bundle(
 
 
 def _callable(model: Callable[..., Any] | str | os.PathLike[str]) -> Callable[..., Any]:
-    if not isinstance(model, (str, os.PathLike)):
+    """Returns the model, or a function that calls a package and reports its errors."""
+    if callable(model):
         return model
-    if not Path(model).is_file():
-        raise ExportError(f"there is no package {os.fspath(model)}")
-    package: Callable[..., Any] = torch._inductor.aoti_load_package(os.fspath(model))
-    return package
+    path = os.fspath(model)
+    if not Path(path).is_file():
+        raise ExportError(f"there is no package {path}")
+    try:
+        package = torch._inductor.aoti_load_package(path)
+    except RuntimeError as error:
+        raise ExportError(f"cannot load the package {path}: {error}") from error
+
+    def call(*arguments: Any) -> None:
+        try:
+            package(*arguments)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise ExportError(f"calling the package {path} failed: {error}") from error
+
+    return call
 
 
 def record(model: Callable[..., Any], examples: Iterable[Any]) -> list[Form]:
