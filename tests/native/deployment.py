@@ -58,22 +58,32 @@ def run_script(name: str, *arguments: Any, **environment: str) -> subprocess.Com
 def compile_program(folder: Path, with_cuda: bool = False) -> Path:
     """Compiles the tests' program against PyTorch and the library in the folder."""
     program = folder / "program"
-    # Nothing in the program names PyTorch's libraries for CUDA, whose own ones the linker need not
-    # find.
-    of_cuda = ["-Wl,--no-as-needed,--allow-shlib-undefined", "-ltorch_cuda", "-lc10_cuda"]
-    libraries = [folder, TORCH / "lib"]
+    compile_source(FOLDER / "deployed_program.cc", folder, *_linking(folder, with_cuda), program)
+    return program
+
+
+def compile_source(source: Path, folder: Path, *options: Any) -> None:
+    """Runs the C++ compiler, with PyTorch's headers and that of the library in the folder."""
     subprocess.check_call([
         os.environ.get("CXX", "c++"), "-std=c++20",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         f"-isystem{TORCH / 'include'}",
         f"-isystem{TORCH / 'include/torch/csrc/api/include'}",
-        f"-I{folder}", str(FOLDER / "deployed_program.cc"),
+        f"-I{folder}", str(source), *map(str, options),
+    ])  # fmt: skip
+
+
+def _linking(folder: Path, with_cuda: bool) -> list[str]:
+    # Nothing in the program names PyTorch's libraries for CUDA, whose own ones the linker need not
+    # find.
+    of_cuda = ["-Wl,--no-as-needed,--allow-shlib-undefined", "-ltorch_cuda", "-lc10_cuda"]
+    libraries = [folder, TORCH / "lib"]
+    return [
         *(f"-L{path}" for path in libraries),
         "-lfastconv", "-ltorch", "-ltorch_cpu", "-lc10", *(of_cuda if with_cuda else []),
         *(f"-Wl,-rpath,{path}" for path in libraries),
-        "-o", str(program),
-    ])  # fmt: skip
-    return program
+        "-o",
+    ]  # fmt: skip
 
 
 class Model(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,16 @@ import torch
 from fastconv import cli
 from fastconv.problem import ACTIVATIONS
 from native import deployed_cases
-from native.deployment import Deployed, Model, record, recording, run, run_package, run_script
+from native.deployment import (
+    Deployed,
+    Model,
+    compile_source,
+    record,
+    recording,
+    run,
+    run_package,
+    run_script,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the native host path is Linux's")
 
@@ -70,6 +80,12 @@ class TestPackage:
 
 
 class TestLibrary:
+    def test_the_program_on_the_page_compiles(self, deployed: Deployed, tmp_path: Path) -> None:
+        page = Path(__file__).parents[2] / "docs/deployment.md"
+        (program,) = re.findall(r"^```cpp\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+        (source := tmp_path / "main.cc").write_text(program)
+        compile_source(source, deployed.library.parent, "-fsyntax-only")
+
     @pytest.mark.parametrize("seed", [0, 1])
     def test_computes_what_pytorch_does_in_float64(self, deployed: Deployed, seed: int) -> None:
         assert run_script("deployed_cases.py", deployed.library, seed).stdout == "60\n"
