@@ -157,6 +157,14 @@ def check_autograd() -> None:
         raise AssertionError("the fused operator was recorded")
 
 
+def check_lazy_conjugates() -> None:
+    """A tensor with PyTorch's conjugate bit is resolved, and not read as it lies in memory."""
+    x, w = torch.randn(2, 4, 7, 6).cfloat() * 1j, torch.randn(6, 4, 3, 2).cfloat() + 1j
+    geometry: Any = ([1, 1], [0] * 4, [1, 1], 1, None)
+    found = torch.ops.fastconv.forward(x.conj(), w, None, *geometry)
+    torch.testing.assert_close(found, F.conv2d(x.conj(), w), rtol=1e-4, atol=1e-4)
+
+
 _SHAPES: tuple[tuple[int, ...], ...] = ((2, 4, 7, 6), (6, 2, 3, 2), (6,))
 
 _WRONG: dict[str, tuple[Any, ...]] = {
@@ -177,9 +185,20 @@ def check_errors() -> None:
     calls["bias of 6 elements"] = (x, w, b[:5], *fine)
     calls["one type and one device"] = (x, w.double(), b, *fine)
     calls["4-D tensors and a 1-D bias"] = (x[0], w, b, *fine)
+    _expect_errors(torch.ops.fastconv.forward, {w: (*some, None) for w, some in calls.items()})
+    fused: Any = (x, w, b, None, *fine, None)
+    words = "an argument that is none of its values"
+    _expect_errors(torch.ops.fastconv.fused, {words: (*fused, "swish", 0.0)})
+    residual = (x, w, b, x, *fine, None, "relu", 0.0)
+    _expect_errors(torch.ops.fastconv.fused, {"a residual of size [2, 6, 5, 5]": residual})
+    gradient: Any = (x, w, [7, 6], *fine, None)
+    _expect_errors(torch.ops.fastconv.input_grad, {"grad_output of size": gradient})
+
+
+def _expect_errors(operator: Any, calls: dict[str, tuple[Any, ...]]) -> None:
     for words, arguments in calls.items():
         try:
-            torch.ops.fastconv.forward(*arguments, None)
+            operator(*arguments)
         except RuntimeError as error:
             assert words in str(error), (words, error)  # noqa: PT017
         else:
@@ -196,6 +215,7 @@ def main(library: str, seed: int) -> None:
         case.fused(list(ACTIVATIONS)[number % len(ACTIVATIONS)])
         case.gradients()
     check_autograd()
+    check_lazy_conjugates()
     check_errors()
     assert "fastconv" not in sys.modules
     print(CASES)

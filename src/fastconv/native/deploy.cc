@@ -139,11 +139,10 @@ void call_below(Pass pass, Level level, const c10::OperatorHandle& op, Stack* st
   const size_t count = op.schema().arguments().size();
   TORCH_CHECK(read_call(&torch::jit::peek(*stack, 0, count), call), op.schema(),
               " got an argument that is none of its values");
-  const auto& [_, first, second, third, geometry, size, format, bias_grad, frozen, residual,
-               activation, slope] = call;
-  const bool is_recorded_here = is_recorded(first, second, third, residual);
+  const bool is_differentiated = is_recorded(call.first, call.second, call.third, call.residual) ||
+                                 has_tangent(call.first, call.second, call.third, call.residual);
   TORCH_CHECK_NOT_IMPLEMENTED(
-      level == kAutograd && !is_recorded_here && !has_tangent(first, second, third, residual),
+      level == kAutograd && !is_differentiated,
       "without Python, fastconv differentiates fastconv::forward alone, once and in reverse mode; "
       "this is a call of fastconv::",
       kOperators[pass]);
