@@ -11,7 +11,7 @@ from fastconv.errors import (
     GpuUnavailable,
     LaunchError,
 )
-from fastconv.exporter import export
+from fastconv.exporter import bundle, export
 from fastconv.functional import conv1d, conv2d
 from fastconv.geometry import Activation, LayerPadding, PaddingLike
 from fastconv.modules import Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, FusedConv2d
@@ -49,6 +49,7 @@ __all__ = [
     "Preparation",
     "PreparedPass",
     "Preparing",
+    "bundle",
     "conv1d",
     "conv2d",
     "conv_transpose1d",
