@@ -138,6 +138,37 @@ class Case:
             wide = grad.to(self.wide)
             self.compare(of_bias, wide.sum((0, 2, 3)), wide.abs().sum((0, 2, 3)))
 
+    def transposed(self, activation: str) -> None:
+        """The input gradient, with a bias, a residual and an activation."""
+        if self._is_integer or self.dtype.is_complex:
+            activation = "identity"
+        x, w = (t.to(self.wide, copy=True).requires_grad_() for t in (self.input, self.weight))
+        output = self.reference(x, w, None)
+        given = self._tensor(*output.shape)
+        (expected,) = torch.autograd.grad(output, x, given.to(self.wide).conj())
+        sizes = [t.detach().abs().requires_grad_() for t in (x, w)]
+        (scale,) = torch.autograd.grad(
+            self.reference(*sizes, None), sizes[0], given.to(self.wide).abs()
+        )
+        bias = self._tensor(x.shape[1]) if self.draw.random() < 0.5 else None
+        residual = self._tensor(*x.shape) if self.draw.random() < 0.5 else None
+        total = expected.conj()
+        for added in (None if bias is None else bias[:, None, None], residual):
+            if added is not None:
+                total, scale = total + added, scale + added.to(self.wide).abs()
+        more = [self._rest(axis, output.shape[2 + axis]) for axis in (0, 1)]
+        slope = 0.25 if activation == "leaky_relu" else 0.0
+        found = torch.ops.fastconv.transposed(
+            given, self.weight, bias, residual, more, *self.geometry, activation, slope
+        )
+        self.compare(found, ACTIVATIONS[activation](total), scale)
+
+    def _rest(self, axis: int, outputs: int) -> int:
+        """Rows or columns of the input after the last that a kernel begins at, and its extent."""
+        padded = self.input.shape[2 + axis] + sum(self.padding[2 * axis : 2 * axis + 2])
+        extent = self.dilation[axis] * (self.weight.shape[2 + axis] - 1) + 1
+        return padded - (outputs - 1) * self.stride[axis] - extent
+
 
 def check_autograd() -> None:
     """The gradients that autograd records are PyTorch's; what needs Python is an error."""
@@ -193,6 +224,17 @@ def check_errors() -> None:
     _expect_errors(torch.ops.fastconv.fused, {"a residual of size [2, 6, 5, 5]": residual})
     gradient: Any = (x, w, [7, 6], *fine, None)
     _expect_errors(torch.ops.fastconv.input_grad, {"grad_output of size": gradient})
+    above = torch.randn(2, 6, 5, 5)
+    geometry: Any = ([0, 0], *fine, None, "relu", 0.0)
+    _expect_errors(
+        torch.ops.fastconv.transposed,
+        {
+            "a bias of 4 elements": (above, w, b, None, *geometry),
+            "a residual of size [2, 4, 7, 6]": (above, w, None, above, *geometry),
+            "an input of size [2, 6, 5, 5]": (above[:, :4], w, None, None, *geometry),
+            "would have -": (above, w, None, None, [0, 0], [1, 1], [9] * 4, *geometry[3:]),
+        },
+    )
 
 
 def _expect_errors(operator: Any, calls: dict[str, tuple[Any, ...]]) -> None:
@@ -212,7 +254,8 @@ def main(library: str, seed: int) -> None:
     for number in range(CASES):
         case = Case(draw)
         case.forward()
-        case.fused(list(ACTIVATIONS)[number % len(ACTIVATIONS)])
+        for with_epilogue in (case.fused, case.transposed):
+            with_epilogue(list(ACTIVATIONS)[number % len(ACTIVATIONS)])
         case.gradients()
     check_autograd()
     check_lazy_conjugates()

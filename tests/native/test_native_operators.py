@@ -25,6 +25,7 @@ pytestmark = [
 FORWARD = torch.ops.fastconv.forward.default
 GEOMETRY = ((1, 1), (1, 1, 1, 1), (1, 1), 1, None)
 INPUT, WEIGHT = (2, 4, 7, 6), (6, 4, 3, 3)
+PLAIN = ("identity", 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +63,31 @@ def test_python_takes_no_part(python_calls: list[str]) -> None:
     assert not python_calls
 
 
+def test_transposed(python_calls: list[str]) -> None:
+    """The library computes what autograd does not record, and hands the rest to Python."""
+    transposed = torch.ops.fastconv.transposed.default
+    input, weight, bias = tensors((2, 4, 5, 6), (4, 3, 3, 2), (6,))
+    native.load()
+    geometry = ((2, 1), (1, 0, 2, 1), (1, 2), 2, None)
+    for more in ((0, 0), (1, 0)):
+        for residual, *after in ((None, "identity", 0.0), (True, "leaky_relu", 0.5)):
+            expected = devices.kernels("transposed")[0](
+                input, weight, bias, None, more, *geometry, "identity", 0.0
+            )
+            added = None if residual is None else torch.randn_like(expected)
+            found = transposed(input, weight, bias, added, more, *geometry, *after)
+            total = expected if added is None else torch.where(
+                expected + added > 0, expected + added, 0.5 * (expected + added)
+            )  # fmt: skip
+            torch.testing.assert_close(found, total)
+    assert not python_calls
+    output = transposed(input, weight.requires_grad_(), bias, None, (0, 0), *geometry, *PLAIN)
+    assert output.grad_fn is not None
+    assert output.grad_fn.name() == "FastconvConvTransposeBackward"
+    output.sum().backward()
+    assert python_calls
+
+
 def test_python_takes_what_is_not_plain(python_calls: list[str]) -> None:
     input, weight = tensors(INPUT, WEIGHT)
     native.load()
@@ -88,7 +114,7 @@ def test_tests_can_have_python_serve(python_calls: list[str]) -> None:
 
 
 def test_kernels_are_handed_over_by_name() -> None:
-    for name in ("forward", "input_grad", "weight_grad", "fused"):
+    for name in ("forward", "input_grad", "weight_grad", "fused", "transposed"):
         cpu, cuda, recorded = native._kernels[name]
         assert (cpu, cuda) == devices.kernels(name)
         assert recorded is autograd.kernels[name]

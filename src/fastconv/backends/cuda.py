@@ -105,6 +105,12 @@ def input_grad(
     add_epilogue(out, bias if added is None else None, residual, epilogue)
 
 
+def computes_all(problem: Problem, bias: Tensor | None, epilogue: Epilogue) -> bool:
+    """Whether kernels compute a transposed convolution with all that follows it."""
+    adds_bias = bias is None or planner.adds_bias(problem)
+    return adds_bias and (epilogue == NO_EPILOGUE or planner.applies_epilogue(problem, epilogue))
+
+
 class _Tail(NamedTuple):
     """What follows an input gradient: it stores activation(gradient + bias + residual)."""
 

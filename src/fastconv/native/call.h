@@ -14,8 +14,9 @@ namespace fastconv::host {
 
 using at::Tensor;
 
-enum Pass : int64_t { kForward, kInputGrad, kWeightGrad, kFused };
-constexpr std::array kOperators = {"forward", "input_grad", "weight_grad", "fused"};
+enum Pass : int64_t { kForward, kInputGrad, kWeightGrad, kFused, kTransposed };
+constexpr std::array kOperators = {"forward", "input_grad", "weight_grad", "fused", "transposed"};
+constexpr bool has_epilogue(Pass pass) { return pass == kFused || pass == kTransposed; }
 
 // The activations of problem.py. Python raises the error for any other name.
 constexpr std::array kActivations = {"identity", "relu",      "relu6",     "leaky_relu", "silu",
@@ -51,14 +52,15 @@ struct Geometry {
 struct Call {
   Pass pass;
   Tensor first{}, second{};  // the operator's first two tensors
-  Tensor third{};            // the bias of a forward pass
+  Tensor third{};            // the bias of a convolution
   Geometry geometry{};
-  std::array<int64_t, 2> size{};             // the input's or kernel's, an argument of gradients
+  // The input's or kernel's size, an argument of gradients; a transposed one's output padding.
+  std::array<int64_t, 2> size{};
   std::optional<at::MemoryFormat> format{};  // the memory format of a gradient
   bool bias_grad = false;                    // whether a weight gradient computes the bias's too
   bool sequences = false;  // whether tensors have no rows: (N, C, L) instead of (N, C, 1, L)
   int64_t frozen = 0;      // the store's period in which the packed weight may be cached, or 0
-  // Only fused forward passes have the members below.
+  // Only passes with an epilogue have the members below.
   Tensor residual{};
   int64_t activation = kIdentity;
   double slope = 0;

@@ -70,6 +70,15 @@ inline Sizes sizes_of(const Call& call) {
   Sizes sizes{first[0], 0, 0};
   if (call.pass == kInputGrad) {
     sizes = {first[0], second[1] * g.groups, second[0], call.size, {second[2], second[3]}};
+  } else if (call.pass == kTransposed) {
+    sizes = {first[0], second[1] * g.groups, second[0], {}, {second[2], second[3]}};
+    for (const size_t axis : {0, 1}) {
+      const int64_t extent = g.dilation[axis] * (sizes.kernel[axis] - 1) + 1,
+                    whole = (first[2 + axis] - 1) * g.stride[axis] + extent + call.size[axis];
+      sizes.image[axis] = whole - g.padding[2 * axis] - g.padding[2 * axis + 1];
+      TORCH_CHECK(sizes.image[axis] > 0, "the output of fastconv::transposed would have ",
+                  sizes.image[axis], " rows or columns");
+    }
   } else if (call.pass == kWeightGrad) {
     sizes = {first[0], second[1], first[1], {second[2], second[3]}, call.size};
   } else {
@@ -94,13 +103,21 @@ inline Sizes sizes_of(const Call& call) {
 inline void check_outputs(const Call& call, const Sizes& sizes) {
   const std::array shape{sizes.batch, sizes.out_channels, sizes.output[0], sizes.output[1]};
   const at::IntArrayRef expected(shape);
+  const bool is_transposed = call.pass == kTransposed;
   const bool is_gradient = call.pass == kInputGrad || call.pass == kWeightGrad;
-  const Tensor& output = is_gradient ? call.first : call.residual;
+  const Tensor& output = is_gradient || is_transposed ? call.first : call.residual;
   const auto given = output.defined() ? output.sizes() : expected;
-  TORCH_CHECK(given == expected, "fastconv expected ", is_gradient ? "grad_output" : "a residual",
-              " of size ", expected, ", but got ", given);
-  TORCH_CHECK(!call.third.defined() || call.third.size(0) == sizes.out_channels,
-              "fastconv expected a bias of ", sizes.out_channels, " elements");
+  const char* name = is_gradient ? "grad_output" : is_transposed ? "an input" : "a residual";
+  TORCH_CHECK(given == expected, "fastconv expected ", name, " of size ", expected, ", but got ",
+              given);
+  const std::array image{sizes.batch, sizes.in_channels, sizes.image[0], sizes.image[1]};
+  TORCH_CHECK(
+      !is_transposed || !call.residual.defined() || call.residual.sizes() == at::IntArrayRef(image),
+      "fastconv expected a residual of size ", at::IntArrayRef(image), ", but got ",
+      call.residual.sizes());
+  const int64_t channels = is_transposed ? sizes.in_channels : sizes.out_channels;
+  TORCH_CHECK(!call.third.defined() || call.third.size(0) == channels,
+              "fastconv expected a bias of ", channels, " elements");
   TORCH_CHECK(call.pass != kWeightGrad || call.second.size(0) == sizes.batch,
               "fastconv expected as many images as gradients");
 }
@@ -185,6 +202,13 @@ inline Tensor tap_of(const Tensor& weight, int64_t row, int64_t column, int64_t 
   return tap.reshape({groups, tap.size(0) / groups, tap.size(1)});
 }
 
+// Fills the result with activation(sum + bias + residual).
+inline void finish(const Call& call, const Tensor& sum, const Tensor& result) {
+  if (call.third.defined()) sum.add_(widened(call.third).reshape({-1, 1, 1}));
+  if (call.residual.defined()) sum.add_(widened(call.residual));
+  result.copy_(activated(sum, call.activation, call.slope));
+}
+
 inline void compute_forward(const Call& call, const Sizes& sizes, const Tensor& result) {
   const Tensor image = widened(call.first), weight = widened(call.second);
   const int64_t groups = call.geometry.groups;
@@ -194,9 +218,7 @@ inline void compute_forward(const Call& call, const Sizes& sizes, const Tensor& 
                  const Tensor tap = tap_of(weight, row, column, groups);
                  to.add_(product(tap, matrices(from, groups)).reshape(to.sizes()));
                });
-  if (call.third.defined()) sum.add_(widened(call.third).reshape({-1, 1, 1}));
-  if (call.residual.defined()) sum.add_(widened(call.residual));
-  result.copy_(call.pass == kFused ? activated(sum, call.activation, call.slope) : sum);
+  finish(call, sum, result);
 }
 
 inline void compute_input_grad(const Call& call, const Sizes& sizes, const Tensor& result) {
@@ -208,7 +230,7 @@ inline void compute_input_grad(const Call& call, const Sizes& sizes, const Tenso
                  const Tensor tap = tap_of(weight, row, column, groups).transpose(1, 2);
                  to.add_(product(tap, matrices(from, groups)).reshape(to.sizes()));
                });
-  result.copy_(sum);
+  finish(call, sum, result);
 }
 
 inline void compute_weight_grad(const Call& call, const Sizes& sizes, const Tensor& result,
@@ -230,7 +252,9 @@ inline void compute_weight_grad(const Call& call, const Sizes& sizes, const Tens
 
 inline void compute(const Call& call, Precision, const Tensor& result, const Tensor& bias_grad) {
   const Sizes sizes = sizes_of(call);
-  if (call.pass == kInputGrad) return compute_input_grad(call, sizes, result);
+  if (call.pass == kInputGrad || call.pass == kTransposed) {
+    return compute_input_grad(call, sizes, result);
+  }
   if (call.pass == kWeightGrad) return compute_weight_grad(call, sizes, result, bias_grad);
   compute_forward(call, sizes, result);
 }
@@ -244,7 +268,7 @@ inline std::shared_ptr<const Entry> computed_entry(const Call& call) {
       call.first.suggest_memory_format() == last || call.second.suggest_memory_format() == last;
   const auto entry = std::make_shared<Entry>();
   entry->shape = {sizes.batch, sizes.out_channels, sizes.output[0], sizes.output[1]};
-  if (call.pass == kInputGrad) {
+  if (call.pass == kInputGrad || call.pass == kTransposed) {
     entry->shape = {sizes.batch, sizes.in_channels, sizes.image[0], sizes.image[1]};
   } else if (call.pass == kWeightGrad) {
     entry->shape = {sizes.out_channels, sizes.in_channels / call.geometry.groups, sizes.kernel[0],

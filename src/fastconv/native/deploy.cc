@@ -91,8 +91,11 @@ std::string words_of(const Call& call, Precision precision) {
     words +=
         c10::str(is_weight_grad ? ", kernel size " : ", input size ", at::IntArrayRef(call.size));
   }
+  if (call.pass == kTransposed) {
+    words += c10::str(", output padding ", at::IntArrayRef(call.size));
+  }
   if (is_gradient && call.format) words += c10::str(", memory format ", *call.format);
-  if (call.pass == kFused) words += c10::str(", activation ", kActivations[call.activation]);
+  if (has_epilogue(call.pass)) words += c10::str(", activation ", kActivations[call.activation]);
   if (call.slope != 0) words += c10::str(" of slope ", call.slope);
   return words;
 }

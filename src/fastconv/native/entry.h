@@ -94,7 +94,7 @@ inline Key key_of(const Call& call, Precision precision, bool portable = false) 
   append(key, call.first, portable);
   append(key, call.second, portable);
   append(key, call.third, portable);
-  if (call.pass == kFused) {
+  if (has_epilogue(call.pass)) {
     key.insert(key.end(),
                {call.activation, std::bit_cast<int64_t>(call.slope), aligned(call.residual)});
     append(key, call.residual, portable);

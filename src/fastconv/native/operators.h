@@ -77,6 +77,11 @@ inline bool read_call(const IValue* values, Call& call) {
     case kInputGrad:
       return read(values[2], call.size) && read_geometry(values + 3, call.geometry) &&
              read(values[8], call.format);
+    case kTransposed:
+      call.slope = values[11].toDouble();
+      return read(values[2], call.third) && read(values[3], call.residual) &&
+             read(values[4], call.size) && read_geometry(values + 5, call.geometry) &&
+             read(values[10], kActivations, call.activation);
     case kWeightGrad:
       call.bias_grad = values[8].toBool();
       return read(values[2], call.size) && read_geometry(values + 3, call.geometry) &&
@@ -122,8 +127,8 @@ void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stac
   }
   // A compiled graph may compute one weight after the other in the same buffer, without a word to
   // its version counter. Such a buffer requires no gradient, as the weights of layers do.
-  const bool is_forward = kPass == kForward || kPass == kFused;
-  if (is_forward && call.second.requires_grad()) call.frozen = store.period;
+  const bool is_layer = kPass == kForward || has_epilogue(kPass);
+  if (is_layer && call.second.requires_grad()) call.frozen = store.period;
   give(call, run(call), stack, count);
 }
 
@@ -149,7 +154,7 @@ inline void implement_operators() {
     (implement<kPasses, kCuda>(), ...);
     (implement<kPasses, kAutograd>(), ...);
   };
-  implement_all.template operator()<kForward, kInputGrad, kWeightGrad, kFused>();
+  implement_all.template operator()<kForward, kInputGrad, kWeightGrad, kFused, kTransposed>();
 }
 
 }  // namespace fastconv::host

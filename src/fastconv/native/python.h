@@ -116,6 +116,10 @@ inline py::tuple arguments_of(const Call& call, const py::object& precision) {
     return both + py::make_tuple(wrapped(call.third), wrapped(call.residual)) + geometry +
            py::make_tuple(kActivations[call.activation], call.slope);
   }
+  if (call.pass == kTransposed) {
+    return both + py::make_tuple(wrapped(call.third), wrapped(call.residual), call.size) +
+           geometry + py::make_tuple(kActivations[call.activation], call.slope);
+  }
   const auto common = both + py::make_tuple(call.size) + geometry;
   if (call.pass == kInputGrad) return common + py::make_tuple(format);
   return common + py::make_tuple(call.bias_grad, format);

@@ -11,7 +11,7 @@ from torch import Tensor, channels_last
 from fastconv.backends import cuda
 from fastconv.kernels import planner
 from fastconv.ops import autograd, devices, hooks
-from fastconv.ops.arguments import Arguments, WeightGradArguments
+from fastconv.ops.arguments import Arguments, TransposedArguments, WeightGradArguments
 from fastconv.ops.schema import OPERATORS, Operator, Result
 
 
@@ -97,6 +97,10 @@ def _without_launches(result: Result, given: Arguments) -> Entry:
 
 
 def _need(operator: Operator, result: Result, given: Arguments) -> cuda.Need | None:
+    if isinstance(given, TransposedArguments) and not cuda.computes_all(
+        result.problem, given.bias, result.epilogue
+    ):
+        return None
     # The entry stays in the table, so it is planned by the process's own switch: one that
     # planner.only has set, perhaps in another thread, ends before.
     return devices.need(operator, result, given, planner.of_process())
@@ -127,9 +131,10 @@ def _fill(operator: Operator, result: Result) -> Callable[..., None]:
         backend.forward(problem, input, weight, bias, out, mode, residual, result.epilogue)
 
     def input_grad(
-        grad_output: Tensor, weight: Tensor, _: None, __: None, out: Tensor, mode: str
-    ) -> None:
-        backend.input_grad(problem, grad_output, weight, out, mode)
+        grad_output: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+        out: Tensor, mode: str,
+    ) -> None:  # fmt: skip
+        backend.input_grad(problem, grad_output, weight, out, mode, bias, residual, result.epilogue)
 
     def weight_grad(
         grad_output: Tensor, input: Tensor, bias: Tensor | None, _: None, out: Tensor, mode: str
