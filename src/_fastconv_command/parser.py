@@ -47,6 +47,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = _parser()
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
+        parser.prog += f" {arguments.command}"  # whose help lists the options
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{_advice(unknown)}")
     return arguments
 
@@ -243,7 +244,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--dry-run", action="store_true",
-        help="list every row with every legal kernel configuration, and run nothing",
+        help="list every row with the kernels that it would run, and run nothing",
     )  # fmt: skip
     instead.add_argument(
         "--compare", nargs=2, type=Path, metavar=("OLD", "NEW"),

@@ -571,7 +571,7 @@ def test_info_for_another_gpu(capsys: pytest.CaptureFixture[str]) -> None:
             ["bench", "--shape", "1x1x8x8 1x1x3x3", "padding=1"],
             "padding=1; a shape is one argument",
         ),
-        (["bench", "quickly"], "unrecognized arguments: quickly (fastconv --help"),
+        (["bench", "quickly"], "unrecognized arguments: quickly (fastconv bench --help"),
         *(
             (
                 ["bench", "--dry-run", option, value],

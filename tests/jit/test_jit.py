@@ -122,6 +122,23 @@ class TestCompile:
         with pytest.raises(jit.CompilationError, match=r"device/nothing\.cuh"):
             jit.compile_kernel(kernel, "sm_80")
 
+    def test_what_is_missing_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def version() -> None:
+            raise RuntimeError("no such library")
+
+        compile._nvrtc.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
+            with pytest.raises(
+                jit.GpuUnavailable, match=r"cuda-bindings .*: pip install 'fastconv"
+            ):
+                compile._nvrtc()
+            patch.setattr(compile, "binding", lambda name: SimpleNamespace(nvrtcVersion=version))
+            with pytest.raises(
+                jit.GpuUnavailable, match="NVRTC .*: a CUDA build of PyTorch brings"
+            ):
+                compile._nvrtc()
+
     @needs_nvrtc
     @pytest.mark.parametrize("arch", ["sm_70", "sm_990a"])
     def test_architecture_the_compiler_does_not_know(self, arch: str) -> None:
