@@ -19,7 +19,8 @@ _PREFIX = "FASTCONV_"
 
 KNOWN = frozenset({
     cache.FOLDER_VARIABLE, cache.VARIABLE, pool.JOBS_VARIABLE, processes.VARIABLE,
-    "FASTCONV_NATIVE", inductor.VARIABLE, compiler.VARIABLE, planner.VARIABLE, COMMIT_VARIABLE,
+    "FASTCONV_NATIVE", "FASTCONV_BUNDLE", inductor.VARIABLE, compiler.VARIABLE, planner.VARIABLE,
+    COMMIT_VARIABLE,
 })  # fmt: skip
 """The names of all variables that fastconv reads."""
 
