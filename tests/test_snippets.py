@@ -48,7 +48,8 @@ def test_snippets_that_do_not_run_here_are_at_least_legal(snippet: Snippet) -> N
 
 
 def test_the_table_of_variables_is_complete() -> None:
-    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    sources = (path for path in (ROOT / "src").rglob("*") if path.suffix in (".py", ".cc"))
+    source = "".join(path.read_text() for path in sources)
     read = set(re.findall(r'"(FASTCONV_[A-Z_]+)"', source))
     page = (ROOT / "docs" / "environment.md").read_text()
     rows = re.findall(r"^\| `(FASTCONV_[A-Z_]+)` \|", page, re.MULTILINE)

@@ -121,6 +121,9 @@ def _parser() -> _Parser:
     _add_build(add(
         "build", "compile the C++ host path now instead of at the first call", parents=[output]
     ))  # fmt: skip
+    _add_bundle(add(
+        "bundle", "write what an AOTInductor package's convolutions need on GPUs without Python"
+    ))  # fmt: skip
     _add_cache(add("cache", "list, export, import or remove compiled kernels"), output)
     _add_export(add(
         "export", "write one Python file with a convolution and all of its kernels"
@@ -374,6 +377,30 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
 
 def _add_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--again", action="store_true", help="compile even if the library exists")
+    parser.add_argument(
+        "--deploy", type=Path, metavar="FOLDER",
+        help="compile the library for programs without Python instead, and copy it to FOLDER as "
+        "libfastconv.so, with its header fastconv.h",
+    )  # fmt: skip
+
+
+def _add_bundle(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "package", type=Path, metavar="PACKAGE",
+        help="a file that aoti_compile_and_package made; its machine code is executed",
+    )  # fmt: skip
+    parser.add_argument(
+        "--inputs", type=Path, nargs="+", required=True, metavar="FILE",
+        help="files of torch.save, each with a tensor or a tuple of arguments: the package is "
+        "called with each, and the bundle has the forms of these calls",
+    )  # fmt: skip
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE", help="the bundle to write"
+    )
+    parser.add_argument(
+        "--gpu", nargs="+", default=[], metavar="GPU",
+        help=f"plan for these GPUs (default: that of the inputs): {', '.join(GPUS)}",
+    )  # fmt: skip
 
 
 def _add_cache(parser: argparse.ArgumentParser, output: _Parser) -> None:

@@ -11,7 +11,7 @@ from fastconv.errors import (
     GpuUnavailable,
     LaunchError,
 )
-from fastconv.exporter import export
+from fastconv.exporter import bundle, export
 from fastconv.functional import Activation, LayerPadding, PaddingLike, conv2d
 from fastconv.modules import Conv2d, FusedConv2d
 from fastconv.network import lookahead
@@ -44,6 +44,7 @@ __all__ = [
     "Preparation",
     "PreparedPass",
     "Preparing",
+    "bundle",
     "conv2d",
     "convert",
     "export",

@@ -9,7 +9,19 @@ from _fastconv_command import parser, streams
 from fastconv import jit, native
 from fastconv.bench.console import MissingExtra
 from fastconv.bench.results import ResultsError
-from fastconv.commands import bench, build, cache, common, demo, export, info, report, tune, verify
+from fastconv.commands import (
+    bench,
+    build,
+    bundle,
+    cache,
+    common,
+    demo,
+    export,
+    info,
+    report,
+    tune,
+    verify,
+)
 from fastconv.exporter import ExportError
 from fastconv.files import FileError
 from fastconv.kernels.planner import SwitchError
@@ -30,6 +42,7 @@ _COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "info": info.run,
     "tune": tune.run,
     "build": build.run,
+    "bundle": bundle.run,
     "cache list": cache.list_entries,
     "cache export": cache.export_kernels,
     "cache import": cache.import_kernels,

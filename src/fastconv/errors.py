@@ -61,7 +61,7 @@ class LaunchError(FastconvError, RuntimeError):
 
 
 class ExportError(FastconvError, ValueError):
-    """``fastconv.export`` cannot export this; the message says what, and what can be.
+    """``fastconv.export`` or ``fastconv.bundle`` cannot write this; the message says why.
 
     Examples:
         >>> fastconv.export(shape="8x4x9x9 6x4x3x3 stride=0")

@@ -6,6 +6,8 @@ mypy has to refuse: one that is not needed is an error.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 from typing_extensions import assert_type
@@ -135,6 +137,14 @@ def exported() -> str:
     fastconv.export("dilated5x9", dtypes=["fp32"])  # type: ignore[list-item]
     fastconv.export(3)  # type: ignore[arg-type]
     return fastconv.export(shape="8x4x9x9 6x4x3x3", attribute=None, output="model.py")
+
+
+def bundled(images: Tensor) -> Path:
+    fastconv.bundle(fastconv.Conv2d(3, 4, 3), images, (images,), output="model.fastconv")
+
+    fastconv.bundle("model.pt2", images)  # type: ignore[call-arg]
+    fastconv.bundle("model.pt2", images, output="model.fastconv", gpus=90)  # type: ignore[arg-type]
+    return fastconv.bundle("model.pt2", images, output="model.fastconv", gpus=["sm_90"])
 
 
 def errors() -> None:

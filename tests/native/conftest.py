@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from fastconv import native
+from fastconv import cli, native
 from fastconv.native import build
+from native.deployment import FOLDER, Deployed, compile_program
 from native.driver import DRIVER, LIBCUDA, Driver, loaded_driver
 from native.helpers import Compiler, Host, forget
 
@@ -77,3 +78,21 @@ def _driver_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes
 @pytest.fixture
 def driver(_driver_library: ctypes.CDLL) -> Driver:
     return Driver(_driver_library)
+
+
+@pytest.fixture(scope="session")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> Deployed:
+    """The library for programs without Python, and a program, compiled once for all tests."""
+    folder = tmp_path_factory.mktemp("deployed")
+    assert cli.main(["build", "--deploy", str(folder), "--quiet"]) == 0
+    return Deployed(folder / "libfastconv.so", compile_program(folder))
+
+
+@pytest.fixture(scope="session")
+def logging_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A CUDA driver for other processes, which logs what it is asked."""
+    path = tmp_path_factory.mktemp("logging") / LIBCUDA
+    soname = f"-Wl,-soname,{LIBCUDA}"
+    source = str(FOLDER / "logging_driver.c")
+    subprocess.check_call(["cc", "-shared", "-fPIC", soname, source, "-o", str(path)])
+    return path

@@ -52,7 +52,7 @@ class TestBuilding:
         assert native.make() == (path, True)
         assert native.make() == (path, False)
         (call,) = fake.calls
-        assert str(build.SOURCE) in call
+        assert str(build.SOURCES / "host.cc") in call
         assert native.make(again=True) == (path, True)
         assert len(fake.calls) == 2
         assert native.describe() == f"native, as soon as a call is made on a GPU ({path.name})"
@@ -74,7 +74,7 @@ class TestBuilding:
     def test_name(self, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         build._key.cache_clear()
         before = build._key()
-        (tmp_path / "host.cc").write_bytes(build.SOURCE.read_bytes() + b" ")
+        (tmp_path / "host.cc").write_bytes((build.SOURCES / "host.cc").read_bytes() + b" ")
         monkeypatch.setattr(
             *{
                 "PyTorch": (torch, "__version__", "9.9"),
@@ -85,7 +85,7 @@ class TestBuilding:
                 "ABI": (torch._C, "_GLIBCXX_USE_CXX11_ABI", not torch._C._GLIBCXX_USE_CXX11_ABI),
                 "Python": (sys.implementation, "cache_tag", "cpython-999"),
                 "SOABI": (sysconfig, "get_config_var", lambda name: "another"),
-                "text": (build, "SOURCE", tmp_path / "host.cc"),
+                "text": (build, "SOURCES", tmp_path),
             }[part]
         )
         build._key.cache_clear()

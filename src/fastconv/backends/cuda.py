@@ -175,7 +175,7 @@ def ready(need: Need, plan: Plan | None = None) -> Ready:
 
 # The names of a pass's tensors in launches, in the order of Ready.run.
 CONV_TENSORS = ("input", "weight", "bias", "residual", "output", "scratch")
-_TENSORS: dict[Pass, tuple[str, ...]] = {
+TENSORS: dict[Pass, tuple[str, ...]] = {
     planner.forward: CONV_TENSORS,
     planner.input_grad: CONV_TENSORS,
     planner.weight_grad: ("grad_output", "input", "output", "bias_grad", "scratch"),
@@ -279,7 +279,7 @@ def _ready(need: Need) -> Ready:
             before_forward(need)
         plan = pool.claim(need) or planned(need)
     device = torch.device("cuda", need.device)
-    prepared = launch.load_launches(plan.launches, device, _TENSORS[need.plan])
+    prepared = launch.load_launches(plan.launches, device, TENSORS[need.plan])
     _note_made(need)
     _latest.need = need if need.plan is planner.forward else None
     return Ready(prepared, plan.scratch_bytes, plan.family, plan.packs)
@@ -338,11 +338,12 @@ def plan_and_compile(need: Need) -> Plan:
     return plan
 
 
-def planned(need: Need) -> Plan:
-    """Returns the plan of a pass, from the disk or made anew."""
+def planned(need: Need, on: Gpu | None = None) -> Plan:
+    """Returns the plan of a pass, from the disk or made anew; for another GPU, if it is given."""
     operands = operands_for(need)
     _check_sizes(need.problem)
-    return plans.find_or_make(need.plan, need.problem, operands, gpu(need.device), need.switch)
+    on = gpu(need.device) if on is None else on
+    return plans.find_or_make(need.plan, need.problem, operands, on, need.switch)
 
 
 def operands_for(need: Need) -> Operands:

@@ -8,9 +8,10 @@ from typing import Literal
 
 from fastconv import files
 from fastconv.errors import ExportError
+from fastconv.exporter.bundles import bundle
 from fastconv.exporter.common import DTYPES
 
-__all__ = ["DTYPES", "ExportError", "export"]
+__all__ = ["DTYPES", "ExportError", "bundle", "export"]
 
 
 def export(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastconv.kernels.family import AnyMap, TensorMap
 
@@ -85,31 +85,68 @@ class Memory:
         self._bytes[first : first + BYTES] = array("B", encoded)
 
 
+class Parameters(NamedTuple):
+    """A tensor map in the driver's numbers, without the tensor's address."""
+
+    is_im2col: bool
+    type: int
+    swizzle: int
+    promotion: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    element_strides: tuple[int, ...]
+    box: tuple[int, ...]  # in im2col mode the channels and the pixels
+    lower: tuple[int, ...] = ()
+    upper: tuple[int, ...] = ()
+
+
+def parameters(of: AnyMap, driver: Any) -> Parameters:
+    """Returns a tensor map in the driver's numbers; ``driver`` is ``cuda.bindings.driver``."""
+    swizzle = f"CU_TENSOR_MAP_SWIZZLE_{f'{of.swizzle}B' if of.swizzle else 'NONE'}"
+    promotion = f"CU_TENSOR_MAP_L2_PROMOTION_{f'L2_{of.promotion}B' if of.promotion else 'NONE'}"
+    common = (
+        int(getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TYPES[of.scalar]}")),
+        int(getattr(driver.CUtensorMapSwizzle, swizzle)),
+        int(getattr(driver.CUtensorMapL2promotion, promotion)),
+        of.sizes,
+        of.strides,
+        of.element_strides,
+    )
+    if isinstance(of, TensorMap):
+        return Parameters(False, *common, of.box)
+    return Parameters(True, *common, (of.channels, of.pixels), of.lower, of.upper)
+
+
 def encode(of: AnyMap, driver: Any, function_address: Callable[[str], int]) -> tuple[int, bytes]:
     """Encodes a tensor map, with a placeholder for the tensor's address.
 
     ``driver`` is ``cuda.bindings.driver``, and ``function_address`` finds its functions by name.
     Returns the driver's status and the bytes.
     """
-    memory = Memory(1)
-    rank = len(of.sizes)
+    memory, map = Memory(1), parameters(of, driver)
+    rank = len(map.sizes)
     tensor = (
         memory.address(0),
-        int(getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TYPES[of.scalar]}")),
+        map.type,
         rank,
         _PLACEHOLDER,
-        (ctypes.c_uint64 * rank)(*of.sizes),
-        (ctypes.c_uint64 * rank)(*of.strides),  # and a spare: the driver reads rank - 1
+        (ctypes.c_uint64 * rank)(*map.sizes),
+        (ctypes.c_uint64 * rank)(*map.strides),  # and a spare: the driver reads rank - 1
     )
-    element_strides = (ctypes.c_uint32 * rank)(*of.element_strides)
-    modes = _modes(of, driver)
-    if isinstance(of, TensorMap):
-        encode_tiled = _ENCODE_TILED(function_address("cuTensorMapEncodeTiled"))
-        status = encode_tiled(*tensor, (ctypes.c_uint32 * rank)(*of.box), element_strides, *modes)
-    else:
+    element_strides = (ctypes.c_uint32 * rank)(*map.element_strides)
+    modes = (
+        int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
+        map.swizzle,
+        map.promotion,
+        int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+    )
+    if map.is_im2col:
         encode_im2col = _ENCODE_IM2COL(function_address("cuTensorMapEncodeIm2col"))
-        corners = ((ctypes.c_int * (rank - 2))(*corner) for corner in (of.lower, of.upper))
-        status = encode_im2col(*tensor, *corners, of.channels, of.pixels, element_strides, *modes)
+        corners = ((ctypes.c_int * (rank - 2))(*corner) for corner in (map.lower, map.upper))
+        status = encode_im2col(*tensor, *corners, *map.box, element_strides, *modes)
+    else:
+        encode_tiled = _ENCODE_TILED(function_address("cuTensorMapEncodeTiled"))
+        status = encode_tiled(*tensor, (ctypes.c_uint32 * rank)(*map.box), element_strides, *modes)
     return status, memory[0]
 
 
@@ -119,15 +156,3 @@ def replace_address(function_address: Callable[[str], int]) -> Callable[[int, in
     It takes the addresses of the map and of the tensor, and returns a status.
     """
     return _REPLACE_ADDRESS(function_address("cuTensorMapReplaceAddress"))
-
-
-def _modes(of: AnyMap, driver: Any) -> tuple[int, int, int, int]:
-    """The driver's interleave, swizzle, L2 promotion and out-of-bounds fill."""
-    swizzle = f"CU_TENSOR_MAP_SWIZZLE_{f'{of.swizzle}B' if of.swizzle else 'NONE'}"
-    promotion = f"CU_TENSOR_MAP_L2_PROMOTION_{f'L2_{of.promotion}B' if of.promotion else 'NONE'}"
-    return (
-        int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
-        int(getattr(driver.CUtensorMapSwizzle, swizzle)),
-        int(getattr(driver.CUtensorMapL2promotion, promotion)),
-        int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
-    )

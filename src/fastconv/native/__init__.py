@@ -13,7 +13,8 @@ import os
 import subprocess
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from fastconv.native import build, compiler
 from fastconv.native.build import Unavailable
 
 __all__ = [
+    "HEADER",
     "Unavailable",
     "conv2d",
     "describe",
@@ -33,6 +35,8 @@ __all__ = [
     "load",
     "load_if_built",
     "make",
+    "make_deployed",
+    "recorded_forms",
     "register",
     "serve_operators",
     "settle",
@@ -151,6 +155,43 @@ def make(
     path = build.library()
     compiler.forget_failure(path)
     return path, build.build(again, show)
+
+
+def make_deployed(
+    again: bool = False, show: compiler.Show = lambda what, seconds: None
+) -> tuple[Path, bool]:
+    """Builds the library for programs without Python, as :func:`make` builds that for Python."""
+    path = build.library(build.DEPLOYED)
+    compiler.forget_failure(path)
+    return path, build.build(again, show, build.DEPLOYED)
+
+
+HEADER = build.SOURCES / "fastconv.h"
+"""The header of the library for programs without Python."""
+
+
+@contextmanager
+def recorded_forms(record: Callable[..., None]) -> Iterator[None]:
+    """A context in which the library calls ``record`` once for each form of call.
+
+    Its arguments are the form's key in a bundle, the operator's name, and the operator's arguments.
+    Calls under a transform, a mode or a tracer have no form. The library is built if it is not
+    there.
+
+    Raises:
+        Unavailable: the library cannot be built or loaded, or ``FASTCONV_NATIVE=0`` forbids it.
+    """
+    global conv2d
+    if wanted() is False:
+        raise Unavailable(f"forms are recorded by the native host path: unset {_VARIABLE}=0")
+    with _lock:
+        make()
+        conv2d = load()
+    _module.record_forms(record)
+    try:
+        yield
+    finally:
+        _module.record_forms(None)
 
 
 def register(

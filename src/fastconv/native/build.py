@@ -1,4 +1,7 @@
-"""Builds ``host.cc`` into a library in the cache folder, for this Python and this PyTorch."""
+"""Builds libraries in the cache folder, for this Python and this PyTorch.
+
+``host.cc`` becomes the native host path, ``deploy.cc`` the library for programs without Python.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,49 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from fastconv._version import __version__
 from fastconv.errors import FastconvError
 from fastconv.jit import cache, processes, trust
 from fastconv.native import compiler
+from fastconv.native.schemas import SCHEMAS
 
-SOURCE = Path(__file__).with_name("host.cc")
+SOURCES = Path(__file__).parent
 _NAME = "fastconv_host"
 _COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = (
-    "-std=c++20", "-O2", "-g0", "-fPIC", "-shared", "-fvisibility=hidden",
-    f"-DTORCH_EXTENSION_NAME={_NAME}",
-)  # fmt: skip
-_LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
+_FLAGS = ("-std=c++20", "-O2", "-g0", "-fPIC", "-shared", "-fvisibility=hidden")
+
+
+class Target(NamedTuple):
+    """A library to build."""
+
+    name: str  # the beginning of its file's name
+    what: str  # in messages
+    source: str  # a file in SOURCES
+    definitions: tuple[str, ...]  # of the preprocessor
+    libraries: tuple[str, ...]  # PyTorch's, which it is linked with
+
+
+HOST = Target(
+    "host",
+    "the native host path",
+    "host.cc",
+    (f"TORCH_EXTENSION_NAME={_NAME}",),
+    ("c10", "torch_cpu", "torch", "torch_python"),
+)
+DEPLOYED = Target(
+    "deploy",
+    "the library for programs without Python",
+    "deploy.cc",
+    (
+        f'FASTCONV_VERSION="{__version__}"',
+        "FASTCONV_SCHEMAS=" + ",".join(f'"{schema}"' for schema in SCHEMAS),
+    ),
+    ("c10", "torch_cpu"),
+)
 
 # The type of an ELF program header for notes (PT_NOTE), and the beginning of the note with the
 # linker's build ID: the sizes of its name and contents, its type, and its name.
@@ -44,13 +74,13 @@ class Unavailable(FastconvError, RuntimeError):
     """The native host path is not available; the message says what is missing."""
 
 
-def library() -> Path:
+def library(target: Target = HOST) -> Path:
     """Returns the path of the library for this Python and this PyTorch, built or not.
 
     Raises:
         Unavailable: there is no home folder, and no other cache folder was chosen.
     """
-    return _folder() / f"host-{_key()}.so"
+    return _folder() / f"{target.name}-{_key(target)}.so"
 
 
 def is_built() -> bool:
@@ -60,7 +90,7 @@ def is_built() -> bool:
     return False
 
 
-def command() -> list[str]:
+def command(target: Target = HOST) -> list[str]:
     """Returns the compiler's command line, without the file to write.
 
     Raises:
@@ -68,31 +98,38 @@ def command() -> list[str]:
     """
     include = Path(sysconfig.get_paths()["include"])
     torch_folder = Path(torch.__file__).parent
-    headers = (include / "Python.h", torch_folder / "include/torch/csrc/autograd/custom_function.h")
+    headers = [torch_folder / "include/torch/csrc/autograd/custom_function.h"]
     if sys.platform != "linux":
-        raise Unavailable(f"the native host path is for Linux, and this is {sys.platform}")
-    if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        raise Unavailable("the native host path is for a Python that has a GIL")
+        raise Unavailable(f"{target.what} is for Linux, and this is {sys.platform}")
+    if target is HOST:
+        headers.append(include / "Python.h")
+        if sysconfig.get_config_var("Py_GIL_DISABLED"):
+            raise Unavailable("the native host path is for a Python that has a GIL")
     for header in headers:
         if not header.is_file():
-            raise Unavailable(f"there is no {header}, which compiling the native host path needs")
+            raise Unavailable(f"there is no {header}, which compiling {target.what} needs")
     if (reason := trust.distrusted_folder(_folder())) is not None:
-        raise Unavailable(f"the native host path cannot be kept: {reason}")
+        raise Unavailable(f"{target.what} cannot be kept: {reason}")
     return [
         *_compiler(),
         *_FLAGS,
+        *(f"-D{definition}" for definition in target.definitions),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         *(f"-isystem{folder}" for folder in (
             torch_folder / "include", torch_folder / "include/torch/csrc/api/include", include
         )),
-        str(SOURCE),
+        str(SOURCES / target.source),
         f"-L{torch_folder / 'lib'}",
-        *(f"-l{name}" for name in _LIBRARIES),
+        *(f"-l{name}" for name in target.libraries),
         "-o",
     ]  # fmt: skip
 
 
-def build(again: bool = False, show: compiler.Show = lambda what, seconds: None) -> bool:
+def build(
+    again: bool = False,
+    show: compiler.Show = lambda what, seconds: None,
+    target: Target = HOST,
+) -> bool:
     """Builds the library now, unless it is there and ``again`` is False; returns whether it did.
 
     Calls ``show`` several times a second with what is under way and the seconds it has taken.
@@ -102,15 +139,15 @@ def build(again: bool = False, show: compiler.Show = lambda what, seconds: None)
             exceeded its time limit, or ``FASTCONV_BUILD_TIMEOUT`` is not a number of seconds.
     """
     try:
-        arguments = command()
+        arguments = command(target)
         trust.make_folder(_folder())
         if again:
-            library().unlink(missing_ok=True)
-        return compiler.compile_library(arguments, library(), show)
+            library(target).unlink(missing_ok=True)
+        return compiler.compile_library(arguments, library(target), show)
     except compiler.CompilerError as error:
-        raise Unavailable(f"the native host path did not compile: {error}") from error
+        raise Unavailable(f"{target.what} did not compile: {error}") from error
     except (OSError, ValueError) as error:
-        raise Unavailable(f"the native host path cannot be built: {error}") from error
+        raise Unavailable(f"{target.what} cannot be built: {error}") from error
 
 
 def start() -> subprocess.Popen[bytes]:
@@ -158,14 +195,14 @@ def load() -> Any:
 
 
 @functools.cache
-def _key() -> str:
+def _key(target: Target = HOST) -> str:
     """Returns a hash of the sources and of all that the library depends on."""
-    digest = hashlib.sha256(SOURCE.read_bytes())
-    for header in sorted(SOURCE.parent.glob("*.h")):
+    digest = hashlib.sha256((SOURCES / target.source).read_bytes())
+    for header in sorted(SOURCES.glob("*.h")):
         digest.update(header.read_bytes())
     for part in (
         *_torch_identity(), sys.implementation.cache_tag, sysconfig.get_config_var("SOABI"),
-        platform.machine(), *_FLAGS,
+        platform.machine(), *_FLAGS, *target.definitions,
     ):  # fmt: skip
         digest.update(f"\0{part}".encode())
     return digest.hexdigest()[:32]
@@ -177,7 +214,7 @@ def _torch_identity() -> Iterator[object]:
     yield torch._C._GLIBCXX_USE_CXX11_ABI
     for name in ("git_version", "cuda", "hip", "xpu", "debug"):
         yield getattr(torch.version, name, None)
-    for name in _LIBRARIES:
+    for name in HOST.libraries:
         yield _identity(Path(torch.__file__).parent / f"lib/lib{name}.so")
 
 

@@ -37,7 +37,7 @@ _MODE = 0o644
 _REMEMBERED_S = 24 * 3600.0
 # Messages of failures that are not recorded, because the next attempt may succeed.
 _PASSING = ("Killed", "No space left", "emporary file")
-_FOLDER = re.compile(r"(host-[0-9a-f]{32})\.[a-z0-9_]+\.tmp")
+_FOLDER = re.compile(r"((?:host|deploy)-[0-9a-f]{32})\.[a-z0-9_]+\.tmp")
 _ABANDONED_S = 24 * 3600.0  # the age at which folders are removed where files cannot be locked
 _LOOK_S = 0.05  # the time between two checks of what is waited for
 _LATE_S = 60.0  # by how much another process may exceed the time limit before waiting is given up

@@ -14,6 +14,7 @@
 namespace fastconv::host {
 
 constexpr size_t kMapBytes = 128;  // the size of a CUtensorMap
+constexpr size_t kTensors = 6;     // the most tensors of a pass, workspace included
 
 struct Argument {
   enum { kTensor, kInteger, kMap } kind;
@@ -57,7 +58,8 @@ struct Hash {
   }
 };
 
-inline void append(Key& key, const Tensor& tensor) {
+// A portable key says nothing of a GPU's index: bundles (bundle.h) have such keys.
+inline void append(Key& key, const Tensor& tensor, bool portable) {
   if (!tensor.defined()) {
     key.push_back(-1);
     return;
@@ -66,7 +68,8 @@ inline void append(Key& key, const Tensor& tensor) {
   key.insert(key.end(), tensor.sizes().begin(), tensor.sizes().end());
   key.insert(key.end(), tensor.strides().begin(), tensor.strides().end());
   key.push_back(int64_t(tensor.scalar_type()));
-  key.push_back(int64_t(tensor.device().type()) << 32 | uint8_t(tensor.device().index()));
+  const auto device = tensor.device();
+  key.push_back(int64_t(device.type()) << 32 | (portable ? 0 : uint8_t(device.index())));
 }
 
 inline uintptr_t address_of(const Tensor& tensor) {
@@ -77,7 +80,7 @@ inline uintptr_t address_of(const Tensor& tensor) {
 inline bool aligned(const Tensor& tensor) { return address_of(tensor) % 16 == 0; }
 inline bool aligned_bias(const Tensor& bias) { return address_of(bias) % 4 == 0; }
 
-inline Key key_of(const Call& call, Precision precision) {
+inline Key key_of(const Call& call, Precision precision, bool portable = false) {
   const Geometry& g = call.geometry;
   Key key;
   key.reserve(64);
@@ -88,13 +91,13 @@ inline Key key_of(const Call& call, Precision precision) {
   key.insert(key.end(), g.stride.begin(), g.stride.end());
   key.insert(key.end(), g.padding.begin(), g.padding.end());
   key.insert(key.end(), g.dilation.begin(), g.dilation.end());
-  append(key, call.first);
-  append(key, call.second);
-  append(key, call.third);
+  append(key, call.first, portable);
+  append(key, call.second, portable);
+  append(key, call.third, portable);
   if (call.pass == kFused) {
     key.insert(key.end(),
                {call.activation, std::bit_cast<int64_t>(call.slope), aligned(call.residual)});
-    append(key, call.residual);
+    append(key, call.residual, portable);
   }
   return key;
 }
@@ -102,25 +105,41 @@ inline Key key_of(const Call& call, Precision precision) {
 // Makes the entry for all calls of a call's form.
 inline std::function<std::shared_ptr<const Entry>(const Call&, Precision)> make_entry;
 
+using Entries = std::unordered_map<Key, std::shared_ptr<const Entry>, Hash>;
+
+struct Table {
+  static constexpr size_t kMost = 4096;  // entries, after which the table is cleared
+  Entries entries;
+  std::shared_mutex mutex;
+};
+
+inline auto& table = *new Table;  // never destroyed: threads may outlive main
+
 inline std::shared_ptr<const Entry> find(const Call& call, Precision precision) {
-  using Table = std::unordered_map<Key, std::shared_ptr<const Entry>, Hash>;
-  constexpr size_t kMost = 4096;  // entries, after which the table is cleared
-  static auto& table = *new Table;
-  static auto& mutex = *new std::shared_mutex;  // never destroyed: threads may outlive main
   // The lock is held across a fork: another thread, which the child lacks, might hold it otherwise.
-  static const int forks [[maybe_unused]] = pthread_atfork(
-      [] { mutex.lock(); }, [] { mutex.unlock(); }, [] { new (&mutex) std::shared_mutex; });
+  static const int forks [[maybe_unused]] =
+      pthread_atfork([] { table.mutex.lock(); }, [] { table.mutex.unlock(); },
+                     [] { new (&table.mutex) std::shared_mutex; });
   Key key = key_of(call, precision);
   {
-    const std::shared_lock lock(mutex);
-    if (const auto found = table.find(key); found != table.end()) return found->second;
+    const std::shared_lock lock(table.mutex);
+    if (const auto found = table.entries.find(key); found != table.entries.end()) {
+      return found->second;
+    }
   }
   auto entry = make_entry(call, precision);
-  Table dropped;  // destroyed after the lock is released: an entry may hold Python objects
-  const std::unique_lock lock(mutex);
-  if (table.size() >= kMost) table.swap(dropped);
-  table.emplace(std::move(key), entry);
+  Entries dropped;  // destroyed after the lock is released: an entry may hold Python objects
+  const std::unique_lock lock(table.mutex);
+  if (table.entries.size() >= Table::kMost) table.entries.swap(dropped);
+  table.entries.emplace(std::move(key), entry);
   return entry;
+}
+
+// Drops all entries: the next call of each form makes its entry anew.
+inline void forget_entries() {
+  Entries dropped;
+  const std::unique_lock lock(table.mutex);
+  table.entries.swap(dropped);
 }
 
 }  // namespace fastconv::host

@@ -32,7 +32,6 @@ inline void* stream_of(const at::Device& device) {
   return handle(&stream);
 }
 
-constexpr size_t kTensors = 6;  // the most tensors of a pass, workspace included
 using Addresses = std::array<uintptr_t, kTensors>;
 
 // The driver requires an alignment of 64 bytes for a CUtensorMap.

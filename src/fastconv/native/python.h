@@ -14,6 +14,9 @@ namespace fastconv::host {
 namespace py = pybind11;
 
 inline PyObject* python_make_entry = nullptr;  // the function of ops/entries.py, never released
+// Is called with the portable key, the operator and the arguments of each form that a call makes an
+// entry for, while Python records forms; otherwise null.
+inline PyObject* python_record = nullptr;
 
 // Calls Python from any thread. A Python error is rethrown in a form that threads of autograd can
 // pass on.
@@ -120,10 +123,21 @@ inline py::tuple arguments_of(const Call& call, const py::object& precision) {
 
 inline std::shared_ptr<const Entry> entry_of(const Call& call, Precision precision) {
   return in_python([&] {
-    const py::object answer = py::handle(python_make_entry)(
-        kOperators[call.pass], *arguments_of(call, py::str(kPrecisions[precision])));
-    return entry_of(answer);
+    const char* name = kOperators[call.pass];
+    const auto arguments = arguments_of(call, py::str(kPrecisions[precision]));
+    if (python_record) {
+      const py::handle record(python_record);
+      record(key_of(call, precision, true), name, *arguments);
+    }
+    return entry_of(py::handle(python_make_entry)(name, *arguments));
   });
+}
+
+// Has a function of Python see the forms of all calls from now on, or ends that if it is None.
+inline void record_forms(const py::object& function) {
+  Py_XDECREF(python_record);
+  python_record = function.is_none() ? nullptr : py::object(function).release().ptr();
+  forget_entries();
 }
 
 // --- The arguments of an eager call --------------------------------------------------------------

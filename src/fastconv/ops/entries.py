@@ -44,10 +44,7 @@ def make_entry(name: str, *args: Any) -> Entry:
     result = operator.describe(operator.known, *given)
     if operator.plan is not planner.forward or any(map(_wants_gradient, given[:3])):
         autograd.wait_at_exit(result.device.index)
-    # A weight gradient without elements may still come with a bias's gradient that has some.
-    if 0 in result.shape and operator.plan is not planner.weight_grad:
-        return _empty(result)
-    entry = _entry(operator, result, given)
+    entry = _empty(result) if _is_empty(operator, result) else _entry(operator, result, given)
     if name == "forward" and entry.launches and torch.is_grad_enabled():
         wanted = [_wants_gradient(tensor) for tensor in given[:3]]
         hooks.forward_prepared(given, result, wanted, planner.of_process())
@@ -58,30 +55,63 @@ def _wants_gradient(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad
 
 
+class Outline(NamedTuple):
+    """What follows from a form by itself, before it is planned for a GPU.
+
+    ``need`` says what its launches depend on. It is None where launches alone do not compute it,
+    and where nothing is computed, since the result is empty.
+    """
+
+    entry: Entry  # without launches
+    need: cuda.Need | None
+    is_empty: bool
+
+
+def outline(name: str, *args: Any) -> Outline:
+    """Outlines the entry for an operator's arguments; raises whatever the operator would."""
+    operator = OPERATORS[name]
+    given = operator.arguments(*args)
+    result = operator.describe(operator.known, *given)
+    if _is_empty(operator, result):
+        return Outline(_empty(result), None, is_empty=True)
+    need = _need(operator, result, given)
+    return Outline(_without_launches(result, given), need, is_empty=False)
+
+
+def _is_empty(operator: Operator, result: Result) -> bool:
+    # A weight gradient without elements may still come with a bias's gradient that has some.
+    return 0 in result.shape and operator.plan is not planner.weight_grad
+
+
 def _empty(result: Result) -> Entry:
     """An entry that allocates the result and computes nothing."""
     return Entry(result.shape, result.memory_format == channels_last, 0)
 
 
-def _entry(operator: Operator, result: Result, given: Arguments) -> Entry:
+def _without_launches(result: Result, given: Arguments) -> Entry:
     bias_grad = isinstance(given, WeightGradArguments) and given.bias
-    entry = _empty(result)._replace(
-        bias_elements=result.problem.out_channels if bias_grad else 0, fill=_fill(operator, result)
+    return _empty(result)._replace(
+        bias_elements=result.problem.out_channels if bias_grad else 0,
+        copied=(not cuda.is_dense(given[0]), not cuda.is_dense(given[1])),
     )
-    if result.device.type != "cuda":
-        return entry
+
+
+def _need(operator: Operator, result: Result, given: Arguments) -> cuda.Need | None:
     # The entry stays in the table, so it is planned by the process's own switch: one that
     # planner.only has set, perhaps in another thread, ends before.
-    need = devices.need(operator, result, given, planner.of_process())
+    return devices.need(operator, result, given, planner.of_process())
+
+
+def _entry(operator: Operator, result: Result, given: Arguments) -> Entry:
+    entry = _without_launches(result, given)
+    need = _need(operator, result, given) if result.device.type == "cuda" else None
     if need is None:
-        return entry
+        return entry._replace(fill=_fill(operator, result))
     ready = cuda.ready(need)
     return entry._replace(
-        copied=(not cuda.is_dense(given[0]), not cuda.is_dense(given[1])),
         scratch_bytes=ready.scratch_bytes,
         launches=ready.launches.description,
         packs=ready.packs,
-        fill=None,
         trouble=ready.launches.trouble,
     )
 

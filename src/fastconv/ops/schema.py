@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastconv.kernels import planner
 from fastconv.kernels.planner import Pass
+from fastconv.native.schemas import SCHEMAS
 from fastconv.ops.arguments import (
     Arguments,
     ForwardArguments,
@@ -32,21 +33,17 @@ DTYPES = frozenset((
     torch.complex32, torch.complex64, torch.complex128,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
 ))  # fmt: skip
-_GEOMETRY = "SymInt[2] stride, SymInt[4] padding, SymInt[2] dilation, SymInt groups, str? precision"
 
 # The layout of a result depends on that of the operands, so compilers must not change the latter.
 _TAGS = (getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),)
 
+if torch._C._dispatch_has_kernel("fastconv::forward"):
+    raise ImportError(
+        "libfastconv.so, fastconv's library for programs without Python, has been loaded into this "
+        "process: import fastconv before, or do not load the library"
+    )
 library = torch.library.Library("fastconv", "DEF")
-for _schema in (
-    f"forward(Tensor input, Tensor weight, Tensor? bias, {_GEOMETRY}) -> Tensor",
-    "input_grad(Tensor grad_output, Tensor weight, SymInt[2] input_size, "
-    f"{_GEOMETRY}, MemoryFormat? memory_format=None) -> Tensor",
-    "weight_grad(Tensor grad_output, Tensor input, SymInt[2] kernel_size, "
-    f"{_GEOMETRY}, bool bias, MemoryFormat? memory_format=None) -> (Tensor, Tensor)",
-    "fused(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
-    f"{_GEOMETRY}, str activation, float slope) -> Tensor",
-):
+for _schema in SCHEMAS:
     library.define(_schema, tags=_TAGS)
 
 # forward(input, weight, bias, stride, padding, dilation, groups, precision) -> output

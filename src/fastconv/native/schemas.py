@@ -1,0 +1,17 @@
+"""The schemas of the operators ``torch.ops.fastconv.*``, for Python and for C++.
+
+``fastconv.ops.schema`` defines the operators by them and explains them. The library for programs
+without Python is compiled with them.
+"""
+
+_GEOMETRY = "SymInt[2] stride, SymInt[4] padding, SymInt[2] dilation, SymInt groups, str? precision"
+
+SCHEMAS = (
+    f"forward(Tensor input, Tensor weight, Tensor? bias, {_GEOMETRY}) -> Tensor",
+    "input_grad(Tensor grad_output, Tensor weight, SymInt[2] input_size, "
+    f"{_GEOMETRY}, MemoryFormat? memory_format=None) -> Tensor",
+    "weight_grad(Tensor grad_output, Tensor input, SymInt[2] kernel_size, "
+    f"{_GEOMETRY}, bool bias, MemoryFormat? memory_format=None) -> (Tensor, Tensor)",
+    "fused(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
+    f"{_GEOMETRY}, str activation, float slope) -> Tensor",
+)
