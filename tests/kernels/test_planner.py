@@ -75,17 +75,17 @@ DECLINED: dict[str, tuple[Planner, Problem, str, Gpu, str]] = {
     ),
     "few channels in": (
         planner.forward, make_problem((8, 1, 64, 64), (24, 1, 1, 1)), "bfloat16", H200,
-        "so few channels that 2% of the products",
+        "so few channels that 2% of the MMA work",
     ),
     "few channels out": (
         planner.forward, make_problem((8, 64, 64, 99), (1, 64, 1, 9), dilation=(1, 8)),
         "tf32", H200,
-        "so few channels that 2% of the products",
+        "so few channels that 2% of the MMA work",
     ),
     "few channels for three products": (
         planner.forward, make_problem((8, 32, 64, 99), (4, 32, 1, 9), dilation=(1, 8)),
         "ieee", H200,
-        "so few channels that 6% of the products",
+        "so few channels that 6% of the MMA work",
     ),
     "far apart": (
         planner.forward,
