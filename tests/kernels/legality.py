@@ -163,8 +163,7 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
     rows_aligned = strips == 1 and c["padding_left"] >= 0 and c["in_width"] % vector == 0
     beyond = 0 if rows_aligned else vector - 1
     # A line ends with the last pixel of the last residue of its columns.
-    unit = gcd(c["stride_width"], c["dilation_width"])
-    columns = (c["pitch"] - 1) * c["stride_width"] + c["stride_width"] - unit + 1
+    columns = (c["pitch"] - 1) * c["stride_width"] + c["stride_width"] - column_unit + 1
     line = ceil_div((columns if c["wraps"] else min(columns, c["in_width"])) + beyond, vector) * 16
     used = 16 + (
         c["input_stages"] * (input_bytes + 16)
