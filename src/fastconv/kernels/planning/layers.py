@@ -326,7 +326,6 @@ class Layer:
         return (
             not operands.input_channels_last
             and operands.aligned
-            and self.stride[1] == 1
             and self.s2d_factors == (1, 1)
         )
 
@@ -454,8 +453,13 @@ class Layer:
         return (self.kernel[1] - 1) * step // self.column_residues
 
     @lazy
+    def column_slots(self) -> int:
+        """Residues of a column stride that some tap reads."""
+        return min(self.kernel[1], self.column_residues)
+
+    @lazy
     def slots(self) -> int:
-        return min(self.kernel[0], self.row_residues) * min(self.kernel[1], self.column_residues)
+        return min(self.kernel[0], self.row_residues) * self.column_slots
 
     @lazy
     def taps(self) -> int:
