@@ -323,11 +323,7 @@ class Layer:
     def lines(self) -> bool:
         """Whether a tile's rows are contiguous in memory, so that bulk copies can load them."""
         operands = self.operands
-        return (
-            not operands.input_channels_last
-            and operands.aligned
-            and self.s2d_factors == (1, 1)
-        )
+        return not operands.input_channels_last and operands.aligned and self.s2d_factors == (1, 1)
 
     @lazy
     def d2s_factors(self) -> tuple[int, int]:
