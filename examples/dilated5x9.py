@@ -1713,14 +1713,21 @@ SOURCES["hopper/halo/stage.cuh"] = r"""
 // have. The copies run some pieces ahead of the one that the warp transposes, rounds or splits. A
 // long line takes one bulk copy per channel (`bulk_loads`), a short one cp.async of 16 bytes per
 // lane. Copies start at the multiple of 16 bytes before a line's first pixel, so that rows may
-// begin anywhere.
+// begin anywhere. A line has the columns of all residues of a column stride, which are taken apart
+// as they are transposed: each column of the image is copied once.
 #include "device/tensor/load.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-constexpr int kPieces = C::k_steps * kLines;
-static_assert(!C::staged || (!C::in_channels_last && C::stride_width == 1 && !kSpaceToDepth), "");
+constexpr int kPieces = C::k_steps * kRowSlots * kStageRows;
+static_assert(!C::staged || (!C::in_channels_last && !kSpaceToDepth), "");
+
+// The column of a line that a residue's pixel reads. Residues are counted by their slots.
+__device__ __forceinline__ int raw_column(int slot, int pixel) {
+  const int residue = kColumnSlots == 1 ? 0 : slot * kColumnStep % kColumnResidues;
+  return kColumnUnit * residue + pixel * C::stride_width;
+}
 
 // Iterates over the pieces of one warp: every kLoaderWarps-th, from stage to stage.
 struct PieceCursor : StageCursor {
@@ -1742,9 +1749,9 @@ struct PieceCursor : StageCursor {
 struct Piece {
   int channel;          // first channel, in its group
   int target;           // offset of its first pixel in its stage, in units of 16 bytes
-  int before;           // pixels of padding before the first pixel inside
-  int columns;          // pixels inside
-  const Scalar* first;  // first pixel inside, of the first channel
+  int before;           // columns of padding before the first column inside
+  int columns;          // columns inside
+  const Scalar* first;  // first column inside, of the first channel
 
   __device__ Piece(const Source& source, int index) {
     const int k_step = index % C::k_steps;
@@ -1755,7 +1762,9 @@ struct Piece {
                   C::padding_top;
     const int x = source.column - C::padding_left;
     channel = source.channel + k_step * kPieceChannels;
-    target = 2 * k_step * kPlanePixels + line * C::pitch;
+    const int lines_before =
+        kColumnSlots == 1 ? line : line + slot * (kColumnSlots - 1) * kStageRows;
+    target = 2 * k_step * kPlanePixels + lines_before * C::pitch;
     before = max(-x, 0);
     bool exists = static_cast<unsigned>(y) < static_cast<unsigned>(C::in_height);
     int end = C::in_width - x;
@@ -1766,7 +1775,7 @@ struct Piece {
       if (y + 1 < C::in_height) end += C::in_width;
       exists = exists || y == -1;
     }
-    columns = exists ? max(min(C::pitch, end) - before, 0) : 0;
+    columns = exists ? max(min(kRawReach, end) - before, 0) : 0;
     first = source.group + (InOffset{channel} * kInChannel + InOffset{y} * kInRow + x + before);
   }
   __device__ __forceinline__ bool has(int of_piece) const {
@@ -1825,9 +1834,10 @@ __device__ __forceinline__ void fetch_vectors(const Piece& piece, const Scalar* 
   }
 }
 
-// Writes one vector of channels for each of C::batch pixels, 32 apart, to the input stage.
+// Writes one vector of channels for each of C::batch pixels of a residue, 32 apart, to the input
+// stage.
 template <bool kInside>
-__device__ __forceinline__ void convert_batch(const Piece& piece, int plane,
+__device__ __forceinline__ void convert_batch(const Piece& piece, int plane, int slot,
                                               const Scalar* const (&channels)[kVectorChannels],
                                               unsigned char* target, int first, const Scale& scale,
                                               Range& range) {
@@ -1835,14 +1845,15 @@ __device__ __forceinline__ void convert_batch(const Piece& piece, int plane,
 #pragma unroll
   for (int k = 0; k < C::batch; ++k) {
     const int pixel = first + 32 * k;
+    const int column = raw_column(slot, pixel);
     const bool inside = kInside ? pixel < C::pitch
-                                : static_cast<unsigned>(pixel - piece.before) <
+                                : static_cast<unsigned>(column - piece.before) <
                                       static_cast<unsigned>(piece.columns);
     Scalar elements[kVectorChannels];
 #pragma unroll
     for (int j = 0; j < kVectorChannels; ++j) {
       const bool valid = inside && (kInside || piece.has(plane * kVectorChannels + j));
-      elements[j] = valid ? channels[j][pixel] : Scalar{};
+      elements[j] = valid ? channels[j][column] : Scalar{};
     }
     vectors[k] = channels_of(elements);
   }
@@ -1862,35 +1873,38 @@ __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, u
                                         const ChunkPowers<kPowersCopied>& powers, int of_chunk,
                                         Range& range) {
   const bool whole =
-      piece.columns == C::pitch && (kWholeChunks || piece.channel + kPieceChannels <= C::group_in);
+      piece.columns == kRawReach && (kWholeChunks || piece.channel + kPieceChannels <= C::group_in);
 #pragma unroll
   for (int plane = 0; plane < 2; ++plane) {
     // Operands in two parts leave no registers for the scales of both vectors.
     const Scale scale =
         C::parts == 1 ? scales[plane] : powers.of(of_chunk + plane * kVectorChannels);
-    const Scalar* channels[kVectorChannels];  // the line's first pixel, which may be padding
+    const Scalar* channels[kVectorChannels];  // the line's first column, which may be padding
 #pragma unroll
     for (int j = 0; j < kVectorChannels; ++j) {
       const int i = plane * kVectorChannels + j;
       channels[j] = raw + i * kRawChannel + piece.shift(i) - piece.before;
     }
-    unsigned char* const target = stage + (piece.target + plane * kPlanePixels) * 16;
-    if (whole) {
+    unsigned char* target = stage + (piece.target + plane * kPlanePixels) * 16;
+#pragma unroll 1
+    for (int slot = 0; slot < kColumnSlots; ++slot, target += kSlotPixels * 16) {
+      if (whole) {
 #pragma unroll
-      for (int first = 0; first < C::pitch; first += 32 * C::batch) {
-        convert_batch<true>(piece, plane, channels, target, first + lane, scale, range);
-      }
-    } else {
+        for (int first = 0; first < C::pitch; first += 32 * C::batch) {
+          convert_batch<true>(piece, plane, slot, channels, target, first + lane, scale, range);
+        }
+      } else {
 #pragma unroll
-      for (int first = 0; first < C::pitch; first += 32 * C::batch) {
-        convert_batch<false>(piece, plane, channels, target, first + lane, scale, range);
+        for (int first = 0; first < C::pitch; first += 32 * C::batch) {
+          convert_batch<false>(piece, plane, slot, channels, target, first + lane, scale, range);
+        }
       }
     }
   }
 }
 
-// Checks the range of every number in those channels of a piece whose power is marked negative,
-// because the sample did not prove them large enough (see scale.cuh).
+// Checks the range of every number that pixels read in those channels of a piece whose power is
+// marked negative, because the sample did not prove them large enough (see scale.cuh).
 __device__ __forceinline__ void inspect(const Piece& piece, const Scalar* raw, int lane,
                                         const ChunkPowers<kPowersCopied>& powers, int of_chunk,
                                         Range& range) {
@@ -1899,9 +1913,18 @@ __device__ __forceinline__ void inspect(const Piece& piece, const Scalar* raw, i
     const float power = powers.powers[of_chunk + i];
     if (power >= 0.0f || !piece.has(i)) continue;
     const Scalar* const channel = raw + i * kRawChannel + piece.shift(i);
-    for (int pixel = lane; pixel < piece.columns; pixel += 32) {
-      const float number = widen(channel[pixel]);
-      range.see(number, number * power);
+    if constexpr (C::stride_width == 1) {
+      for (int column = lane; column < piece.columns; column += 32) {
+        const float number = widen(channel[column]);
+        range.see(number, number * power);
+      }
+    } else {
+      for (int at = lane; at < kColumnSlots * C::pitch; at += 32) {
+        const int column = raw_column(at / C::pitch, at % C::pitch) - piece.before;
+        if (static_cast<unsigned>(column) >= static_cast<unsigned>(piece.columns)) continue;
+        const float number = widen(channel[column]);
+        range.see(number, number * power);
+      }
     }
   }
 }
@@ -3607,12 +3630,13 @@ static_assert(!C::wraps || !C::staged || (C::padding_left == 0 && C::in_width ==
               "neighbours in memory");
 
 // Raw input (`staged`): pieces of a line as they lie in memory, with the channels of two vectors.
-// Every loading warp has raw_slots slots of its own. kRawAligned: pieces are whole rows, which all
-// begin at multiples of 16 bytes.
+// A piece has the columns of all residues of a column stride. Every loading warp has raw_slots
+// slots of its own. kRawAligned: pieces are whole rows, which all begin at multiples of 16 bytes.
 constexpr int kLoaderWarps = 3;
 constexpr int kRawSlots = C::staged ? kLoaderWarps * C::raw_slots : 0;
 constexpr int kPieceChannels = 2 * kVectorChannels;
-constexpr int kRawLine = C::wraps || C::pitch < C::in_width ? C::pitch : C::in_width;
+constexpr int kRawReach = C::pitch * C::stride_width - (kColumnUnit - 1);  // columns of a line
+constexpr int kRawLine = C::wraps || kRawReach < C::in_width ? kRawReach : C::in_width;
 constexpr bool kRawAligned = kStrips == 1 && C::padding_left >= 0 && C::in_width % kVector == 0;
 constexpr int kRawChannel = round_up(kRawLine + (kRawAligned ? 0 : kVector - 1), kVector);
 constexpr int kRawElements = kPieceChannels * kRawChannel;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import re
 import runpy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from _fastconv_command.choices import (
 from _fastconv_command.streams import BAD_INPUT
 
 _INSTALL = "pip install 'fastconv[bench]'"
+_PART_OF_SHAPE = re.compile(r"\d+(x\d+)+|(stride|padding|dilation|groups)=.*")
 _ALL = "all"  # as an argument of --pass, short for the three passes
 
 
@@ -42,7 +44,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     Exits after ``--help`` and ``--version``, and after wrong arguments with the status 2.
     """
-    return _parser().parse_args(argv)
+    parser = _parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.prog += f" {arguments.command}"  # whose help lists the options
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_advice(unknown)}")
+    return arguments
+
+
+def _advice(unknown: Sequence[str]) -> str:
+    """What to say about arguments that look like the rest of a shape, which a shell has split."""
+    if not any(_PART_OF_SHAPE.fullmatch(word) for word in unknown):
+        return ""
+    return '; a shape is one argument, in quotes: --shape "8x64x56x56 64x64x3x3 padding=1"'
 
 
 class _Parser(argparse.ArgumentParser):
@@ -233,7 +247,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--dry-run", action="store_true",
-        help="list every row with every legal kernel configuration, and run nothing",
+        help="list every row with the kernels that it would run, and run nothing",
     )  # fmt: skip
     instead.add_argument(
         "--compare", nargs=2, type=Path, metavar=("OLD", "NEW"),

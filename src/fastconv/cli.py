@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from _fastconv_command import parser, streams
 from fastconv import jit, native
+from fastconv.bench import settings
 from fastconv.bench.console import MissingExtra
 from fastconv.bench.results import ResultsError
 from fastconv.commands import (
@@ -63,4 +64,12 @@ def run(arguments: Namespace) -> int:
     cannot be read or written; 130: interrupted, and the rows up to then are kept; 141: the reader
     of the output is gone.
     """
-    return streams.guard(lambda: _COMMANDS[arguments.command](arguments), _EXPECTED, _VERBATIM)
+    return streams.guard(lambda: _run(arguments), _EXPECTED, _VERBATIM)
+
+
+def _run(arguments: Namespace) -> int:
+    try:
+        settings.check()
+    except ValueError as error:
+        raise common.UsageError(str(error)) from None
+    return _COMMANDS[arguments.command](arguments)

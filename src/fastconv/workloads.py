@@ -288,7 +288,8 @@ def _numbers(text: str, separator: str) -> list[int]:
     parts = text.split(separator)
     for part in parts:
         if not re.fullmatch("-?[0-9]{1,30}", part):
-            raise ValueError(f"{part!r} in {text!r} is not a whole number")
+            where = "" if part == text else f" in {text!r}"
+            raise ValueError(f"{part!r}{where} is not a whole number")
     return [int(part) for part in parts]
 
 

@@ -408,6 +408,7 @@ def test_the_demo_says_what_it_saw(
     last = shown.splitlines()[-1]
     assert last.startswith("9 of 9 results agree with float64; on a CPU with ")
     assert "fastconv computes 9 passes at " in last
+    assert "these times say nothing about a GPU." in last
     assert last.endswith(
         f"The page {folder}/page.html shows it, with plots ({folder}/speedups.svg)."
     )

@@ -27,7 +27,7 @@ DEPTHWISE = Problem.of((8, 64, 56, 56), (64, 1, 3, 3), (1, 1), (1, 1, 1, 1), (1,
 HALF = Operands("fastconv::float16", 2, False, False, (576, 9, 3, 1), True)
 UNKNOWN = {
     "volta": "no kernel family 'volta': known are .*hopper, .*direct",
-    "hopper:sm_99": "no GPU 'sm_99': known are sm_70, .*",
+    "hopper:sm_99": r"no GPU 'sm_99': known are sm_70 \(V100\), .*",
     "hopper:": "no GPU ''",
     ":sm_86": "no kernel family ''",
     "Hopper": "no kernel family 'Hopper'",

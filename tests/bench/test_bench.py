@@ -563,6 +563,15 @@ def test_info_for_another_gpu(capsys: pytest.CaptureFixture[str]) -> None:
             "no suite 'none': it should be one of founding, real, odd, depthwise",
         ),
         (["bench", "--shape", "1x2"], "malformed shape '1x2'"),
+        (
+            ["verify", "--shape", "1x1x8x8", "1x1x3x3"],
+            "1x1x3x3; a shape is one argument, in quotes",
+        ),
+        (
+            ["bench", "--shape", "1x1x8x8 1x1x3x3", "padding=1"],
+            "padding=1; a shape is one argument",
+        ),
+        (["bench", "quickly"], "unrecognized arguments: quickly (fastconv bench --help"),
         *(
             (
                 ["bench", "--dry-run", option, value],

@@ -172,6 +172,22 @@ CASES = [
                           (2, 1, 0, 1)), "tf32")),
     _staged(_input_grad(Conv("wide, padding beyond the kernel", (1, 64, 8, 58), (18, 64, 3, 3),
                              padding=(3, 3, 4, 4)), "bfloat16")),
+    # A line has the columns of all residues of a stride, or some that no tap reads.
+    *(_staged(_forward(Conv("wide, stride 2", (2, 20, 5, 121), (64, 20, 3, 3), (1, 2),
+                            (1, 1, 1, 1)), mode, gpu=ONE), slots) for mode, slots in
+      (("tf32", 2), ("ieee", 1), ("float16", 2), ("bfloat16", 1))),
+    _staged(_forward(Conv("wide, stride 3 and dilation 4", (1, 13, 3, 200), (60, 13, 1, 3), (1, 3),
+                          dilation=(1, 4)), "tf32")),
+    _staged(_forward(Conv("wide, stride 4 and dilation 6", (1, 20, 9, 130), (64, 20, 3, 5), (2, 4),
+                          (2, 1, 5, 3), (1, 6)), "bfloat16", gpu=ONE)),
+    _staged(_forward(Conv("wide, few taps of a stride", (1, 32, 6, 150), (64, 32, 2, 2), (3, 5)),
+                     "ieee")),
+    _staged(_forward(Conv("wide, one residue", (2, 24, 4, 90), (64, 24, 1, 3), (1, 2), (0, 0, 3, 2),
+                          (1, 2)), "float16")),
+    _copied(_forward(Conv("copied, stride 2", (1, 12, 7, 88), (64, 12, 3, 3), (1, 2),
+                          (1, 1, 3, 3)), "tf32", gpu=ONE)),
+    _copied(_forward(Conv("copied, pointwise of stride 2", (2, 48, 9, 64), (64, 48, 1, 1), (2, 2)),
+                     "bfloat16")),
     # Lanes copy such lines, and whole rows that are aligned.
     *(_copied(_forward(WIDE, mode, gpu=ONE)) for mode in MODES),
     *(_copied(_forward(Conv("copied, all", (1, 13, 3, 77), (60, 13, 1, 3)), mode))

@@ -93,6 +93,24 @@ class TestLimit:
         assert found["limit"] == cache.DEFAULT_LIMIT
         assert "'lots'" in found["limit_trouble"]
 
+    def test_info_says_that_nothing_can_be_kept(
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        assert cache.unwritable() is None  # it does not exist, and can be made
+        folder.mkdir()
+        assert cache.unwritable() is None
+        monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)
+        assert cache.unwritable() == f"you may not write to {folder}"
+        monkeypatch.undo()
+        (folder / "file").write_text("", encoding="utf-8")
+        monkeypatch.setenv(cache.FOLDER_VARIABLE, str(folder / "file" / "cache"))
+        assert cli.main(["info", "--device", "cpu"]) == 0
+        said = f"keeps nothing new, so each process compiles: {folder / 'file'} is not a folder\n"
+        assert said in capsys.readouterr().out
+
     @pytest.mark.parametrize(
         ("count", "text"),
         [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (5 << 30, "5.0 GiB")],

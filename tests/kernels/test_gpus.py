@@ -88,6 +88,7 @@ def test_the_sm_count_of_a_live_gpu_does_not_matter() -> None:
 def test_names_with_and_without_their_suffix() -> None:
     assert gpus.named("sm_90") is gpus.named("sm_90a") is gpus.H200
     assert gpus.named("sm_87") is GPUS["sm_87"]
-    for unknown in ("sm_88", "sm_80a", "90", ""):
-        with pytest.raises(ValueError, match=rf"no GPU '{unknown}': known are sm_70, .*, sm_121a"):
+    known = r"known are sm_70 \(V100\), .*, sm_121a \(GB10\)"
+    for unknown in ("sm_88", "sm_80a", "90", "H200", ""):
+        with pytest.raises(ValueError, match=f"no GPU '{unknown}': {known}"):
             gpus.named(unknown)

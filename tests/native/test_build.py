@@ -57,6 +57,16 @@ class TestBuilding:
         assert len(fake.calls) == 2
         assert native.describe() == f"native, as soon as a call is made on a GPU ({path.name})"
 
+    def test_a_failure_leaves_the_library_that_was_there(
+        self, folder: Path, fake: Compiler
+    ) -> None:
+        path, _ = native.make()
+        before = path.read_bytes()
+        fake.set(status=1)
+        with pytest.raises(native.Unavailable, match="did not compile"):
+            native.make(again=True)
+        assert path.read_bytes() == before
+
     @pytest.mark.parametrize(
         "part",
         [

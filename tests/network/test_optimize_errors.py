@@ -28,9 +28,9 @@ from network.helpers import (
 pytestmark = pytest.mark.usefixtures("clock")
 
 
-@pytest.mark.parametrize("example", [(), (3,)])
+@pytest.mark.parametrize("example", [(), (3,), ((8, 3, 224, 224),)])
 def test_no_example(example: Any, model: ResNet) -> None:
-    with pytest.raises(ValueError, match="takes a model and an example"):
+    with pytest.raises(ValueError, match=r"takes a model and an example .*, torch\.randn"):
         fastconv.optimize(model, *example)
 
 

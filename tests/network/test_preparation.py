@@ -322,9 +322,9 @@ def test_a_model_that_needs_data() -> None:
         fastconv.prepare(lambda x: x.sum().item(), EXAMPLE)
 
 
-@pytest.mark.parametrize("example", [(), (3,)])
+@pytest.mark.parametrize("example", [(), (3,), ((8, 3, 224, 224),)])
 def test_no_example(example: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match="takes a model and an example"):
+    with pytest.raises(ValueError, match=r"takes a model and an example .*, torch\.randn"):
         fastconv.prepare(Block(), *example)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from fastconv import _precision, jit
-from fastconv.bench import configurations, environment
+from fastconv.bench import configurations, environment, settings
 from fastconv.bench.cases import Case
 from fastconv.jit import cache, trust
 from fastconv.kernels.family import Gpu
@@ -31,6 +30,7 @@ def gather(
         "nvrtc": _nvrtc(),
         "float32_convolutions": _precision.pytorch_setting(),
         "cache": cache_state(),
+        "settings": settings.in_force(),
         "planned_for": _planned_for(here, other),
         "cases": [_case(case, gpu, explain) for case in cases],
     }
@@ -44,10 +44,9 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"{'nvrtc':{width}}  {found['nvrtc']}",
         f"{'float32':{width}}  {found['float32_convolutions']} (PyTorch's setting, on GPUs)",
     ]
-    shown = cache_lines(found["cache"])
-    text += [
-        f"{name:{width}}  {line}" for name, line in zip_longest(["cache"], shown, fillvalue="")
-    ]
+    for name, shown in (("cache", cache_lines(found["cache"])), ("settings", found["settings"])):
+        names = (name, *[""] * (len(shown) - 1))
+        text += [f"{label:{width}}  {line}" for label, line in zip(names, shown, strict=False)]
     if found["cases"]:
         text += ["", f"planned for {found['planned_for']}; on a CPU, the CPU backend runs instead"]
     for case in found["cases"]:
@@ -66,6 +65,7 @@ def cache_state() -> dict[str, Any]:
         "bytes": size.bytes,
         "limit": limit.bytes,
         "limit_trouble": limit.trouble,
+        "unwritable": cache.unwritable(),
         "distrusted": trust.distrusted_folder(cache.folder()),
     }
 
@@ -78,6 +78,8 @@ def cache_lines(state: dict[str, Any]) -> list[str]:
     text = [f"{state['folder']}: {size}, {room}"]
     if state["limit_trouble"]:
         text.append(state["limit_trouble"])
+    if state["unwritable"]:
+        text.append(f"keeps nothing new, so each process compiles: {state['unwritable']}")
     if state["distrusted"]:
         text.append(f"not used, as others could plant code: {state['distrusted']}")
     return text

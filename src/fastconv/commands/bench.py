@@ -114,7 +114,7 @@ def _compile(
 
 
 def _dry_run(arguments: Namespace, selected: Sequence[Case], device: torch.device) -> int:
-    """Lists each case with every legal kernel configuration; 1 if one cannot be planned."""
+    """Lists each case with the kernels that it would run; 1 if one cannot be planned."""
     gpu = configurations.device_gpu(device)
     planned = {case: configurations.attempt(case, gpu or H200) for case in selected}
     status = 1 if any(failure for _, failure in planned.values()) else 0

@@ -21,6 +21,11 @@ from fastconv.commands import bench, common, verify
 CPU_DIVISOR = 32
 CPU_ROW_SECONDS, GPU_ROW_SECONDS = 1, 3
 
+_ON_A_CPU = (
+    "fastconv's kernels are for GPUs, and its CPU backend is not tuned: these times say nothing "
+    "about a GPU."
+)
+
 
 def run(arguments: Namespace) -> int:
     """Runs ``verify`` and ``bench``, and shows the outcome; 1 if a check or a row failed."""
@@ -48,6 +53,8 @@ def run(arguments: Namespace) -> int:
             return INTERRUPTED
     found = results.read(times)
     sentence = f"{_checked(files.read_json(checks)['summary'])}; {_measured(found, device)}."
+    if device.type == "cpu":
+        sentence += f" {_ON_A_CPU}"
     plots.write(found, folder)
     files.write(shown, page.html({times: found}, sentence))
     print(f"{sentence} The page {shown} shows it, with plots ({folder / 'speedups.svg'}).")

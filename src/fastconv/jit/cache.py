@@ -37,6 +37,9 @@ KERNEL, PLAN, TIMES = KINDS = ("cubin", "plan", "times")
 times of a part of a network.
 """
 
+FOLDER_VARIABLE = "FASTCONV_CACHE_DIR"
+"""The environment variable that names the cache's folder."""
+
 VARIABLE = "FASTCONV_CACHE_LIMIT"
 """The environment variable that sets the folder's size limit."""
 
@@ -127,7 +130,7 @@ def folder() -> Path:
     Raises:
         RuntimeError: the variable is not set, and the user has no home folder.
     """
-    if chosen := os.environ.get("FASTCONV_CACHE_DIR"):
+    if chosen := os.environ.get(FOLDER_VARIABLE):
         return Path(chosen).expanduser()
     if sys.platform == "win32":
         local = os.environ.get("LOCALAPPDATA")
@@ -137,6 +140,20 @@ def folder() -> Path:
     # The XDG specification has relative paths ignored.
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "fastconv"
+
+
+def unwritable() -> str | None:
+    """Why nothing new can be kept, in words; None if it can, as far as permissions tell.
+
+    A folder that does not exist yet would be made in the nearest one above it that does.
+    """
+    path = folder().absolute()
+    place = next((one for one in (path, *path.parents) if os.path.exists(one)), path)
+    if not place.is_dir():
+        return f"{place} is not a folder"
+    if not os.access(place, os.W_OK | os.X_OK):
+        return f"you may not write to {place}"
+    return None
 
 
 def limit() -> Limit:

@@ -233,13 +233,12 @@ def binding(name: str) -> Any:
     try:
         return importlib.import_module(f"cuda.bindings.{name}")
     except ImportError as error:
-        raise GpuUnavailable(_MISSING.format("cuda-bindings")) from error
+        raise GpuUnavailable(_MISSING.format("cuda-bindings", _EXTRA)) from error
 
 
-_MISSING = (
-    "fastconv needs {} for CUDA tensors: pip install 'fastconv[cuda]' beside a CUDA build of "
-    "PyTorch; CPU tensors work without it"
-)
+_MISSING = "fastconv needs {} for CUDA tensors: {}; CPU tensors work without it"
+_EXTRA = "pip install 'fastconv[cuda]' beside a CUDA build of PyTorch"
+_BUILD = "a CUDA build of PyTorch brings it, and so does pip install nvidia-cuda-nvrtc"
 
 
 @functools.cache
@@ -248,7 +247,7 @@ def _nvrtc() -> Any:
     try:
         _value(bindings.nvrtcVersion())  # this call finds and loads the library
     except RuntimeError as error:
-        raise GpuUnavailable(_MISSING.format("NVRTC")) from error
+        raise GpuUnavailable(_MISSING.format("NVRTC", _BUILD)) from error
     return bindings
 
 

@@ -108,7 +108,8 @@ def named(architecture: str) -> Gpu:
     for gpu in GPUS.values():
         if architecture in (gpu.architecture, gpu.architecture.rstrip("a")):
             return gpu
-    raise ValueError(f"no GPU {architecture!r}: known are {', '.join(GPUS)}")
+    known = ", ".join(f"{name} ({board.name})" for name, board in BOARDS.items())
+    raise ValueError(f"no GPU {architecture!r}: known are {known}")
 
 
 @cache

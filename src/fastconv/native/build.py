@@ -141,9 +141,7 @@ def build(
     try:
         arguments = command(target)
         trust.make_folder(_folder())
-        if again:
-            library(target).unlink(missing_ok=True)
-        return compiler.compile_library(arguments, library(target), show)
+        return compiler.compile_library(arguments, library(target), show, again)
     except compiler.CompilerError as error:
         raise Unavailable(f"{target.what} did not compile: {error}") from error
     except (OSError, ValueError) as error:

@@ -67,12 +67,16 @@ def limit_s() -> float:
 
 
 def compile_library(
-    command: Sequence[str], target: Path, show: Show = lambda what, seconds: None
+    command: Sequence[str],
+    target: Path,
+    show: Show = lambda what, seconds: None,
+    again: bool = False,
 ) -> bool:
-    """Runs ``command`` to make ``target``, unless it is there; returns whether it did.
+    """Runs ``command`` to make ``target``, unless it is there and ``again`` is False.
 
-    The file to write is added to the command's arguments. If another process makes the same target,
-    this one waits for it.
+    Returns whether it did. The file to write is added to the command's arguments. If another
+    process makes the same target, this one waits for it. A target that is there stays if the
+    compiler fails.
 
     Raises:
         CompilerError: the compiler failed, now or when another process tried; or it or another
@@ -82,13 +86,13 @@ def compile_library(
     """
     limit = limit_s()
     _sweep(target.parent)
-    if target.exists():  # checked before the lock: the folder may be read-only
+    if target.exists() and not again:  # checked before the lock: the folder may be read-only
         return False
     with _alone(target, limit, show):
-        if target.exists():
+        if target.exists() and not again:
             return False
         if (words := failure(target)) is not None:
-            raise CompilerError(words)
+            raise CompilerError(f"(in an earlier attempt; `fastconv build` tries again) {words}")
         with _folder(target) as folder:
             made = folder / target.name
             _run([*command, str(made)], target, folder, limit, show)

@@ -118,7 +118,10 @@ def _check(model: nn.Module, example: Any, named: Any) -> None:
         raise TypeError(f"optimize() takes a torch.nn.Module, not {type(model).__name__}")
     tensors = tensors_of((example, named))
     if not tensors:
-        raise ValueError("optimize() takes a model and an example of what it is called with")
+        raise ValueError(
+            "optimize() takes a model and an example of what it is called with, which has tensors: "
+            "optimize(model, torch.randn(8, 3, 224, 224)), for one"
+        )
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         raise ValueError("optimize() measures, so the example has to have data: it is fake")
     parameters = list(model.parameters())

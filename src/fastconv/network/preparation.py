@@ -278,7 +278,10 @@ def needs_of(
     ``guard`` is that of :func:`fastconv.network.dry_run.call_without_data`.
     """
     if not tensors_of((example, named)):
-        raise ValueError("prepare() takes a model and an example of what it is called with")
+        raise ValueError(
+            "prepare() takes a model and an example of what it is called with, which has tensors: "
+            "prepare(model, torch.randn(8, 3, 224, 224)), for one"
+        )
     recorder = _Recorder()
     try:
         call_without_data(model, example, named, watch=recorder, backward=True, guard=guard)

@@ -45,6 +45,7 @@ def _halo(c: Mapping[str, Any]) -> dict[str, Constant]:
         "several chunks": c["group_in"] > channels,
         "lead": c["lead"] > 0,
         "passes": min(ceil_div(c["pixels"], c["pass_pixels"]), 2),
+        "raw residues": c["staged"] and _raw_residues(c),
         "raw aligned": c["staged"]
         and strips == 1
         and c["padding_left"] >= 0
@@ -63,6 +64,12 @@ def _halo(c: Mapping[str, Any]) -> dict[str, Constant]:
         else min((c["row_end"] - c["row_begin"]) * (c["column_end"] - c["column_begin"]), 2),
         "many stages": c["input_stages"] > 2,
     }
+
+
+def _raw_residues(c: Mapping[str, Any]) -> str:
+    """Which columns of a raw line pixels read: neighbours, some, or those of several residues."""
+    slots = min(c["kernel_width"], _axis(c, "width")[0])
+    return "several" if slots > 1 else "some" if c["stride_width"] > 1 else "neighbours"
 
 
 RESIDUE_CHANNELS = ("pairs", "early", "idle rows", "lines", "empty residues")
@@ -103,8 +110,8 @@ HALO = Anatomy(
     parts={
         "load": (
             "16 bits", "parts", "scaled_fp16", "ties_to_even", "in_channels_last", "vector_loads",
-            "staged", "bulk_loads", "wraps", "rolling", "space-to-depth", "residues", "raw aligned",
-            "repairs",
+            "staged", "bulk_loads", "wraps", "rolling", "space-to-depth", "residues",
+            "raw residues", "raw aligned", "repairs",
         ),
         "multiply": (
             "Scalar", "parts", "scaled_fp16", "low_low_mma", "compensated", "rolling", "resident",

@@ -323,12 +323,7 @@ class Layer:
     def lines(self) -> bool:
         """Whether a tile's rows are contiguous in memory, so that bulk copies can load them."""
         operands = self.operands
-        return (
-            not operands.input_channels_last
-            and operands.aligned
-            and self.stride[1] == 1
-            and self.s2d_factors == (1, 1)
-        )
+        return not operands.input_channels_last and operands.aligned and self.s2d_factors == (1, 1)
 
     @lazy
     def d2s_factors(self) -> tuple[int, int]:
@@ -454,8 +449,13 @@ class Layer:
         return (self.kernel[1] - 1) * step // self.column_residues
 
     @lazy
+    def column_slots(self) -> int:
+        """Residues of a column stride that some tap reads."""
+        return min(self.kernel[1], self.column_residues)
+
+    @lazy
     def slots(self) -> int:
-        return min(self.kernel[0], self.row_residues) * min(self.kernel[1], self.column_residues)
+        return min(self.kernel[0], self.row_residues) * self.column_slots
 
     @lazy
     def taps(self) -> int:

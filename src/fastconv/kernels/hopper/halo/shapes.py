@@ -8,8 +8,10 @@ Cycles are estimates for one SM.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
@@ -31,7 +33,8 @@ SHARED_SECTOR_BYTES = 7.0  # neighbouring tiles write to the same 32-byte sector
 SINGLE_STORE_BYTES = 6.0  # element by element, because rows are not aligned alike
 STRIDED_STORE_BYTES = 3.0  # element by element, to parts of sectors
 # Cycles to load 16 bytes of channels, by (channels in 16 bytes, bytes of a channel in memory). The
-# columns are: vectors; staged pieces; pixel by pixel of one row, of several rows, and with strides.
+# columns are: vectors; staged pieces, if a warp reads them without bank conflicts; pixel by pixel
+# of one row, of several rows, and with strides.
 LOAD_CYCLES = {
     (4, 4): (2.8, 0.7, 3.2, 2.6, 4.5),
     (8, 2): (2.0, 0.9, 5.0, 5.0, 5.0),
@@ -240,17 +243,23 @@ class Shape:
     @property
     def load_methods(self) -> Iterator[tuple[int, bool]]:
         """The ``LOAD_METHODS`` that the shape allows."""
-        size = self.pitch * self.layer.operands.scalar_bytes
+        size = self.raw_columns * self.layer.operands.scalar_bytes
         for raw_slots, bulk in LOAD_METHODS if self.layer.lines else LOAD_METHODS[:1]:
             if raw_slots == 0 or bulk or size <= MOST_COPIED_BYTES:
                 yield raw_slots, bulk
 
+    @lazy
+    def raw_columns(self) -> int:
+        """Columns of the image that a line of the tile spans, of all residues of a stride."""
+        stride = self.layer.stride[1]
+        return self.pitch * stride - (math.gcd(stride, self.layer.dilation[1]) - 1)
+
     def raw_vectors(self, wraps: bool) -> int:
         """16-byte vectors of a raw piece: a line of the channels of two vectors of the tile."""
         layer = self.layer
-        pixels = self.pitch if wraps else min(self.pitch, layer.in_size[1])
-        pixels += 0 if self.raw_aligned else layer.vector - 1
-        return 2 * layer.vector_channels * ceil_div(pixels, layer.vector)
+        columns = self.raw_columns if wraps else min(self.raw_columns, layer.in_size[1])
+        columns += 0 if self.raw_aligned else layer.vector - 1
+        return 2 * layer.vector_channels * ceil_div(columns, layer.vector)
 
     def _vector_cycles(self, staged: bool) -> float:
         """Cycles to load 16 bytes of channels."""
@@ -259,7 +268,8 @@ class Shape:
         if layer.vector_loads:
             return vectors
         if staged:
-            return pieces
+            conflicts = _read_cycles(layer.stride[1] * layer.operands.scalar_bytes) - 1
+            return pieces + conflicts * layer.vector_channels / 32
         return strides if layer.slots > 1 else rows if self.rows > 1 else row
 
     def _piece_cycles(self, bulk: bool, wraps: bool) -> float:
@@ -269,7 +279,7 @@ class Shape:
         """
         if bulk:
             return PIECE_CYCLES[self.layer.vector_kind]
-        idle = round_up(self.pitch, 32) - self.pitch
+        idle = self.layer.column_slots * (round_up(self.pitch, 32) - self.pitch)
         start, anywhere, copy = COPY_CYCLES
         start += 0 if self.raw_aligned else anywhere
         copies = copy * ceil_div(self.raw_vectors(wraps), 32)
@@ -282,7 +292,8 @@ class Shape:
         loss = S2D_LOSS[layer.vector_kind] if layer.s2d_factors != (1, 1) else 1.0
         loads = vectors * (self._vector_cycles(staged=raw_slots > 0) * loss + split)
         if raw_slots > 0:
-            loads += vectors / (2 * self.pitch) * self._piece_cycles(bulk, wraps)
+            pieces = vectors / (2 * self.pitch * layer.column_slots)
+            loads += pieces * self._piece_cycles(bulk, wraps)
             loads *= ONE_SLOT_LOSS if raw_slots == 1 else 1
         return loads
 
@@ -361,6 +372,13 @@ class Shape:
             taken = staging + inputs * self.input_stage_bytes
             found.append(SharedLayout(weights, inputs, pass_pixels, buffers, taken))
         return found
+
+
+@cache
+def _read_cycles(distance: int) -> int:
+    """Cycles in which a warp reads an element each from shared memory, ``distance`` bytes apart."""
+    words = {lane * distance // 4 for lane in range(32)}
+    return max(Counter(word % 32 for word in words).values())
 
 
 def least_cycles(views: list[Layer]) -> float:

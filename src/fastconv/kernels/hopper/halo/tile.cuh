@@ -50,12 +50,13 @@ static_assert(!C::wraps || !C::staged || (C::padding_left == 0 && C::in_width ==
               "neighbours in memory");
 
 // Raw input (`staged`): pieces of a line as they lie in memory, with the channels of two vectors.
-// Every loading warp has raw_slots slots of its own. kRawAligned: pieces are whole rows, which all
-// begin at multiples of 16 bytes.
+// A piece has the columns of all residues of a column stride. Every loading warp has raw_slots
+// slots of its own. kRawAligned: pieces are whole rows, which all begin at multiples of 16 bytes.
 constexpr int kLoaderWarps = 3;
 constexpr int kRawSlots = C::staged ? kLoaderWarps * C::raw_slots : 0;
 constexpr int kPieceChannels = 2 * kVectorChannels;
-constexpr int kRawLine = C::wraps || C::pitch < C::in_width ? C::pitch : C::in_width;
+constexpr int kRawReach = C::pitch * C::stride_width - (kColumnUnit - 1);  // columns of a line
+constexpr int kRawLine = C::wraps || kRawReach < C::in_width ? kRawReach : C::in_width;
 constexpr bool kRawAligned = kStrips == 1 && C::padding_left >= 0 && C::in_width % kVector == 0;
 constexpr int kRawChannel = round_up(kRawLine + (kRawAligned ? 0 : kVector - 1), kVector);
 constexpr int kRawElements = kPieceChannels * kRawChannel;
