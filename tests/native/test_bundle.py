@@ -133,7 +133,7 @@ def _map_words(of: Any) -> str:
         "sizes": made.sizes, "strides": made.strides, "element": made.element_strides,
         "box": made.box, "lower": made.lower, "upper": made.upper,
     }  # fmt: skip
-    words = [f"{int(made.is_im2col)} {made.type} {made.swizzle} {made.promotion}"]
+    words = [f"{int(made.has_corners)} {made.type} {made.swizzle} {made.promotion}"]
     words += [",".join([name, *map(str, values)]) for name, values in lists.items()]
     return " ".join(words)
 

@@ -88,7 +88,7 @@ class Memory:
 class Parameters(NamedTuple):
     """A tensor map in the driver's numbers, without the tensor's address."""
 
-    is_im2col: bool
+    has_corners: bool  # im2col mode, where corners bound the pixels; otherwise tiled mode
     type: int
     swizzle: int
     promotion: int
@@ -140,7 +140,7 @@ def encode(of: AnyMap, driver: Any, function_address: Callable[[str], int]) -> t
         map.promotion,
         int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
     )
-    if map.is_im2col:
+    if map.has_corners:
         encode_im2col = _ENCODE_IM2COL(function_address("cuTensorMapEncodeIm2col"))
         corners = ((ctypes.c_int * (rank - 2))(*corner) for corner in (map.lower, map.upper))
         status = encode_im2col(*tensor, *corners, *map.box, element_strides, *modes)
