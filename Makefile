@@ -35,10 +35,12 @@ docs: .venv/ready
 # Dry runs look through all objects of their process, so those tests have a small one of their own.
 DRY_RUNS := $(wildcard tests/network/test_dry_run_*.py) tests/network/test_preparation.py \
   tests/bench/test_bench_networks.py tests/api/test_public_names.py tests/test_snippets.py
-FIRST_LANE := tests/emulator $(DRY_RUNS)
+DEPLOYMENT := tests/native/test_deploy.py tests/native/test_bundle.py
+FIRST_LANE := tests/emulator $(DEPLOYMENT) $(DRY_RUNS)
 test-cpu: .venv/ready
 	@log=$$(mktemp); ($(BIN)/pytest -m "not gpu" tests/emulator; emulator=$$?; \
-	  $(BIN)/pytest -m "not gpu" $(DRY_RUNS) && exit $$emulator) > $$log 2>&1 & first=$$!; \
+	  $(BIN)/pytest -m "not gpu" $(DEPLOYMENT); deployment=$$?; \
+	  $(BIN)/pytest -m "not gpu" $(DRY_RUNS) && exit $$((emulator || deployment))) > $$log 2>&1 & first=$$!; \
 	$(BIN)/pytest -m "not gpu" $(addprefix --ignore ,$(FIRST_LANE)); others=$$?; \
 	wait $$first; status=$$?; cat $$log; rm $$log; exit $$((status || others))
 
