@@ -32,6 +32,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def _padded(input: Tensor, padding: Any) -> tuple[Tensor, Any]:
+    """Pads the input by pairs of sides, which PyTorch does not take; returns what is left to it."""
+    if isinstance(padding, (int, str)) or isinstance(padding[0], int):
+        return input, padding
+    return F.pad(input, _last_axis_first(padding)), 0
+
+
+def _last_axis_first(pairs: Sequence[tuple[int, int]]) -> list[int]:
+    """Returns pairs of sides in the order of ``F.pad``."""
+    return [side for pair in reversed(pairs) for side in pair]
+
+
 def conv2d(
     input: Tensor,
     weight: Tensor,
@@ -42,9 +54,7 @@ def conv2d(
     groups: int = 1,
 ) -> Tensor:
     """PyTorch's convolution, which also takes padding as ``((top, bottom), (left, right))``."""
-    if not isinstance(padding, (int, str)) and not isinstance(padding[0], int):
-        (top, bottom), (left, right) = padding
-        input, padding = F.pad(input, (left, right, top, bottom)), 0
+    input, padding = _padded(input, padding)
     return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
 
 
@@ -58,8 +68,7 @@ def conv1d(
     groups: int = 1,
 ) -> Tensor:
     """PyTorch's convolution, which also takes padding as ``((before, after),)``."""
-    if not isinstance(padding, (int, str)) and not isinstance(padding[0], int):
-        input, padding = F.pad(input, padding[0]), 0
+    input, padding = _padded(input, padding)
     return F.conv1d(input, weight, bias, stride, padding, dilation, groups)
 
 
@@ -83,7 +92,7 @@ def conv_transpose(
     more = (output_padding,) * axes if isinstance(output_padding, int) else output_padding
     whole = function(input, weight, None, stride, 0, 0, groups, dilation)
     amounts = [(-before, end - after) for (before, after), end in zip(padding, more, strict=True)]
-    output = F.pad(whole, [amount for pair in reversed(amounts) for amount in pair])
+    output = F.pad(whole, _last_axis_first(amounts))
     return output if bias is None else output + bias.view(-1, *(1,) * axes)
 
 

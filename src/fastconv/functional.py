@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
@@ -15,7 +13,9 @@ from fastconv.geometry import (
     IntOrPair,
     PaddingLike,
     activation_of,
+    check_residual,
     check_tensors,
+    epilogue_arguments,
     integer,
     numbers,
     only_row,
@@ -99,10 +99,9 @@ def conv2d(
         if output is not NotImplemented:
             return output
     tensors = (input, weight) if bias is None else (input, weight, bias)
-    epilogue: dict[str, Any] = {}
-    if activation is not None or residual is not None:
-        epilogue = {"activation": activation, "residual": residual}
-        tensors = tensors if residual is None else (*tensors, residual)
+    if residual is not None:
+        tensors = (*tensors, residual)
+    epilogue = epilogue_arguments(activation, residual)
     if has_torch_function(tensors):
         return handle_torch_function(
             conv2d, tensors, input, weight, bias, stride, padding, dilation, groups,
@@ -236,12 +235,9 @@ def conv1d(
             return output
     tensors = tuple(one for one in (input, weight, bias, residual) if one is not None)
     if has_torch_function(tensors):
-        epilogue: dict[str, Any] = {}
-        if activation is not None or residual is not None:
-            epilogue = {"activation": activation, "residual": residual}
         return handle_torch_function(
             conv1d, tensors, input, weight, bias, stride, padding, dilation, groups,
-            precision=precision, **epilogue,
+            precision=precision, **epilogue_arguments(activation, residual),
         )  # fmt: skip
     check_tensors("conv1d()", input, weight, bias, residual)
     rank = input.dim()
@@ -297,8 +293,5 @@ def _raise_unfit(
     check_shapes(shape, weight.shape, *geometry, axes=1)
     if bias is not None:
         check_bias(bias.shape, weight.shape, weight.shape[0], transposed=False)
-    if residual is not None and residual.dim() != input.dim():
-        raise RuntimeError(
-            f"Expected {input.dim()}D residual for an input of size {list(input.shape)}, "
-            f"but got residual of size: {list(residual.shape)}"
-        )
+    if residual is not None:
+        check_residual(input, residual)

@@ -50,6 +50,13 @@ The names are ``"identity"``, ``"relu"``, ``"relu6"``, ``"leaky_relu"``, ``"silu
 _LEAKY_SLOPE = 0.01  # the default of torch.nn.functional.leaky_relu
 
 
+def epilogue_arguments(activation: Activation | None, residual: Tensor | None) -> dict[str, Any]:
+    """Returns the arguments of an epilogue by name, none of them if there is no epilogue."""
+    if activation is None and residual is None:
+        return {}
+    return {"activation": activation, "residual": residual}
+
+
 def activation_of(value: Activation | None) -> tuple[str, float]:
     """Returns the activation's name and slope; the operator checks the name."""
     if value is None:
@@ -79,6 +86,15 @@ def check_tensors(
 
 def _no_tensor(function: str, name: str, value: Any) -> TypeError:
     return TypeError(f"{function}: {name} must be a Tensor, not {type(value).__name__}")
+
+
+def check_residual(input: Tensor, residual: Tensor) -> None:
+    """Raises if a residual has not as many dimensions as the input."""
+    if residual.dim() != input.dim():
+        raise RuntimeError(
+            f"Expected {input.dim()}D residual for an input of size {list(input.shape)}, "
+            f"but got residual of size: {list(residual.shape)}"
+        )
 
 
 def integer(function: str, name: str, value: Any) -> int:

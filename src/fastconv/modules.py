@@ -26,6 +26,7 @@ from fastconv.geometry import (
     is_by_side,
     sides_without_names,
 )
+from fastconv.problem import transposed_size
 from fastconv.transposed import conv_transpose1d, conv_transpose2d
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
@@ -379,13 +380,8 @@ class _ConvTranspose(_Layer):
                 f"or {others + axes} elements (got {len(wanted)})"
             )
         around = sides_without_names(type(self).__name__, self.padding, axes)
-        least = [
-            (input.size(others + i) - 1) * self.stride[i]
-            - sum(around[2 * i : 2 * i + 2])
-            + self.dilation[i] * (self.kernel_size[i] - 1)
-            + 1
-            for i in range(axes)
-        ]
+        sizes = (input.shape[others:], self.kernel_size)
+        least = list(transposed_size(*sizes, (0,) * axes, self.stride, around, self.dilation))
         most = [size + step - 1 for size, step in zip(least, self.stride, strict=True)]
         if not all(map(_is_between, least, wanted, most)):
             raise ValueError(

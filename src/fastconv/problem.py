@@ -111,7 +111,9 @@ class Problem:
         check_transposed(
             input_shape, weight_shape, output_padding, stride, padding, dilation, groups, axes=2
         )
-        size = transposed_size(input_shape, weight_shape, output_padding, stride, padding, dilation)
+        size = transposed_size(
+            input_shape[2:], weight_shape[2:], output_padding, stride, padding, dilation
+        )
         written = (input_shape[0], weight_shape[1] * groups, *size)
         return cls.of(written, weight_shape, stride, padding, dilation, groups)
 
@@ -165,7 +167,7 @@ class Problem:
         dilation = (rows if height > 1 else 1, columns if width > 1 else 1)
         return self if dilation == self.dilation else replace(self, dilation=dilation)
 
-    @property
+    @cached_property
     def reaches_every_input(self) -> bool:
         """Whether each input position has a tap, so that an input gradient adds up products there.
 
@@ -261,7 +263,9 @@ def check_transposed(
             "Only zero batch or zero channel inputs are supported, "
             f"but got input shape: {list(input_shape)}"
         )
-    size = transposed_size(input_shape, weight_shape, output_padding, stride, padding, dilation)
+    size = transposed_size(
+        input_shape[2:], weight_shape[2:], output_padding, stride, padding, dilation
+    )
     if min(size) <= 0:
         raise RuntimeError(
             f"Given input size per channel: {_by(input_shape[2:])}. "
@@ -270,15 +274,15 @@ def check_transposed(
 
 
 def transposed_size(
-    input_shape: tuple[int, ...],
-    weight_shape: tuple[int, ...],
+    input_size: tuple[int, ...],
+    kernel_size: tuple[int, ...],
     output_padding: tuple[int, ...],
     stride: tuple[int, ...],
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
 ) -> tuple[int, ...]:
     """Returns the sizes of a transposed convolution's output along its axes."""
-    axes = zip(input_shape[2:], weight_shape[2:], output_padding, stride, dilation, strict=True)
+    axes = zip(input_size, kernel_size, output_padding, stride, dilation, strict=True)
     return tuple(
         (size - 1) * step + reach * (taps - 1) + 1 + more - sum(padding[2 * i : 2 * i + 2])
         for i, (size, taps, more, step, reach) in enumerate(axes)

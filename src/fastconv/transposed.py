@@ -16,7 +16,9 @@ from fastconv.geometry import (
     IntOrPair,
     SidesLike,
     activation_of,
+    check_residual,
     check_tensors,
+    epilogue_arguments,
     integer,
     numbers,
     only_row,
@@ -182,12 +184,9 @@ def _conv_transpose(
     """Computes a transposed convolution along one axis or two, for the user's ``function``."""
     tensors = tuple(one for one in (input, weight, bias, residual) if one is not None)
     if has_torch_function(tensors):
-        epilogue: dict[str, Any] = {}
-        if activation is not None or residual is not None:
-            epilogue = {"activation": activation, "residual": residual}
         return handle_torch_function(
             function, tensors, input, weight, bias, stride, padding, output_padding, groups,
-            dilation, precision=precision, **epilogue,
+            dilation, precision=precision, **epilogue_arguments(activation, residual),
         )  # fmt: skip
     name = f"{function.__name__}()"
     check_tensors(name, input, weight, bias, residual)
@@ -231,11 +230,7 @@ def _is_batched(input: Tensor, residual: Tensor | None, axes: int) -> bool:
         )
     if residual is not None:
         check_dense("residual", residual)
-        if residual.dim() != rank:
-            raise RuntimeError(
-                f"Expected {rank}D residual for an input of size {list(input.shape)}, "
-                f"but got residual of size: {list(residual.shape)}"
-            )
+        check_residual(input, residual)
     return rank == axes + 2
 
 
