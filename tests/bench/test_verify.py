@@ -109,6 +109,18 @@ def test_any_data_passes(mode: str, data: str) -> None:
         assert check.passed, check.complaint
 
 
+@pytest.mark.parametrize("mode", ["float32 tf32", "bfloat16"])
+def test_bias_gradients_of_large_images_are_finite(mode: str) -> None:
+    """Large numbers are such that the sum of all pixels of a channel is in the type's range."""
+    for seed in range(12):
+        one = trial(
+            "weight_grad", mode, shape="2x1x600x700 1x1x1x1", data=trials.FAR, bias=True, seed=seed
+        )
+        grad_output = one.make(CPU).second
+        deviation = grad_output.double().std() * grad_output.numel() ** 0.5
+        assert 8 * deviation < torch.finfo(grad_output.dtype).max
+
+
 def test_tensors_lie_as_the_trial_says() -> None:
     one = trial("weight_grad", format="nhwc/nchw/nchw", misaligned=PLACED)
     data = one.make(CPU)

@@ -98,11 +98,12 @@ def block(what: str, page: Path) -> str | None:
     if len(found.rows) < int(found.environment["rows"]):
         return None
     text, rows = make(found)
-    lost = "".join(f"\n{_wrapped(line)}\n" for line in report.slower(rows))
+    lines = [*([f"{report.UNSTEADY_NOTE}."] if "x?" in text else []), *report.slower(rows)]
+    said = "".join(f"\n{_wrapped(line)}\n" for line in lines)
     link = os.path.relpath(path.with_suffix(".md"), page.parent)
     about = found.environment
     source = f"{about['gpu']}, commit {about['commit']}, {about['time'][:10]} ([table]({link}))."
-    return f"\n{text}{lost}\n{source}\n\n"
+    return f"\n{text}{said}\n{source}\n\n"
 
 
 def parsed(what: str) -> tuple[str, Callable[[Any], Table]]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from fastconv.bench import row_timing
 from fastconv.bench.cases import PASSES, STEP
 from fastconv.bench.network_results import NetworkResults, NetworkRow
 from fastconv.bench.networks import CONFIGURATIONS, MODES
@@ -125,6 +126,8 @@ def svg(layers: Results, networks: NetworkResults) -> str:
         top += chart.height
     gpu = layers.environment.get("gpu", "")
     note = f"Times as fast as PyTorch with cuDNN (the line is 1), {gpu}. Longer is better."
+    if any("x?</text>" in part for part in parts):
+        note += f" ?: samples spread by more than {row_timing.UNSTEADY:.0%}."
     parts.append(f'<text class="figure" x="12" y="{height - 12}">{escape(note)}</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '

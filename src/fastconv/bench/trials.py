@@ -365,8 +365,22 @@ def _far_exponents(trial: Trial) -> tuple[int, int]:
         return first, -first
     # Exponents stay well above -113, below which tensor cores lose bits (docs/numerics.md).
     total = draw.randint(-60, 72)
-    second = draw.choice((-90, 122, draw.randint(-90, 90)))
+    second = draw.choice((-90, _largest_exponent(trial), draw.randint(-90, 90)))
     return max(-90, min(122, total - second)), second
+
+
+def _largest_exponent(trial: Trial) -> int:
+    """The largest exponent of the second operand: a bias gradient, which is a sum of it, is finite.
+
+    Its standard deviation is √n / 2**_MOST_HALVINGS for many numbers n (:meth:`Trial.tensor`), and
+    a sum beyond eight deviations does not occur.
+    """
+    if not (trial.bias and trial.case.direction == "weight_grad"):
+        return 122
+    images, _, *pixels = trial.problem.output_shape
+    return min(
+        122, 124 + _MOST_HALVINGS - math.ceil(math.log2(max(1, images * math.prod(pixels))) / 2)
+    )
 
 
 def _in_range(tensor: Tensor) -> Tensor:
