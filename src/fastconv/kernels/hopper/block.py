@@ -1,4 +1,4 @@
-"""Constants of a thread block of the Hopper kernels: three warpgroups, one of them the producer."""
+"""Constants of a thread block of the Hopper kernels: consumer warpgroups and their producers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import Declined, Gpu
 
 REGISTERS = 65536  # of an SM
-THREADS = 384
+WARPGROUP = 128  # threads
 CONSUMERS = 2  # warpgroups
+THREADS = (1 + CONSUMERS) * WARPGROUP  # of a block with one producer
 OUTPUTS = 64  # M of a wgmma: output channels
 A_OPERAND_BYTES = OUTPUTS * 32  # A operand of a wgmma: 64 rows by 32 bytes of K
-LAUNCH_REGISTERS = 168  # per thread at launch, the most for THREADS threads of one block per SM
 
 
-def consumer_registers(producer_registers: int) -> int:
-    """Registers of a consumer thread if a producer thread keeps ``producer_registers``."""
-    return (3 * LAUNCH_REGISTERS - producer_registers) // CONSUMERS
+def consumer_registers(producer_registers: int, producers: int = 1) -> int:
+    """Registers of a consumer thread if each producer thread keeps ``producer_registers``."""
+    warpgroups = producers + CONSUMERS
+    at_launch = most_registers(1, warpgroups * WARPGROUP)
+    return (warpgroups * at_launch - producers * producer_registers) // CONSUMERS
 
 
 def check(gpu: Gpu) -> None:

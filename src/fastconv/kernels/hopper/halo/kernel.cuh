@@ -47,10 +47,10 @@
 // Few output channels: `stack` output rows share the 64 rows of M. Stacked row j multiplies tap row
 // t by kernel row t - j; above and below the kernel, the weights are zero.
 //
-// One block per SM, with three warpgroups that work concurrently:
-//   producer   warp 0 streams packed weights through a ring of stages with bulk copies; warps 1-3
-//              load input pixels, round or split them, and write them to a ring of input stages.
-//              This copy also transposes NCHW and writes the zeros of the padding.
+// One block per SM, with three or four warpgroups that work concurrently:
+//   producers  warp 0 streams packed weights through a ring of stages with bulk copies; the others
+//              (`loader_warps`) load input pixels, round or split them, and write them to a ring of
+//              input stages. This copy also transposes NCHW and writes the zeros of the padding.
 //   consumers  two warpgroups, with different channels (channel_groups = 2) or different rows; they
 //              issue the MMAs, and store their accumulators through shared memory.
 // An input stage is either the halo tile of a chunk of input channels, or, with `rolling`, one row
@@ -164,7 +164,7 @@ __device__ __forceinline__ void convolve(const Scalar* input, unsigned char* scr
     barrier_init_fence();
   }
   __syncthreads();
-  if (warp < 4) {
+  if (warp < kProducerWarps) {
     give_back_registers<C::producer_registers>();
     if (warp > 0) {
       if constexpr (C::staged) {
@@ -186,7 +186,7 @@ __device__ __forceinline__ void convolve(const Scalar* input, unsigned char* scr
 }  // namespace hopper
 }  // namespace fastconv
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     convolve(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
              Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
   fastconv::hopper::convolve(input, scratch, bias, output, batch, FASTCONV_EPILOGUE(output));

@@ -46,7 +46,7 @@ struct Consumer {
   __device__ Consumer() {
     lane = static_cast<int>(threadIdx.x) % 32;
     // The shuffle tells the compiler that the warp's number is uniform.
-    const int number = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 4;
+    const int number = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - kProducerWarps;
     warp = number % 4;
     warpgroup = number / 4;
     turn = warpgroup == 0;

@@ -23,10 +23,9 @@ from fastconv.kernels.family import (
     Plan,
 )
 from fastconv.kernels.hopper import block
-from fastconv.kernels.hopper.block import OUTPUTS, THREADS
+from fastconv.kernels.hopper.block import CONSUMERS, OUTPUTS, WARPGROUP
 from fastconv.kernels.hopper.halo.shapes import least_cycles, shapes_of
 from fastconv.kernels.hopper.halo.tiles import (
-    LOADER_WARPS,
     Tile,
     item_count,
     segment_tiles,
@@ -235,7 +234,7 @@ def _tiled_layer(tile: Tile, gpu: Gpu, repairs: bool = False) -> TiledLayer:
         "hopper/halo/kernel.cuh",
         _constants(tile, gpu, repairs),
         min(items, gpu.sm_count),
-        THREADS,
+        (tile.producers + CONSUMERS) * WARPGROUP,
         tile.shared_bytes,
         blocks * layer.chunks * layer.taps * tile.shape.tap_bytes,
         blocks * tile.shape.channel_groups * layer.mma_channels,
@@ -325,10 +324,13 @@ def _batch(tile: Tile, repairs: bool) -> int:
         warps = ceil_div(tile.shape.pitch, 32)
         return ceil_div(warps, ceil_div(warps, most))
     units = tile.shape.units
-    return min(range(most, 0, -1), key=lambda n: round_up(units, 32 * LOADER_WARPS * n))
+    return min(range(most, 0, -1), key=lambda n: round_up(units, 32 * tile.method.warps * n))
 
 
-def _producer_registers(layer: Layer) -> int:
+def _producer_registers(tile: Tile) -> int:
+    layer = tile.layer
+    if tile.producers == 2:
+        return 72
     if layer.parts == 2:  # consumers hold accumulators and totals
         return 88 if layer.scaled_fp16 and not layer.compensated else 72
     return 104 if layer.vector_loads else 136
@@ -336,12 +338,12 @@ def _producer_registers(layer: Layer) -> int:
 
 def _constants(tile: Tile, gpu: Gpu, repairs: bool) -> dict[str, Constant]:
     shape, layer, operands = tile.shape, tile.layer, tile.layer.operands
-    producer = _producer_registers(layer)
+    producer = _producer_registers(tile)
     return {
         **layer_constants(layer),
         "staged": tile.staged,
-        "raw_slots": tile.raw_slots,
-        "bulk_loads": tile.bulk_loads,
+        "raw_slots": tile.method.raw_slots,
+        "bulk_loads": tile.method.bulk,
         "vector_stores": operands.output_channels_last
         and operands.aligned
         and layer.group_out % layer.vector == 0
@@ -353,7 +355,10 @@ def _constants(tile: Tile, gpu: Gpu, repairs: bool) -> dict[str, Constant]:
         "tile_rows": shape.rows,
         "block_rows": shape.tile_rows,
         "register_tile_m": OUTPUTS,
-        "loaders": 32 * LOADER_WARPS,
+        "loaders": 32 * tile.method.warps,
+        "loader_warps": tile.method.warps,
+        "piece_vectors": tile.method.piece_vectors,
+        "threads": (tile.producers + CONSUMERS) * WARPGROUP,
         "unit_vectors": 2,
         "smaller_part": True,
         "watches": layer.watched,
@@ -376,6 +381,6 @@ def _constants(tile: Tile, gpu: Gpu, repairs: bool) -> dict[str, Constant]:
         "batch": _batch(tile, repairs),
         "batches_ahead": 1 if layer.parts == 2 else 2,
         "producer_registers": producer,
-        "consumer_registers": block.consumer_registers(producer),
+        "consumer_registers": block.consumer_registers(producer, tile.producers),
         "shared_bytes": tile.shared_bytes,
     }

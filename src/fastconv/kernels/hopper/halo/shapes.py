@@ -46,9 +46,33 @@ COPY_CYCLES = (150.0, 200.0, 40.0)
 MOST_COPIED_BYTES = 1024  # of a line that is copied with cp.async; longer ones take bulk copies
 S2D_LOSS = {(4, 4): 1.3, (8, 2): 1.3, (8, 4): 0.9}  # factor of loads with space-to-depth
 SPLIT_CYCLES = {4: 0.8, 8: 1.6}  # added per 16 bytes to split operands into two parts
-# How input is loaded: the pieces that a loading warp has in flight (0: pixel by pixel), and whether
-# bulk copies fetch them.
-LOAD_METHODS = ((0, False), (1, True), (2, True), (2, False))
+
+
+class LoadMethod(NamedTuple):
+    """How input is loaded."""
+
+    raw_slots: int  # pieces that a loading warp has in flight; 0: pixel by pixel
+    bulk: bool  # whether bulk copies fetch them
+    warps: int = 3  # that load: the rest of one producer warpgroup, or of two
+
+    @property
+    def piece_vectors(self) -> int:
+        """16-byte vectors of the tile whose channels a piece has: fewer for more warps."""
+        return 2 if self.warps == 3 else 1
+
+
+MANY_WARPS = 7
+LOAD_METHODS = (
+    LoadMethod(0, False),
+    LoadMethod(1, True),
+    LoadMethod(2, True),
+    LoadMethod(2, False),
+    LoadMethod(1, True, MANY_WARPS),
+    LoadMethod(2, True, MANY_WARPS),
+    LoadMethod(2, False, MANY_WARPS),
+)
+# The factor of loads by many warps, and of the cycles of a piece that is half as large.
+MANY_WARPS_SHARE = 0.6
 ONE_SLOT_LOSS = 1.25  # factor of loads if a warp has a single slot, and waits for it
 WEIGHT_BYTES = 24.0  # bytes of weights that an SM loads per cycle
 TILE_CYCLES = 1500.0  # prologue and epilogue of a tile
@@ -241,12 +265,17 @@ class Shape:
         return CONSUMERS * layer.mma_outputs * self.rows * columns * layer.written
 
     @property
-    def load_methods(self) -> Iterator[tuple[int, bool]]:
-        """The ``LOAD_METHODS`` that the shape allows."""
-        size = self.raw_columns * self.layer.operands.scalar_bytes
-        for raw_slots, bulk in LOAD_METHODS if self.layer.lines else LOAD_METHODS[:1]:
-            if raw_slots == 0 or bulk or size <= MOST_COPIED_BYTES:
-                yield raw_slots, bulk
+    def load_methods(self) -> Iterator[LoadMethod]:
+        """The ``LOAD_METHODS`` that the shape allows.
+
+        Two producers leave too few registers for operands in two parts.
+        """
+        layer = self.layer
+        size = self.raw_columns * layer.operands.scalar_bytes
+        for method in LOAD_METHODS if layer.lines else LOAD_METHODS[:1]:
+            short = method.raw_slots == 0 or method.bulk or size <= MOST_COPIED_BYTES
+            if short and (method.warps < MANY_WARPS or layer.parts == 1):
+                yield method
 
     @lazy
     def raw_columns(self) -> int:
@@ -254,12 +283,12 @@ class Shape:
         stride = self.layer.stride[1]
         return self.pitch * stride - (math.gcd(stride, self.layer.dilation[1]) - 1)
 
-    def raw_vectors(self, wraps: bool) -> int:
-        """16-byte vectors of a raw piece: a line of the channels of two vectors of the tile."""
+    def raw_vectors(self, method: LoadMethod, wraps: bool) -> int:
+        """16-byte vectors of a raw piece: a line of the channels of one or two of the tile's."""
         layer = self.layer
         columns = self.raw_columns if wraps else min(self.raw_columns, layer.in_size[1])
         columns += 0 if self.raw_aligned else layer.vector - 1
-        return 2 * layer.vector_channels * ceil_div(columns, layer.vector)
+        return method.piece_vectors * layer.vector_channels * ceil_div(columns, layer.vector)
 
     def _vector_cycles(self, staged: bool) -> float:
         """Cycles to load 16 bytes of channels."""
@@ -272,30 +301,30 @@ class Shape:
             return pieces + conflicts * layer.vector_channels / 32
         return strides if layer.slots > 1 else rows if self.rows > 1 else row
 
-    def _piece_cycles(self, bulk: bool, wraps: bool) -> float:
+    def _piece_cycles(self, method: LoadMethod, wraps: bool) -> float:
         """Cycles of a raw piece in addition to those of its pixels.
 
         With cp.async, these include the lanes that idle because a short line has no pixel for them.
         """
-        if bulk:
-            return PIECE_CYCLES[self.layer.vector_kind]
+        if method.bulk:
+            return PIECE_CYCLES[self.layer.vector_kind] * method.piece_vectors / 2
         idle = self.layer.column_slots * (round_up(self.pitch, 32) - self.pitch)
         start, anywhere, copy = COPY_CYCLES
         start += 0 if self.raw_aligned else anywhere
-        copies = copy * ceil_div(self.raw_vectors(wraps), 32)
-        return start + copies + 2 * idle * self._vector_cycles(staged=True)
+        copies = copy * ceil_div(self.raw_vectors(method, wraps), 32)
+        return start + copies + method.piece_vectors * idle * self._vector_cycles(staged=True)
 
-    def load_cycles(self, raw_slots: int, bulk: bool, wraps: bool) -> float:
+    def load_cycles(self, method: LoadMethod, wraps: bool) -> float:
         """Cycles of a tile's input, loaded by one of ``LOAD_METHODS``."""
         layer, vectors = self.layer, self.vectors
         split = SPLIT_CYCLES[layer.vector_channels] * (layer.parts - 1)
         loss = S2D_LOSS[layer.vector_kind] if layer.s2d_factors != (1, 1) else 1.0
-        loads = vectors * (self._vector_cycles(staged=raw_slots > 0) * loss + split)
-        if raw_slots > 0:
-            pieces = vectors / (2 * self.pitch * layer.column_slots)
-            loads += pieces * self._piece_cycles(bulk, wraps)
-            loads *= ONE_SLOT_LOSS if raw_slots == 1 else 1
-        return loads
+        loads = vectors * (self._vector_cycles(staged=method.raw_slots > 0) * loss + split)
+        if method.raw_slots > 0:
+            pieces = vectors / (method.piece_vectors * self.pitch * layer.column_slots)
+            loads += pieces * self._piece_cycles(method, wraps)
+            loads *= ONE_SLOT_LOSS if method.raw_slots == 1 else 1
+        return loads * (MANY_WARPS_SHARE if method.warps == MANY_WARPS else 1)
 
     def store_cycles(self, wraps: bool) -> float:
         """Cycles of a tile's stores; with ``wraps``, last strips continue into the next row."""
@@ -325,7 +354,7 @@ class Shape:
         stays = self.output_groups * self.layer.groups == 1
         cycles = TILE_CYCLES + together(
             self.mma_cycles,
-            min(self.load_cycles(*method, wraps=False) for method in self.load_methods),
+            min(self.load_cycles(method, wraps=False) for method in self.load_methods),
             self.store_cycles(wraps=self.lead > 0),
             0.0 if stays else self.weight_cycles,
         )

@@ -1,19 +1,20 @@
 // Contiguous (NCHW) input: copied to shared memory as it lies in global memory, then transposed
 // from there into the halo tile.
 //
-// Each loading warp copies pieces: one line of as many channels as two 16-byte vectors of the tile
-// have. The copies run some pieces ahead of the one that the warp transposes, rounds or splits. A
-// long line takes one bulk copy per channel (`bulk_loads`), a short one cp.async of 16 bytes per
-// lane. Copies start at the multiple of 16 bytes before a line's first pixel, so that rows may
-// begin anywhere. A line has the columns of all residues of a column stride, which are taken apart
-// as they are transposed: each column of the image is copied once.
+// Each loading warp copies pieces: one line of as many channels as one or two 16-byte vectors of
+// the tile have (`piece_vectors`). The copies run some pieces ahead of the one that the warp
+// transposes, rounds or splits. A long line takes one bulk copy per channel (`bulk_loads`), a short
+// one cp.async of 16 bytes per lane. Copies start at the multiple of 16 bytes before a line's first
+// pixel, so that rows may begin anywhere. A line has the columns of all residues of a column
+// stride, which are taken apart as they are transposed: each column of the image is copied once.
 #pragma once
 #include "device/tensor/load.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-constexpr int kPieces = C::k_steps * kRowSlots * kStageRows;
+constexpr int kLinePieces = C::k_steps * 2 / C::piece_vectors;  // pieces of a line's channels
+constexpr int kPieces = kLinePieces * kRowSlots * kStageRows;
 static_assert(!C::staged || (!C::in_channels_last && !kSpaceToDepth), "");
 
 // The column of a line that a residue's pixel reads. Residues are counted by their slots.
@@ -47,17 +48,17 @@ struct Piece {
   const Scalar* first;  // first column inside, of the first channel
 
   __device__ Piece(const Source& source, int index) {
-    const int k_step = index % C::k_steps;
-    const int line = index / C::k_steps;
+    const int of_line = index % kLinePieces;
+    const int line = index / kLinePieces;
     const int slot = kRowSlots == 1 ? 0 : line / kStageRows;
     const int y = source.row +
                   C::dilation_height * (slot + (line - slot * kStageRows) * kRowResidues) -
                   C::padding_top;
     const int x = source.column - C::padding_left;
-    channel = source.channel + k_step * kPieceChannels;
+    channel = source.channel + of_line * kPieceChannels;
     const int lines_before =
         kColumnSlots == 1 ? line : line + slot * (kColumnSlots - 1) * kStageRows;
-    target = 2 * k_step * kPlanePixels + lines_before * C::pitch;
+    target = C::piece_vectors * of_line * kPlanePixels + lines_before * C::pitch;
     before = max(-x, 0);
     bool exists = static_cast<unsigned>(y) < static_cast<unsigned>(C::in_height);
     int end = C::in_width - x;
@@ -159,7 +160,7 @@ __device__ __forceinline__ void convert_batch(const Piece& piece, int plane, int
   }
 }
 
-// Transposes a piece that has arrived into its input stage. `scales` belong to its two vectors, and
+// Transposes a piece that has arrived into its input stage. `scales` belong to its vectors, and
 // `of_chunk` is its first channel in the chunk.
 __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, unsigned char* stage,
                                         int lane, const Scale (&scales)[2],
@@ -168,7 +169,7 @@ __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, u
   const bool whole =
       piece.columns == kRawReach && (kWholeChunks || piece.channel + kPieceChannels <= C::group_in);
 #pragma unroll
-  for (int plane = 0; plane < 2; ++plane) {
+  for (int plane = 0; plane < C::piece_vectors; ++plane) {
     // Operands in two parts leave no registers for the scales of both vectors.
     const Scale scale =
         C::parts == 1 ? scales[plane] : powers.of(of_chunk + plane * kVectorChannels);
@@ -255,8 +256,9 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
     powers.load(items, stage.item.image, source.column_of(stage.item.group));
     Input::wait(at);
     for (; piece < kPieces; piece += kLoaderWarps) {
-      const int of_chunk = piece % C::k_steps * kPieceChannels;
-      const Scale scales[2] = {powers.of(of_chunk), powers.of(of_chunk + kVectorChannels)};
+      const int of_chunk = piece % kLinePieces * kPieceChannels;
+      const Scale scales[2] = {powers.of(of_chunk),
+                               powers.of(of_chunk + (C::piece_vectors - 1) * kVectorChannels)};
       if constexpr (C::bulk_loads) {
         barrier_wait(full + arrived.stage, arrived.parity);
       } else {

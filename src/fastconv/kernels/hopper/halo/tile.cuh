@@ -49,12 +49,16 @@ static_assert(!C::wraps || (C::stride_height == 1 && C::stride_width == 1 &&
 static_assert(!C::wraps || !C::staged || (C::padding_left == 0 && C::in_width == kPaddedWidth),
               "neighbours in memory");
 
-// Raw input (`staged`): pieces of a line as they lie in memory, with the channels of two vectors.
+// Raw input (`staged`): pieces of a line as they lie in memory, with the channels of
+// `piece_vectors` vectors.
 // A piece has the columns of all residues of a column stride. Every loading warp has raw_slots
 // slots of its own. kRawAligned: pieces are whole rows, which all begin at multiples of 16 bytes.
-constexpr int kLoaderWarps = 3;
+constexpr int kLoaderWarps = C::loader_warps;
+constexpr int kProducerWarps = kLoaderWarps + 1;  // the first streams weights
+static_assert(kProducerWarps % 4 == 0 && 32 * (kProducerWarps + kConsumerWarps) == C::threads,
+              "whole warpgroups");
 constexpr int kRawSlots = C::staged ? kLoaderWarps * C::raw_slots : 0;
-constexpr int kPieceChannels = 2 * kVectorChannels;
+constexpr int kPieceChannels = C::piece_vectors * kVectorChannels;
 constexpr int kRawReach = C::pitch * C::stride_width - (kColumnUnit - 1);  // columns of a line
 constexpr int kRawLine = C::wraps || kRawReach < C::in_width ? kRawReach : C::in_width;
 constexpr bool kRawAligned = kStrips == 1 && C::padding_left >= 0 && C::in_width % kVector == 0;
@@ -99,7 +103,7 @@ struct Watch {
     return (*reinterpret_cast<const unsigned*>(marks[stage]) & 0xffffffu) != 0;
   }
 };
-static_assert(kLoaderWarps <= 3, "a byte for each");
+static_assert(kLoaderWarps <= 3 || !kWatches, "a byte for each");
 
 __device__ __forceinline__ Watch& watch() {
   return *reinterpret_cast<Watch*>(shared_memory() + kWatch);

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import Declined, Gpu
 from fastconv.kernels.hopper.block import CONSUMERS, OUTPUTS
-from fastconv.kernels.hopper.halo.shapes import TILE_CYCLES, Shape, shapes_of
+from fastconv.kernels.hopper.halo.shapes import TILE_CYCLES, LoadMethod, Shape, shapes_of
 from fastconv.kernels.hopper.layers import Layer
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning.limits import together
 
-LOADER_WARPS = 3  # of the producer warpgroup, whose first warp streams weights
 # Estimated cycles of an SM, and shares of a tile's.
 PASS_CYCLES = 1000.0  # of each further pass, which waits for the staged outputs of the one before
 SEGMENT_COST = 0.3  # tiles, for each row that a segment loads again
@@ -23,13 +22,11 @@ MOST_SEGMENT = 64  # tiles that a block computes on its way down
 class Tile:
     """What a block computes at once, and how many stages of it shared memory holds.
 
-    ``raw_slots`` and ``bulk_loads`` are one of ``LOAD_METHODS``. Outputs are staged in passes of
-    ``pass_pixels``.
+    Outputs are staged in passes of ``pass_pixels``.
     """
 
     shape: Shape
-    raw_slots: int = 0
-    bulk_loads: bool = False
+    method: LoadMethod
     pass_pixels: int = 0
     buffers: int = 1
     input_stages: int = 0
@@ -53,20 +50,26 @@ class Tile:
         """The load method, and how many pieces a loading warp has in flight."""
         if not self.staged:
             return "pixels"
-        return f"{self.raw_slots} {'staged' if self.bulk_loads else 'copied'}"
+        kind = "staged" if self.method.bulk else "copied"
+        return f"{self.method.raw_slots} {kind}{' by 7' if self.producers == 2 else ''}"
+
+    @property
+    def producers(self) -> int:
+        """Producer warpgroups, whose first warp streams weights."""
+        return (self.method.warps + 1) // 4
 
     @property
     def staged(self) -> bool:
         """Whether raw input goes through shared memory on its way to the halo tile.
 
-        Bulk copies fetch whole lines (``bulk_loads``), or cp.async 16 bytes per lane.
+        Bulk copies fetch whole lines, or cp.async 16 bytes per lane.
         """
-        return self.raw_slots > 0
+        return self.method.raw_slots > 0
 
     @property
     def raw_bytes(self) -> int:
         """Bytes of a raw piece."""
-        return 16 * self.shape.raw_vectors(self.wraps)
+        return 16 * self.shape.raw_vectors(self.method, self.wraps)
 
     @lazy
     def resident(self) -> bool:
@@ -111,7 +114,7 @@ class Tile:
     def powers_bytes(self) -> int:
         """Bytes of a loading warp's copy of the powers of two that scale a chunk's channels."""
         layer = self.layer
-        copied = layer.scaled_fp16 and not self.bulk_loads
+        copied = layer.scaled_fp16 and not self.method.bulk
         return 4 * layer.k_steps * 2 * layer.vector_channels if copied else 0
 
     @property
@@ -126,8 +129,8 @@ class Tile:
     @property
     def fixed_bytes(self) -> int:
         """Bytes of shared memory that do not depend on stages and passes."""
-        raw = self.raw_slots * (self.raw_bytes + 8)
-        return LOADER_WARPS * (raw + self.powers_bytes) + 8 * CONSUMERS
+        raw = self.method.raw_slots * (self.raw_bytes + 8)
+        return self.method.warps * (raw + self.powers_bytes) + 8 * CONSUMERS
 
     @lazy
     def wraps(self) -> bool:
@@ -158,7 +161,7 @@ class Tile:
         shape = self.shape
         return {
             "mma": shape.mma_cycles,
-            "loads": shape.load_cycles(self.raw_slots, self.bulk_loads, self.wraps),
+            "loads": shape.load_cycles(self.method, self.wraps),
             "stores": shape.store_cycles(self.wraps),
             "weights": 0.0 if self.resident else shape.weight_cycles,
         }
@@ -191,8 +194,7 @@ class Tile:
             more = (left - stages * weight_stage) // input_stage
             input_stages = min(inputs + more, max(shape.most_input_stages, inputs))
             # dataclasses.replace would take twice as long.
-            method = (self.raw_slots, self.bulk_loads)
-            return Tile(shape, *method, pass_pixels, buffers, input_stages, stages)
+            return Tile(shape, self.method, pass_pixels, buffers, input_stages, stages)
         return None
 
 
@@ -203,7 +205,7 @@ def tiles_of(views: list[Layer], gpu: Gpu) -> list[Tile]:
         Declined: none fits.
     """
     fitted = (
-        Tile(shape, *method).fitted(gpu.shared_bytes_per_block)
+        Tile(shape, method).fitted(gpu.shared_bytes_per_block)
         for shape in shapes_of(views)
         for method in shape.load_methods
     )
