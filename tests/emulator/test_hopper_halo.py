@@ -172,6 +172,16 @@ CASES = [
                           (2, 1, 0, 1)), "tf32")),
     _staged(_input_grad(Conv("wide, padding beyond the kernel", (1, 64, 8, 58), (18, 64, 3, 3),
                              padding=(3, 3, 4, 4)), "bfloat16")),
+    # Two producers load, whose pieces have the channels of one vector.
+    *(_chosen(_forward(WIDE, mode), named(f" {kind} by 7"))
+      for mode, kind in (("tf32", "1 staged"), ("float16", "2 staged"), ("bfloat16", "2 copied"))),
+    _chosen(_forward(STRIPS, "tf32", gpu=ONE), named(" 2 staged by 7")),
+    _chosen(_forward(Conv("wide, rolling", (1, 12, 7, 144), (64, 12, 2, 2), padding=(0, 0, 2, 2)),
+                     "tf32"), named("staged by 7")),
+    _chosen(_forward(Conv("wide, stride 3 and dilation 4", (1, 13, 3, 200), (60, 13, 1, 3), (1, 3),
+                          dilation=(1, 4)), "bfloat16"), named("staged by 7")),
+    _chosen(_input_grad(Conv("wide, grouped", (2, 40, 3, 121), (36, 20, 1, 3), (1, 2),
+                             groups=2), "tf32"), named("staged by 7")),
     # A line has the columns of all residues of a stride, or some that no tap reads.
     *(_staged(_forward(Conv("wide, stride 2", (2, 20, 5, 121), (64, 20, 3, 3), (1, 2),
                             (1, 1, 1, 1)), mode, gpu=ONE), slots) for mode, slots in
@@ -410,6 +420,7 @@ def test_cases_cover_all_branches() -> None:
     assert values("channel_groups") == values("parts") == {1, 2}
     assert values("stack") == {1, 2, 4, 8}
     assert values("raw_slots") == {0, 1, 2}
+    assert values("loader_warps") == {3, 7}
     for name in ("lead", "plane_padding"):
         assert min(values(name)) == 0 < max(values(name)), name
     for name in (

@@ -64,6 +64,7 @@ CASES = [
     *(_case(WIDE, mode, choose=named(f"{slots} staged"), gpu=ONE)
       for mode, slots in zip(MODES, (1, 2), strict=True)),
     *(_case(NARROW, mode, choose=named("2 copied"), gpu=ONE) for mode in MODES),
+    *(_case(WIDE, "tf32", choose=named(f"{kind} by 7")) for kind in ("1 staged", "2 copied")),
     _case(STRIPS, "tf32", gpu=SMALL),
     _case(NARROW, "ieee", gpu=ONE),
     _case(Conv("stack 2", (1, 24, 7, 20), (32, 24, 3, 3), padding=(1, 1, 1, 1)), "ieee"),

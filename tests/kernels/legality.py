@@ -169,7 +169,7 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
         c["input_stages"] * (input_bytes + 16)
         + c["weight_stages"] * (c["stage_taps"] * tap_bytes + 16)
         + 2 * staged * scalar_bytes
-        + 3 * c["raw_slots"] * (2 * channels_of_vector * line + 8)
+        + c["loader_warps"] * c["raw_slots"] * (c["piece_vectors"] * channels_of_vector * line + 8)
     )
     assert used <= c["shared_bytes"]
     mma_channels = 64 // (c["stack"] * c["stacked_columns"])

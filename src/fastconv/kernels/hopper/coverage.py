@@ -46,6 +46,7 @@ def _halo(c: Mapping[str, Any]) -> dict[str, Constant]:
         "lead": c["lead"] > 0,
         "passes": min(ceil_div(c["pixels"], c["pass_pixels"]), 2),
         "raw residues": c["staged"] and _raw_residues(c),
+        "two producers": c["loader_warps"] > 3,
         "raw aligned": c["staged"]
         and strips == 1
         and c["padding_left"] >= 0
@@ -106,8 +107,8 @@ HALO = Anatomy(
         "tap_dilation_width", "image_height", "image_width",
         "out_step_height", "out_step_width", "row_at", "row_begin", "row_end", "column_at",
         "column_begin", "column_end", "stack", "pixels", "tile_rows", "block_rows",
-        "register_tile_m", "loaders", "unit_vectors", "smaller_part", "watches", "tile_columns",
-        "pitch",
+        "register_tile_m", "loaders", "loader_warps", "piece_vectors", "threads", "unit_vectors",
+        "smaller_part", "watches", "tile_columns", "pitch",
         "lead", "plane_padding", "segment_tiles", "k_steps", "stage_taps", "input_stages",
         "weight_stages", "pass_pixels", "buffers", "raw_slots", "batch", "batches_ahead",
         "producer_registers", "consumer_registers", "shared_bytes", "packed_at", "tables_at",
@@ -118,7 +119,7 @@ HALO = Anatomy(
         "load": (
             "16 bits", "parts", "scaled_fp16", "ties_to_even", "in_channels_last", "vector_loads",
             "staged", "bulk_loads", "wraps", "rolling", "space-to-depth", "residues",
-            "raw residues", "raw aligned", "repairs",
+            "raw residues", "raw aligned", "two producers", "repairs",
         ),
         "multiply": (
             "Scalar", "parts", "scaled_fp16", "low_low_mma", "compensated", "rolling", "resident",

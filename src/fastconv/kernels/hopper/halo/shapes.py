@@ -62,6 +62,9 @@ class LoadMethod(NamedTuple):
 
 
 MANY_WARPS = 7
+# The largest N beside two producers: the compiler wants as many registers for a wgmma as a thread
+# has at launch, 128.
+MANY_WARPS_PIXELS = 200
 LOAD_METHODS = (
     LoadMethod(0, False),
     LoadMethod(1, True),
@@ -274,7 +277,8 @@ class Shape:
         size = self.raw_columns * layer.operands.scalar_bytes
         for method in LOAD_METHODS if layer.lines else LOAD_METHODS[:1]:
             short = method.raw_slots == 0 or method.bulk or size <= MOST_COPIED_BYTES
-            if short and (method.warps < MANY_WARPS or layer.parts == 1):
+            few = layer.parts == 1 and self.pixels <= MANY_WARPS_PIXELS
+            if short and (method.warps < MANY_WARPS or few):
                 yield method
 
     @lazy
