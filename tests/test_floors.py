@@ -23,6 +23,7 @@ FLOORS = (
         "backends",
         "ops",
         "functional",
+        "causal",
         "geometry",
         "transposed",
         "modules",

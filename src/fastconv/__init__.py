@@ -4,6 +4,7 @@ from fastconv import ops as ops  # registers torch.ops.fastconv
 from fastconv._frozen import frozen_weights
 from fastconv._precision import Precision, precision
 from fastconv._version import __version__ as __version__
+from fastconv.causal import CausalActivation, causal_conv1d_fn, causal_conv1d_update
 from fastconv.errors import (
     CompilationError,
     ExportError,
@@ -30,6 +31,7 @@ from fastconv.transposed import conv_transpose1d, conv_transpose2d
 
 __all__ = [
     "Activation",
+    "CausalActivation",
     "CompilationError",
     "Conv1d",
     "Conv2d",
@@ -50,6 +52,8 @@ __all__ = [
     "PreparedPass",
     "Preparing",
     "bundle",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
     "conv1d",
     "conv2d",
     "conv_transpose1d",

@@ -48,6 +48,17 @@ class Standardized(nn.Conv2d):
         )
 
 
+def causal(x: Tensor, state: Tensor, weight: Tensor, final: bool) -> None:
+    activation: fastconv.CausalActivation = "silu"
+    assert_type(fastconv.causal_conv1d_fn(x, weight, activation=activation), Tensor)
+    pair = fastconv.causal_conv1d_fn(x, weight, initial_states=state, return_final_states=True)
+    assert_type(pair, tuple[Tensor, Tensor])
+    either = fastconv.causal_conv1d_fn(x, weight, None, None, state, final)
+    assert_type(either, Tensor | tuple[Tensor, Tensor])
+    assert_type(fastconv.causal_conv1d_update(x, state, weight, None, "swish"), Tensor)
+    fastconv.causal_conv1d_fn(x, weight, activation="gelu")  # type: ignore[call-overload]
+
+
 def layers(images: Tensor) -> None:
     layer = fastconv.Conv2d(3, 8, 3, 1, ((1, 0), (2, 1)), bias=False, dtype=torch.float16)
     assert_type(layer.forward(images), Tensor)
