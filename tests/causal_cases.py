@@ -41,7 +41,8 @@ class Case:
         flags = ("channels_last", "bias", "silu", "sequences", "states")
         words = [name for name in flags if getattr(self, name)]
         types = [str(one).removeprefix("torch.") for one in (self.dtype, self.weight_dtype) if one]
-        memory = [f"gap {self.gap}"] * (self.gap > 0) + [f"offset {self.offset}"] * self.offset
+        numbers = (("gap", self.gap), ("offset", self.offset))
+        memory = [f"{name} {number}" for name, number in numbers if number]
         return " ".join((sizes, *types, *words, *memory))
 
     @property
@@ -81,7 +82,9 @@ class Tensors:
         )
 
     @property
-    def arguments(self) -> tuple[Tensor | None, ...]:
+    def arguments(
+        self,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         return self.x, self.weight, self.bias, self.seq_idx, self.initial_states
 
     def double(self) -> Tensors:

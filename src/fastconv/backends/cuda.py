@@ -23,7 +23,7 @@ from fastconv.kernels.family import ALIGNMENT, BIAS_ALIGNMENT, Gpu, Operands, Pl
 from fastconv.kernels.planner import Pass, Switch
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
-_SCALARS = {
+SCALARS = {
     torch.float16: ("fastconv::float16", 2),
     torch.bfloat16: ("fastconv::bfloat16", 2),
     torch.float32: ("float", 4),
@@ -430,13 +430,13 @@ def operands_of(
     aligned_bias: bool = True,
 ) -> Operands:
     """Returns operands of this type and layout."""
-    if dtype not in _SCALARS:
+    if dtype not in SCALARS:
         raise NotImplementedError(
             f"fastconv is not implemented for {dtype} on a GPU; "
             "it takes float16, bfloat16, float32, float64 and the complex types"
         )
     return Operands(
-        *_SCALARS[dtype],
+        *SCALARS[dtype],
         input_channels_last,
         output_channels_last,
         weight_strides,  # type: ignore[arg-type]  # a weight has four dimensions

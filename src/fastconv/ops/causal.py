@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastconv.backends.causal import taps
+from fastconv.backends.causal import launches, taps
 from fastconv.backends.causal.taps import Inputs
 from fastconv.ops.schema import TAGS, check_dense, library
 
@@ -261,6 +261,34 @@ def _update_cpu(*args: Any) -> Tensor:
     return output
 
 
+# --- On a GPU -------------------------------------------------------------------------------------
+
+
+def _forward_cuda(*args: Any) -> tuple[Tensor, Tensor]:
+    output, states = _forward_fake(*args)
+    inputs = Inputs(*args[:6])
+    if output.numel():
+        launches.forward(inputs, output)
+    if states.numel():
+        states.copy_(taps.final_states(inputs.x, inputs.initial_states, inputs.width))
+    return output, states
+
+
+def _backward_cuda(grad: Tensor, grad_final: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    if grad.numel() == 0:
+        return _backward_cpu(grad, grad_final, *args)
+    results = _backward_fake(grad, grad_final, *args)
+    launches.backward(Inputs(*args[:6]), grad, grad_final, taps.Gradients(*results))
+    return results
+
+
+def _update_cuda(*args: Any) -> Tensor:
+    output = _update_fake(*args)
+    if output.numel():
+        launches.update(*args, output)
+    return output
+
+
 # --- Derivatives ----------------------------------------------------------------------------------
 
 
@@ -313,13 +341,14 @@ def _update_autograd(x: Tensor, conv_state: Tensor, *args: Any) -> Tensor:
 
 def register() -> None:
     """Registers the operators' kernels, meta functions and derivatives with PyTorch."""
-    for name, fake, on_cpu in (
-        ("causal_forward", _forward_fake, _forward_cpu),
-        ("causal_backward", _backward_fake, _backward_cpu),
-        ("causal_update", _update_fake, _update_cpu),
+    for name, fake, on_cpu, on_gpu in (
+        ("causal_forward", _forward_fake, _forward_cpu, _forward_cuda),
+        ("causal_backward", _backward_fake, _backward_cpu, _backward_cuda),
+        ("causal_update", _update_fake, _update_cpu, _update_cuda),
     ):
         torch.library.register_fake(f"fastconv::{name}", fake, lib=library)
         library.impl(name, on_cpu, "CPU")
+        library.impl(name, on_gpu, "CUDA")
     torch.library.register_autograd(
         "fastconv::causal_forward", _derivative, setup_context=_save, lib=library
     )
