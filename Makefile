@@ -99,7 +99,8 @@ SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 1 --report-api-err
   --kernel-name kernel_substring=pack --kernel-name kernel_substring=weight_grad \
   --kernel-name kernel_substring=reduce --kernel-name kernel_substring=few_outputs \
   --kernel-name kernel_substring=wgrad_few_inputs --kernel-name kernel_substring=clear \
-  --kernel-name kernel_substring=scale --kernel-name kernel_substring=implicit_gemm
+  --kernel-name kernel_substring=scale --kernel-name kernel_substring=implicit_gemm \
+  --kernel-name kernel_substring=causal
 CONVOLVE = --kernel-name kernel_substring=convolve
 sanitize:
 	for family in "" ampere depthwise direct; do \

@@ -74,7 +74,7 @@ class Tensors:
         steps = torch.rand(case.batch, case.length, generator=draw) < 0.3
         seq_idx = steps.cumsum(1).int() - (torch.rand(case.batch, 1, generator=draw) < 0.5).int()
         return cls(
-            placed(numbers(*shape).to(case.dtype), case).to(device),
+            placed(numbers(*shape).to(device, case.dtype), case),
             (numbers(case.dim, case.width) / case.width**0.5).to(weight_dtype).to(device),
             numbers(case.dim).to(weight_dtype).to(device) if case.bias else None,
             seq_idx.to(device) if case.sequences else None,
@@ -107,7 +107,7 @@ def placed(values: Tensor, case: Case) -> Tensor:
     batch, dim, length = values.shape
     rows, columns = (length, dim) if case.channels_last else (dim, length)
     pitch = columns + case.gap
-    memory = torch.full((case.offset + batch * rows * pitch + 8,), torch.nan, dtype=values.dtype)
+    memory = values.new_full((case.offset + batch * rows * pitch + 8,), torch.nan)
     view = memory[case.offset :].as_strided((batch, rows, columns), (rows * pitch, pitch, 1))
     view = view.transpose(1, 2) if case.channels_last else view
     return view.copy_(values)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +14,13 @@ import fastconv
 from causal_cases import Case, Tensors, check_close, final_states, random_cases, reference
 from emulator.causal_passes import Run, backward_run, forward_run
 from emulator.driver import precompile
+from emulator.faults import Fault, with_fault
+from fastconv.backends import cuda
 from fastconv.backends.causal import launches
 from fastconv.kernels.causal import plan
-from fastconv.kernels.gpus import GPUS
+from fastconv.kernels.family import Plan
+from fastconv.kernels.gpus import GPUS, H200
+from fastconv.ops import causal
 
 T4 = GPUS["sm_75"]
 
@@ -175,6 +181,63 @@ def test_infinite_inputs_stay_with_the_taps_that_read_them() -> None:
         assert found.weight[:, :3].isfinite().all()
 
 
+# --- Faults ---------------------------------------------------------------------------------------
+
+FAULTS = {
+    "the tap of a position beyond the end": (
+        Case(1, 2, 10, 4, silu=False),
+        Fault("causal/backward.cuh", "if (e < count) add(", "if (e <= count) add("),
+    ),
+    "a position too few for the states": (
+        Case(1, 2, 10, 4, states=True),
+        Fault("causal/backward.cuh", "t <= state &&", "t < state &&"),
+    ),
+    "the first channel's states": (
+        Case(1, 8, 10, 4, channels_last=True, states=True),
+        Fault(
+            "causal/tile.cuh", "state_at(states, channel + v, p)", "state_at(states, channel, p)"
+        ),
+    ),
+    "the gradient of another sequence": (
+        Case(1, 2, 40, 4, sequences=True),
+        Fault("causal/backward.cuh", "ids[first + i] != ids[e]", "ids[first + i] < 0"),
+    ),
+    "the input of another sequence": (
+        Case(1, 2, 40, 4, channels_last=True, sequences=True),
+        Fault("causal/tile.cuh", "ids[q * kRun + i] != own[e]", "ids[q * kRun + i] < 0"),
+    ),
+    "a segment's sums left out": (
+        Case(1, 8, 40, 4, channels_last=True),
+        Fault("causal/backward.cuh", "segment < kSegments; ++segment", "segment < 1; ++segment"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found(name: str) -> None:
+    """All accesses are in bounds: the comparison with float64 finds these faults."""
+    case, fault = FAULTS[name]
+    tensors = Tensors.random(case, seed=3)
+    tensors.x[:, :, -1] = torch.inf if fault.new.startswith("if (e <= count)") else 1.0
+    exact = tensors.double()
+    grad, _ = _grads(case, tensors)
+    wanted = [one for one in (exact.x, exact.weight, exact.initial_states) if one is not None]
+    expected = torch.autograd.grad(reference(exact, case.silu), wanted, grad.double())
+    differs = []
+    for is_faulty in (False, True):
+        run, found = backward_run(case, tensors, grad, None)
+        if is_faulty:
+            run = run._replace(plan=with_fault(run.plan, fault))
+        run.execute()
+        results = (found.x, found.weight, found.initial_states)
+        close = [
+            torch.allclose(one.double(), other, rtol=1e-4, atol=1e-4)
+            for one, other in zip(results, expected, strict=False)
+        ]
+        differs.append(not all(close))
+    assert differs == [False, True]
+
+
 # --- Updates --------------------------------------------------------------------------------------
 
 UPDATES = [
@@ -220,3 +283,79 @@ def test_update(
     Run(plan.update(described), dict(zip(launches.UPDATE, given, strict=False))).execute()
     check_close(y, expected.double(), width)
     assert torch.equal(state, expected_state)
+
+
+# --- The backend ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Has the CUDA backend's launches run in the emulator, on tensors of the CPU."""
+
+    def loaded(made: Plan, names: tuple[str, ...], index: int) -> SimpleNamespace:
+        def run(*tensors: Tensor | None) -> None:
+            Run(made, dict(zip(names, tensors, strict=False))).execute()
+
+        return SimpleNamespace(run=run)
+
+    monkeypatch.setattr(launches, "_loaded", loaded)
+    monkeypatch.setattr(cuda, "gpu", lambda index: H200)
+    cached = (launches._ready_forward, launches._ready_backward, launches._ready_update)
+    for one in cached:
+        one.cache_clear()
+    yield
+    for one in cached:
+        one.cache_clear()
+
+
+# Ways in which x may lie; kernels read the first four as they are.
+PLACES = {
+    "contiguous": lambda x: x,
+    "channels last": lambda x: x.mT.contiguous().mT,
+    "half of the channels": lambda x: torch.cat((x, x), 1)[:, : x.shape[1]],
+    "half of the channels, channels last": lambda x: (
+        torch.cat((x, x), 1).mT.contiguous().mT[:, : x.shape[1]]
+    ),
+    "every second position": lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
+    "batch innermost": lambda x: x.permute(1, 2, 0).contiguous().permute(2, 0, 1),
+    "one position": lambda x: x[:, :, :1],
+}
+
+
+@pytest.mark.usefixtures("_emulated")
+@pytest.mark.parametrize("place", PLACES)
+def test_operators_take_any_layout(place: str) -> None:
+    """The operators' kernels for GPUs give the results, shapes and strides of those for CPUs."""
+    plain = Tensors.random(Case(2, 6, 24, 4, states=True)).arguments
+    x = PLACES[place](plain[0])
+    inputs = (x, plain[1].t().contiguous().t(), *plain[2:], True)
+    found, expected = causal._forward_cuda(*inputs, True), causal._forward_cpu(*inputs, True)
+    torch.testing.assert_close(found, expected, check_stride=True)
+    grad = torch.randn(6, 1).expand(x.shape)  # as of a sum: not in the layout of x
+    final = torch.randn(3, 6, 2).permute(2, 1, 0)
+    found = causal._backward_cuda(grad, final, *inputs, True, True)
+    expected = causal._backward_cpu(grad, final, *inputs, True, True)
+    torch.testing.assert_close(found, expected, check_stride=True)
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_operators_compute_no_gradient_that_is_not_wanted() -> None:
+    inputs = (*Tensors.random(Case(2, 6, 24, 4, states=True)).arguments, False)
+    grad = torch.randn(2, 6, 24)
+    found = causal._backward_cuda(grad, None, *inputs, False, False)
+    expected = causal._backward_cpu(grad, None, *inputs, False, False)
+    torch.testing.assert_close(found, expected)
+    assert [len(one) for one in found[1:]] == [0, 0, 0]
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_updates_by_the_operator() -> None:
+    x, weight, bias, *_ = Tensors.random(Case(2, 5, 3, 4)).arguments
+    states = [torch.ones(2, 5, 4), torch.ones(2, 4, 5).mT]
+    seen = torch.tensor([[5, 2], [7, 7]], dtype=torch.int32)[:, 0]
+    outputs = [
+        call(x, state, weight, bias, seen, None, True)
+        for call, state in zip((causal._update_cpu, causal._update_cuda), states, strict=True)
+    ]
+    torch.testing.assert_close(*outputs)
+    assert torch.equal(*states)

@@ -282,10 +282,10 @@ def _backward_cuda(grad: Tensor, grad_final: Tensor | None, *args: Any) -> tuple
     return results
 
 
-def _update_cuda(*args: Any) -> Tensor:
-    output = _update_fake(*args)
+def _update_cuda(x: Tensor, *args: Any) -> Tensor:
+    output = _update_fake(x, *args)
     if output.numel():
-        launches.update(*args, output)
+        launches.update(output, x, *args)
     return output
 
 

@@ -56,6 +56,7 @@ def backward(
 
 
 def update(
+    y: Tensor,
     x: Tensor,
     conv_state: Tensor,
     weight: Tensor,
@@ -63,7 +64,6 @@ def update(
     cache_seqlens: Tensor | None,
     conv_state_indices: Tensor | None,
     silu: bool,
-    y: Tensor,
 ) -> None:
     """Fills ``y``, which is contiguous, with the outputs, and puts ``x`` into the state."""
     weight = weight.contiguous()
