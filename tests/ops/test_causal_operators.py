@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastconv
 from causal_cases import Case, Tensors
@@ -96,3 +97,30 @@ def test_symbolic_lengths_are_compiled_once() -> None:
         x = torch.randn(2, 3, length)
         assert torch.equal(compiled(x), fastconv.causal_conv1d_fn(x, weight))
     assert len(graphs) == 1
+
+
+def test_operations_are_counted() -> None:
+    x, weight = torch.randn(2, 3, 10, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        fastconv.causal_conv1d_fn(x, weight).sum().backward()
+    forward = 2 * 2 * 3 * 10 * 4
+    assert counter.get_total_flops() == 3 * forward
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        fastconv.causal_conv1d_update(torch.randn(2, 3), torch.zeros(2, 3, 3), weight)
+    assert counter.get_total_flops() == forward // 10
+
+
+def test_exported_programs_keep_the_operators() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return fastconv.causal_conv1d_fn(x, self.weight, activation="silu")
+
+    model, x = Model(), torch.randn(2, 3, 10)
+    program = torch.export.export(model, (x,))
+    targets = {node.target for node in program.graph.nodes}
+    assert torch.ops.fastconv.causal_forward.default in targets
+    assert torch.equal(program.module()(x), model(x))
