@@ -30,15 +30,15 @@ class Run(NamedTuple):
         run_both_orders(self.plan.launches, given)
 
 
-def poisoned(x: Tensor) -> Tensor:
-    """A result of the shape and layout of x that is full of NaN."""
-    return new_like(x).fill_(torch.nan)
+def poisoned(x: Tensor, channels_last: bool) -> Tensor:
+    """A result of the shape of x that is full of NaN."""
+    return new_like(x, channels_last).fill_(torch.nan)
 
 
 def forward_run(case: Case, tensors: Tensors, gpu: Gpu = H200) -> tuple[Run, Tensor]:
-    y = poisoned(tensors.x)
+    y = poisoned(tensors.x, case.channels_last)
     inputs = launches.laid_out(Inputs(*tensors.arguments, case.silu), y)
-    made = plan.forward(launches.convolution(inputs, y), gpu)
+    made = plan.forward(launches.Call.of(inputs, y).convolution, gpu)
     return Run(made, dict(zip(launches.FORWARD, (*inputs[:5], y), strict=False))), y
 
 
@@ -51,11 +51,12 @@ def backward_run(
     parameters: bool = True,
 ) -> tuple[Run, Gradients]:
     """A backward pass; ``grad`` is placed as x is."""
-    grad_x = poisoned(tensors.x)
+    grad_x = poisoned(tensors.x, case.channels_last)
     inputs = launches.laid_out(Inputs(*tensors.arguments, case.silu), grad_x)
     grad = launches.as_rows(placed(grad, case), grad_x)
-    conv = launches.convolution(inputs, grad_x)
-    made = plan.backward(conv, launches.layout(grad, conv.channels_last), parameters, gpu)
+    conv = launches.Call.of(inputs, grad_x).convolution
+    layout = launches.Rows.of(grad).layout(conv.channels_last)
+    made = plan.backward(conv, layout, parameters, gpu)
     weight = tensors.weight if parameters else tensors.weight[:0]
     results = Gradients(
         grad_x,

@@ -142,6 +142,12 @@ def test_sizes_beyond_32_bits_are_refused() -> None:
         plan.forward(conv, H200)
 
 
+def test_more_blocks_than_a_grid_has_are_refused() -> None:
+    conv = _convolution("float", (2**16, 2**16, 2), 4, False)
+    with pytest.raises(NotImplementedError, match=r"below 2\*\*31 blocks.* need 4294967296"):
+        plan.forward(conv, H200)
+
+
 # --- Compiling ------------------------------------------------------------------------------------
 
 # Every type, layout and option, and vectors of all widths.

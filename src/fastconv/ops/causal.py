@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from fastconv.backends.causal import launches, taps
 from fastconv.backends.causal.taps import Inputs
-from fastconv.ops.schema import TAGS, check_dense, library
+from fastconv.ops.schema import TAGS, Form, library
 
 MOST_TAPS = 64
 """The largest width: kernels have a channel's taps in registers."""
@@ -46,13 +48,16 @@ update = torch.ops.fastconv.causal_update.default
 
 
 # --- Checks ---------------------------------------------------------------------------------------
+# As in ops/schema.py, checks see the tensors' forms and no data, so that eager calls can cache
+# them.
 
 
-def _check_inputs(inputs: Inputs) -> None:
-    """Raises unless a causal convolution of these tensors is defined and supported."""
-    x, weight, bias, seq_idx, states, _ = inputs
+def _check_inputs(
+    x: Form, weight: Form, bias: Form | None, seq_idx: Form | None, states: Form | None
+) -> bool:
+    """Raises unless a causal convolution is defined and supported; says if it is channels-last."""
     _check_dtypes(x, weight)
-    _check_shape("x", x, 3, "(batch, dim, length)")
+    _check_rank("x", x, 3, "(batch, dim, length)")
     _check_weight(x, weight, bias)
     batch, dim, length = x.shape
     if seq_idx is not None:
@@ -61,10 +66,61 @@ def _check_inputs(inputs: Inputs) -> None:
             raise ValueError("initial_states should be None where seq_idx is given: got both")
     if states is not None:
         _check_like("initial_states", states, x, (batch, dim, weight.shape[1] - 1), "x")
+    return is_channels_last(x)
 
 
-def _check_weight(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    _check_shape("weight", weight, 2, "(dim, width)")
+def is_channels_last(x: Form) -> bool:
+    """Whether x is the transposed view of a tensor (batch, length, dim), perhaps with gaps."""
+    return bool(x.stride[1] == 1 and x.stride[2] > 1)
+
+
+def _check_gradients(
+    grad: Form,
+    grad_final: Form | None,
+    x: Form,
+    weight: Form,
+    bias: Form | None,
+    seq_idx: Form | None,
+    states: Form | None,
+) -> bool:
+    """Raises unless the gradients fit a causal convolution; says if it is channels-last."""
+    channels_last = _check_inputs(x, weight, bias, seq_idx, states)
+    _check_like("grad", grad, x, tuple(x.shape), "x")
+    if grad_final is not None:
+        shape = (x.shape[0], x.shape[1], weight.shape[1] - 1)
+        _check_like("grad_final", grad_final, x, shape, "x")
+    return channels_last
+
+
+def _check_update(
+    x: Form,
+    conv_state: Form,
+    weight: Form,
+    bias: Form | None,
+    cache_seqlens: Form | None,
+    indices: Form | None,
+) -> bool:
+    _check_dtypes(x, weight)
+    _check_rank("x", x, 3, "(batch, dim) or (batch, dim, length)")
+    _check_weight(x, weight, bias)
+    _check_rank("conv_state", conv_state, 3, "(batch, dim, state_len)")
+    batch, dim, _ = x.shape
+    entries, _, states = conv_state.shape
+    shape = (batch if indices is None else entries, dim, states)
+    _check_like("conv_state", conv_state, x, shape, "x")
+    if states < max(1, weight.shape[1] - 1):
+        raise ValueError(
+            f"conv_state should have at least width - 1 = {weight.shape[1] - 1} positions, and at "
+            f"least one, but got shape {tuple(conv_state.shape)}"
+        )
+    for name, form in (("cache_seqlens", cache_seqlens), ("conv_state_indices", indices)):
+        if form is not None:
+            _check_integers(name, form, x, (batch,))
+    return False
+
+
+def _check_weight(x: Form, weight: Form, bias: Form | None) -> None:
+    _check_rank("weight", weight, 2, "(dim, width)")
     dim, width = weight.shape
     if dim != x.shape[1]:
         raise ValueError(
@@ -81,13 +137,12 @@ def _check_weight(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     _check_device("weight", weight, x)
 
 
-def _check_dtypes(x: Tensor, weight: Tensor) -> None:
-    for name, tensor in (("x", x), ("weight", weight)):
-        check_dense(name, tensor)
-        if tensor.dtype not in DTYPES:
+def _check_dtypes(x: Form, weight: Form) -> None:
+    for name, form in (("x", x), ("weight", weight)):
+        if form.dtype not in DTYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise NotImplementedError(
-                f"causal convolutions take {names}, but {name} has {tensor.dtype}"
+                f"causal convolutions take {names}, but {name} has {form.dtype}"
             )
     if (x.dtype == torch.float64) != (weight.dtype == torch.float64):
         raise ValueError(
@@ -96,79 +151,59 @@ def _check_dtypes(x: Tensor, weight: Tensor) -> None:
         )
 
 
-def _check_shape(name: str, tensor: Tensor, rank: int, meaning: str) -> None:
-    if tensor.dim() != rank:
+def _check_rank(name: str, form: Form, rank: int, meaning: str) -> None:
+    if len(form.shape) != rank:
         raise ValueError(
-            f"{name} should have the shape {meaning}, but got one of shape {tuple(tensor.shape)}"
+            f"{name} should have the shape {meaning}, but got one of shape {tuple(form.shape)}"
         )
 
 
 def _check_like(
-    name: str, tensor: Tensor, other: Tensor, shape: tuple[int, ...], other_name: str
+    name: str, form: Form, other: Form, shape: tuple[int, ...], other_name: str
 ) -> None:
-    check_dense(name, tensor)
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} should have shape {shape}, but got {tuple(tensor.shape)}")
-    if tensor.dtype != other.dtype:
+    _check_shape(name, form, shape)
+    if form.dtype != other.dtype:
         raise ValueError(
-            f"{name} should have the type of {other_name}, {other.dtype}, but got {tensor.dtype}"
+            f"{name} should have the type of {other_name}, {other.dtype}, but got {form.dtype}"
         )
-    _check_device(name, tensor, other)
+    _check_device(name, form, other)
 
 
-def _check_integers(name: str, tensor: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:
-    check_dense(name, tensor)
-    if tensor.dtype != torch.int32:
-        raise ValueError(f"{name} should have the type torch.int32, but got {tensor.dtype}")
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} should have shape {shape}, but got {tuple(tensor.shape)}")
-    _check_device(name, tensor, x)
+def _check_integers(name: str, form: Form, x: Form, shape: tuple[int, ...]) -> None:
+    if form.dtype != torch.int32:
+        raise ValueError(f"{name} should have the type torch.int32, but got {form.dtype}")
+    _check_shape(name, form, shape)
+    _check_device(name, form, x)
 
 
-def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:
-    if tensor.device != x.device:
-        raise ValueError(f"{name} is on {tensor.device}, but x is on {x.device}")
+def _check_shape(name: str, form: Form, shape: tuple[int, ...]) -> None:
+    if tuple(form.shape) != shape:
+        raise ValueError(f"{name} should have shape {shape}, but got {tuple(form.shape)}")
 
 
-def _check_update(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cache_seqlens: Tensor | None,
-    indices: Tensor | None,
-) -> None:
-    _check_dtypes(x, weight)
-    _check_shape("x", x, 3, "(batch, dim) or (batch, dim, length)")
-    _check_weight(x, weight, bias)
-    _check_shape("conv_state", conv_state, 3, "(batch, dim, state_len)")
-    batch, dim, _ = x.shape
-    entries, _, states = conv_state.shape
-    _check_like(
-        "conv_state", conv_state, x, (batch if indices is None else entries, dim, states), "x"
-    )
-    if states < max(1, weight.shape[1] - 1):
-        raise ValueError(
-            f"conv_state should have at least width - 1 = {weight.shape[1] - 1} positions, and at "
-            f"least one, but got shape {tuple(conv_state.shape)}"
-        )
-    for name, tensor in (("cache_seqlens", cache_seqlens), ("conv_state_indices", indices)):
-        if tensor is not None:
-            _check_integers(name, tensor, x, (batch,))
+def _check_device(name: str, form: Form, x: Form) -> None:
+    if form.device != x.device:
+        raise ValueError(f"{name} is on {form.device}, but x is on {x.device}")
 
 
 # --- Results --------------------------------------------------------------------------------------
 
+_NAMES = ("x", "weight", "bias", "seq_idx", "initial_states")
+_GRADIENT_NAMES = ("grad", "grad_final", *_NAMES)
+_UPDATE_NAMES = ("x", "conv_state", "weight", "bias", "cache_seqlens", "conv_state_indices")
 
-def is_channels_last(x: Tensor) -> bool:
-    """Whether x is the transposed view of a tensor (batch, length, dim), perhaps with gaps."""
-    return bool(x.stride(1) == 1 and x.stride(2) > 1)
+Check = Callable[..., bool]
 
 
-def new_like(x: Tensor) -> Tensor:
-    """Returns a new tensor of x's shape, without gaps, in the layout of x."""
+def _forms(names: Sequence[str], tensors: Sequence[Tensor | None]) -> list[Form | None]:
+    pairs = zip(names, tensors, strict=True)
+    return [None if tensor is None else Form.of(name, tensor) for name, tensor in pairs]
+
+
+def new_like(x: Tensor, channels_last: bool) -> Tensor:
+    """Returns a new tensor of x's shape, without gaps."""
     batch, dim, length = x.shape
-    if is_channels_last(x):
+    if channels_last:
         return x.new_empty((batch, length, dim)).transpose(1, 2)
     return x.new_empty((batch, dim, length))
 
@@ -178,75 +213,58 @@ def _new_states(x: Tensor, weight: Tensor, wanted: bool) -> Tensor:
     return x.new_empty((batch, dim, weight.shape[1] - 1) if wanted else (0,))
 
 
-def _forward_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    seq_idx: Tensor | None,
-    initial_states: Tensor | None,
-    silu: bool,
-    final_states: bool,
-) -> tuple[Tensor, Tensor]:
-    inputs = Inputs(x, weight, bias, seq_idx, initial_states, silu)
-    _check_inputs(inputs)
+def _new_forward(check: Check, *args: Any) -> tuple[Tensor, Tensor]:
+    """Checks the arguments of ``causal_forward``, and allocates what it returns."""
+    x, weight, _, seq_idx, _, _, final_states = args
+    channels_last = check(*_forms(_NAMES, args[:5]))
     if final_states and seq_idx is not None:
         raise ValueError("return_final_states should be False where seq_idx is given")
-    return new_like(x), _new_states(x, weight, final_states)
+    return new_like(x, channels_last), _new_states(x, weight, final_states)
 
 
-def _backward_fake(
-    grad: Tensor,
-    grad_final: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    seq_idx: Tensor | None,
-    initial_states: Tensor | None,
-    silu: bool,
-    parameters: bool,
-    states: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_inputs(Inputs(x, weight, bias, seq_idx, initial_states, silu))
-    _check_like("grad", grad, x, tuple(x.shape), "x")
-    if grad_final is not None:
-        shape = (x.shape[0], x.shape[1], weight.shape[1] - 1)
-        _check_like("grad_final", grad_final, x, shape, "x")
+def _new_gradients(check: Check, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Checks the arguments of ``causal_backward``, and allocates what it returns."""
+    _, _, x, weight, *_, parameters, states = args
+    channels_last = check(*_forms(_GRADIENT_NAMES, args[:7]))
     return (
-        new_like(x),
+        new_like(x, channels_last),
         weight.new_empty(tuple(weight.shape) if parameters else (0,)),
         weight.new_empty((weight.shape[0],) if parameters else (0,)),
         _new_states(x, weight, states),
     )
 
 
-def _update_fake(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cache_seqlens: Tensor | None,
-    conv_state_indices: Tensor | None,
-    silu: bool,
-) -> Tensor:
-    _check_update(x, conv_state, weight, bias, cache_seqlens, conv_state_indices)
-    return x.new_empty(tuple(x.shape))
+def _new_update(check: Check, *args: Any) -> Tensor:
+    """Checks the arguments of ``causal_update``, and allocates what it returns."""
+    check(*_forms(_UPDATE_NAMES, args[:6]))
+    return new_like(args[0], False)
+
+
+# Eager calls cache checks; meta functions do not, because symbolic sizes have no hash.
+_known_inputs: Check = lru_cache(4096)(_check_inputs)
+_known_gradients: Check = lru_cache(4096)(_check_gradients)
+_known_update: Check = lru_cache(4096)(_check_update)
 
 
 # --- On a CPU -------------------------------------------------------------------------------------
 
 
 def _forward_cpu(*args: Any) -> tuple[Tensor, Tensor]:
-    output, states = _forward_fake(*args)
+    output, states = _new_forward(_known_inputs, *args)
     inputs = Inputs(*args[:6])
     if output.numel():
         output.copy_(taps.forward(inputs))
-    if states.numel():
-        states.copy_(taps.final_states(inputs.x, inputs.initial_states, inputs.width))
+    _fill_final_states(states, inputs)
     return output, states
 
 
+def _fill_final_states(states: Tensor, inputs: Inputs) -> None:
+    if states.numel():
+        states.copy_(taps.final_states(inputs.x, inputs.initial_states, inputs.width))
+
+
 def _backward_cpu(grad: Tensor, grad_final: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    results = _backward_fake(grad, grad_final, *args)
+    results = _new_gradients(_known_gradients, grad, grad_final, *args)
     gradients = taps.backward(Inputs(*args[:6]), grad, grad_final)
     for result, gradient in zip(results, gradients, strict=True):
         if result.numel():
@@ -255,7 +273,7 @@ def _backward_cpu(grad: Tensor, grad_final: Tensor | None, *args: Any) -> tuple[
 
 
 def _update_cpu(*args: Any) -> Tensor:
-    output = _update_fake(*args)
+    output = _new_update(_known_update, *args)
     if output.numel():
         output.copy_(taps.update(*args))
     return output
@@ -265,27 +283,26 @@ def _update_cpu(*args: Any) -> Tensor:
 
 
 def _forward_cuda(*args: Any) -> tuple[Tensor, Tensor]:
-    output, states = _forward_fake(*args)
+    output, states = _new_forward(_known_inputs, *args)
     inputs = Inputs(*args[:6])
     if output.numel():
         launches.forward(inputs, output)
-    if states.numel():
-        states.copy_(taps.final_states(inputs.x, inputs.initial_states, inputs.width))
+    _fill_final_states(states, inputs)
     return output, states
 
 
 def _backward_cuda(grad: Tensor, grad_final: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     if grad.numel() == 0:
         return _backward_cpu(grad, grad_final, *args)
-    results = _backward_fake(grad, grad_final, *args)
+    results = _new_gradients(_known_gradients, grad, grad_final, *args)
     launches.backward(Inputs(*args[:6]), grad, grad_final, taps.Gradients(*results))
     return results
 
 
-def _update_cuda(x: Tensor, *args: Any) -> Tensor:
-    output = _update_fake(x, *args)
+def _update_cuda(*args: Any) -> Tensor:
+    output = _new_update(_known_update, *args)
     if output.numel():
-        launches.update(output, x, *args)
+        launches.update(output, *args)
     return output
 
 
@@ -342,9 +359,14 @@ def _update_autograd(x: Tensor, conv_state: Tensor, *args: Any) -> Tensor:
 def register() -> None:
     """Registers the operators' kernels, meta functions and derivatives with PyTorch."""
     for name, fake, on_cpu, on_gpu in (
-        ("causal_forward", _forward_fake, _forward_cpu, _forward_cuda),
-        ("causal_backward", _backward_fake, _backward_cpu, _backward_cuda),
-        ("causal_update", _update_fake, _update_cpu, _update_cuda),
+        ("causal_forward", partial(_new_forward, _check_inputs), _forward_cpu, _forward_cuda),
+        (
+            "causal_backward",
+            partial(_new_gradients, _check_gradients),
+            _backward_cpu,
+            _backward_cuda,
+        ),
+        ("causal_update", partial(_new_update, _check_update), _update_cpu, _update_cuda),
     ):
         torch.library.register_fake(f"fastconv::{name}", fake, lib=library)
         library.impl(name, on_cpu, "CPU")

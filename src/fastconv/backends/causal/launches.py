@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import gcd
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,11 +32,114 @@ UPDATE = (
 """The names of each pass's tensors in launches, in the order in which they are passed."""
 
 
+class Rows(NamedTuple):
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    misalignment: int  # bytes of the address beyond a multiple of ALIGNMENT
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Rows:
+        return cls(tensor.shape, tensor.stride(), tensor.data_ptr() % ALIGNMENT)
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """The strides, with 0 for axes of one element, along which nothing is strided."""
+        axes = zip(self.shape, self.stride, strict=True)
+        batch, channel, position = (stride if size > 1 else 0 for size, stride in axes)
+        return batch, channel, position
+
+    def layout(self, channels_last: bool) -> Layout:
+        batch, channel, position = self.strides
+        return Layout(
+            batch, position if channels_last else channel, gcd(ALIGNMENT, self.misalignment)
+        )
+
+
+class Call(NamedTuple):
+    """All that the launches of a pass depend on; a call makes it and looks them up by it."""
+
+    x: Rows
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    width: int
+    channels_last: bool
+    silu: bool
+    sequences: bool
+    gpu: int  # its index
+
+    @classmethod
+    def of(cls, inputs: Inputs, result: Tensor) -> Call:
+        """Describes a convolution, whose result has the layout of its input."""
+        x, weight, _, seq_idx, _, silu = inputs
+        return cls(
+            Rows.of(x),
+            x.dtype,
+            weight.dtype,
+            weight.shape[1],
+            rows_are_positions(result),
+            silu,
+            seq_idx is not None,
+            x.device.index,
+        )
+
+    @property
+    def convolution(self) -> Convolution:
+        batch, dim, length = self.x.shape
+        return Convolution(
+            *cuda.SCALARS[self.dtype],
+            cuda.SCALARS[self.weight_dtype][0],
+            batch,
+            dim,
+            length,
+            self.width,
+            self.channels_last,
+            self.silu,
+            self.sequences,
+            self.x.layout(self.channels_last),
+        )
+
+
+class Steps(NamedTuple):
+    """All that the launches of an update depend on."""
+
+    x: Rows
+    state: Rows
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    width: int
+    silu: bool
+    circular: bool
+    gpu: int  # its index
+
+    @classmethod
+    def of(cls, x: Tensor, conv_state: Tensor, weight: Tensor, silu: bool, circular: bool) -> Steps:
+        kind = (x.dtype, weight.dtype, weight.shape[1], silu, circular, x.device.index)
+        return cls(Rows.of(x), Rows.of(conv_state), *kind)
+
+    @property
+    def update(self) -> Update:
+        batch, dim, count = self.x.shape
+        return Update(
+            cuda.SCALARS[self.dtype][0],
+            cuda.SCALARS[self.weight_dtype][0],
+            batch,
+            dim,
+            count,
+            self.state.shape[2],
+            self.width,
+            self.silu,
+            self.circular,
+            self.x.strides,
+            self.state.strides,
+        )
+
+
 def forward(inputs: Inputs, y: Tensor) -> None:
     """Fills ``y``, whose layout is that of x, with the output."""
     inputs = laid_out(inputs, y)
-    conv = convolution(inputs, y)
-    _ready_forward(conv, y.device.index).run(*inputs[:5], y)
+    _ready_forward(Call.of(inputs, y)).run(*inputs[:5], y)
 
 
 def backward(
@@ -46,13 +150,11 @@ def backward(
 ) -> None:
     """Fills the gradients; that of x has the layout of x. Those that are empty are not computed."""
     inputs, grad_x = laid_out(inputs, gradients.x), gradients.x
-    conv = convolution(inputs, grad_x)
     grad = as_rows(grad, grad_x)
-    grad_final = None if grad_final is None else grad_final.contiguous()
     wanted = (_unless_empty(one) for one in (gradients.initial_states, *gradients[1:3]))
     parameters = gradients.weight.numel() > 0
-    ready = _ready_backward(conv, layout(grad, conv.channels_last), parameters, grad.device.index)
-    ready.run(*inputs[:5], grad, grad_final, grad_x, *wanted)
+    ready = _ready_backward(Call.of(inputs, grad_x), Rows.of(grad), parameters)
+    ready.run(*inputs[:5], grad, _contiguous(grad_final), grad_x, *wanted)
 
 
 def update(
@@ -67,28 +169,9 @@ def update(
 ) -> None:
     """Fills ``y``, which is contiguous, with the outputs, and puts ``x`` into the state."""
     weight = weight.contiguous()
-    steps = steps_of(x, conv_state, weight, silu, cache_seqlens is not None)
     seen, entries = _contiguous(cache_seqlens), _contiguous(conv_state_indices)
-    ready = _ready_update(steps, y.device.index)
+    ready = _ready_update(Steps.of(x, conv_state, weight, silu, seen is not None))
     ready.run(x, conv_state, weight, _contiguous(bias), seen, entries, y)
-
-
-def convolution(inputs: Inputs, result: Tensor) -> Convolution:
-    """Describes a convolution, whose result has the layout of its input."""
-    batch, dim, length = inputs.x.shape
-    channels_last = rows_are_positions(result)
-    return Convolution(
-        *cuda.SCALARS[inputs.x.dtype],
-        cuda.SCALARS[inputs.weight.dtype][0],
-        batch,
-        dim,
-        length,
-        inputs.width,
-        channels_last,
-        inputs.silu,
-        inputs.seq_idx is not None,
-        layout(inputs.x, channels_last),
-    )
 
 
 def rows_are_positions(result: Tensor) -> bool:
@@ -97,38 +180,6 @@ def rows_are_positions(result: Tensor) -> bool:
     So they do with sequences of one position, where both layouts are the same.
     """
     return result.stride(1) == 1
-
-
-def layout(tensor: Tensor, channels_last: bool) -> Layout:
-    """Describes where a tensor lies, whose rows are contiguous."""
-    batch, channel, position = _strides(tensor)
-    row = position if channels_last else channel
-    return Layout(batch, row, gcd(ALIGNMENT, tensor.data_ptr()))
-
-
-def steps_of(x: Tensor, conv_state: Tensor, weight: Tensor, silu: bool, circular: bool) -> Update:
-    """Describes decoding steps."""
-    batch, dim, count = x.shape
-    return Update(
-        cuda.SCALARS[x.dtype][0],
-        cuda.SCALARS[weight.dtype][0],
-        batch,
-        dim,
-        count,
-        conv_state.shape[2],
-        weight.shape[1],
-        silu,
-        circular,
-        _strides(x),
-        _strides(conv_state),
-    )
-
-
-def _strides(tensor: Tensor) -> tuple[int, int, int]:
-    """Returns the strides, with 0 for axes of one element, along which nothing is strided."""
-    axes = zip(tensor.shape, tensor.stride(), strict=True)
-    batch, channel, position = (stride if size > 1 else 0 for size, stride in axes)
-    return batch, channel, position
 
 
 def laid_out(inputs: Inputs, result: Tensor) -> Inputs:
@@ -167,18 +218,21 @@ MOST_READY = 1024
 
 
 @lru_cache(MOST_READY)
-def _ready_forward(conv: Convolution, index: int) -> Ready:
-    return _loaded(plan.forward(conv, cuda.gpu(index)), FORWARD, index)
+def _ready_forward(call: Call) -> Ready:
+    made = plan.forward(call.convolution, cuda.gpu(call.gpu))
+    return _loaded(made, FORWARD, call.gpu)
 
 
 @lru_cache(MOST_READY)
-def _ready_backward(conv: Convolution, grad: Layout, parameters: bool, index: int) -> Ready:
-    return _loaded(plan.backward(conv, grad, parameters, cuda.gpu(index)), BACKWARD, index)
+def _ready_backward(call: Call, grad: Rows, parameters: bool) -> Ready:
+    layout = grad.layout(call.channels_last)
+    made = plan.backward(call.convolution, layout, parameters, cuda.gpu(call.gpu))
+    return _loaded(made, BACKWARD, call.gpu)
 
 
 @lru_cache(MOST_READY)
-def _ready_update(steps: Update, index: int) -> Ready:
-    return _loaded(plan.update(steps), UPDATE, index)
+def _ready_update(steps: Steps) -> Ready:
+    return _loaded(plan.update(steps.update), UPDATE, steps.gpu)
 
 
 def _loaded(made: Plan, names: tuple[str, ...], index: int) -> Ready:

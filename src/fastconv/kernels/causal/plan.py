@@ -126,7 +126,7 @@ def forward(conv: Convolution, gpu: Gpu) -> Plan:
     kernel = _kernel(conv, tile, "forward", {})
     launch = Launch(
         kernel,
-        (conv.batch * tiles * ceil_div(conv.dim, tile.channels), 1, 1),
+        _grid(conv.batch * tiles * ceil_div(conv.dim, tile.channels)),
         tile.threads,
         _forward_bytes(conv, tile),
         (
@@ -156,7 +156,7 @@ def backward(conv: Convolution, grad: Layout, parameters: bool, gpu: Gpu) -> Pla
     }
     launch = Launch(
         _kernel(conv, tile, "backward", constants),
-        (across * shares, 1, 1),
+        _grid(across * shares),
         tile.threads,
         _backward_bytes(conv, tile),
         (
@@ -185,7 +185,7 @@ def update(steps: Update) -> Plan:
     strides = (part for stride in (*steps.x, *steps.state) for part in _wide(stride))
     launch = Launch(
         Kernel("causal/update.cuh", "causal_update", tuple(constants.items())),
-        (steps.batch * ceil_div(steps.dim, MOST_THREADS), 1, 1),
+        _grid(steps.batch * ceil_div(steps.dim, MOST_THREADS)),
         MOST_THREADS,
         0,
         (
@@ -205,7 +205,7 @@ def _reduce(conv: Convolution, shares: int) -> Launch:
     }
     return Launch(
         Kernel("causal/reduce.cuh", "causal_reduce", tuple(constants.items())),
-        ((conv.width + 1) * ceil_div(conv.dim, 32), 1, 1),
+        _grid((conv.width + 1) * ceil_div(conv.dim, 32)),
         threads,
         threads * conv.sum_bytes,
         ("scratch", "grad_weight", "grad_bias", conv.dim, shares),
@@ -316,9 +316,18 @@ def _wide(number: int) -> tuple[int, int]:
     return low - (1 << 32) if low >> 31 else low, number >> 32
 
 
+def _grid(blocks: int) -> tuple[int, int, int]:
+    """Returns the grid of so many blocks, which are one axis, the only one beyond 65535."""
+    if blocks >= 1 << 31:
+        raise NotImplementedError(
+            f"fastconv's causal kernels have below 2**31 blocks, but these tensors need {blocks}"
+        )
+    return blocks, 1, 1
+
+
 def _check(conv: Convolution) -> None:
     """Raises if a number is too large for kernels, which take sizes as 32-bit ints."""
-    if max(conv.dim, conv.length) >= END:
+    if max(conv.dim, conv.length, conv.batch * ceil_div(conv.length, conv.run)) >= END:
         raise NotImplementedError(
             f"fastconv's causal kernels take sizes below {END}, but got x of shape "
             f"{(conv.batch, conv.dim, conv.length)}"
