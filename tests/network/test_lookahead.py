@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -62,6 +64,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passes]:
         ("forward", devices.forward_kernels, devices._forward_on),
         ("input_grad", devices.input_grad_kernels, devices._input_grad_on),
         ("weight_grad", devices.weight_grad_kernels, devices._weight_grad_on),
+        ("transposed", devices.transposed_kernels, devices._transposed_on),
     ):
         describe = partial(OPERATORS[name].describe, OPERATORS[name].known)
         monkeypatch.setitem(kernels, "cpu", on(cuda, describe))
@@ -188,6 +191,34 @@ def test_transforms(passes: Passes) -> None:
     input, weight, _ = (tensor.detach() for tensor in _tensors())
     torch.func.grad(lambda weight: fastconv.conv2d(input, weight).sum())(weight)
     assert not passes.begun
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        fastconv.Conv1d(16, 16, 3, padding=1),
+        fastconv.ConvTranspose1d(16, 16, 4, stride=2, padding=1),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_a_first_step_keeps_no_graph(passes: Passes, layer: Any) -> None:
+    """Planning must not hold the callers' frames, with tensors in them: see ``Declined``."""
+
+    def step() -> weakref.ref[Any]:
+        def hook(*_: Any) -> None:
+            pass
+
+        torch.autograd.graph.get_gradient_edge(layer.weight).node.register_hook(hook)
+        torch.autograd.grad(layer(torch.randn(4, 16, 500)).sum(), list(layer.parameters()))
+        return weakref.ref(hook)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert step()() is None
+    finally:
+        gc.enable()
+    assert {need.plan for need in passes.needed} > {planner.weight_grad}
 
 
 @pytest.mark.parametrize("recorded", [False, True])
