@@ -104,7 +104,7 @@ def test_backward_finds_its_kernels(
     """The gradients' kernels are compiled ahead, during the forward pass or after it."""
     layout = torch.channels_last if channels_last else torch.contiguous_format
     monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path / "cache"))
-    for place, name in ((lookahead, "compile_gradients"), (hooks, "forward_prepared")):
+    for place, name in ((lookahead, "compile_gradients"), (hooks, "layer_prepared")):
         monkeypatch.setattr(place, name, compile_gradients)  # whichever host path serves the call
     ours = fastconv.Conv2d(37, 59, 3, padding=1).cuda().to(memory_format=layout)
     images = torch.randn(3, 37, 29, 31, device="cuda").to(memory_format=layout).requires_grad_()

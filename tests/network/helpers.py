@@ -11,13 +11,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastconv
+from fastconv.fused import Fused
 from fastconv.jit import cache, compile
-from fastconv.modules import FusedConv2d
 from fastconv.network import calls
 from fastconv.network.calls import Call, Times, Trial
 from fastconv.network.report import Optimization
 
 EXAMPLE = torch.randn(2, 3, 10, 10)
+SEQUENCES = torch.randn(2, 3, 10)
+
+KINDS = {
+    "Conv1d": SEQUENCES,
+    "Conv2d": EXAMPLE,
+    "ConvTranspose1d": SEQUENCES,
+    "ConvTranspose2d": EXAMPLE,
+}
+"""The layers that fastconv computes, by their names in PyTorch and in fastconv; and examples."""
+
+NORMS = {"1d": nn.BatchNorm1d, "2d": nn.BatchNorm2d}
+LAYERS = tuple(getattr(fastconv, kind) for kind in KINDS)
+
+
+def layer_of(kind: str, *args: Any, **named: Any) -> Any:
+    """A layer of PyTorch's, of any of these kinds."""
+    return getattr(nn, kind)(*args, **named)
+
+
+def norm_for(kind: str, channels: int, **named: Any) -> Any:
+    """A BatchNorm that may follow a layer."""
+    return NORMS[kind[-2:]](channels, **named)
 
 
 def times(theirs: float, ours: float, error: float = 0.0) -> Times:
@@ -126,7 +148,7 @@ def report(model: nn.Module) -> Optimization:
 
 
 def ours(model: nn.Module) -> list[str]:
-    return [name for name, one in model.named_modules() if isinstance(one, fastconv.Conv2d)]
+    return [name for name, one in model.named_modules() if isinstance(one, LAYERS)]
 
 
 def fused(model: nn.Module, *example: Any, **named: Any) -> nn.Module:
@@ -140,16 +162,19 @@ def fused(model: nn.Module, *example: Any, **named: Any) -> nn.Module:
 
 
 def activations(model: nn.Module) -> dict[str, Any]:
-    return {n: one.activation for n, one in model.named_modules() if isinstance(one, FusedConv2d)}
+    return {n: one.activation for n, one in model.named_modules() if isinstance(one, Fused)}
 
 
 class Followed(nn.Module):
     """A layer, a BatchNorm if asked for, and a function of their result."""
 
-    def __init__(self, follower: Callable[..., Tensor], norm: bool = False) -> None:
+    def __init__(
+        self, follower: Callable[..., Tensor], norm: bool = False, kind: str = "Conv2d"
+    ) -> None:
         super().__init__()
-        self.layer = nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect" if norm else "zeros")
-        self.norm = nn.BatchNorm2d(3) if norm else nn.Identity()
+        mode = "reflect" if norm and "Transpose" not in kind else "zeros"
+        self.layer = layer_of(kind, 3, 3, 3, padding=1, padding_mode=mode)
+        self.norm = norm_for(kind, 3) if norm else nn.Identity()
         self.with_norm, self.follower = norm, follower
 
     def forward(self, x: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from fastconv.jit import launch, pool
 from fastconv.jit.workers import Workers
 from fastconv.kernels import planner
 from fastconv.kernels.gpus import H200
-from fastconv.modules import FusedConv2d
 from fastconv.network import lookahead
 from fastconv.network.lookahead import compile_gradients  # conftest patches it elsewhere
 from fastconv.ops import devices, entries, hooks
@@ -52,7 +51,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passes]:
     monkeypatch.setattr(native, "conv2d", None)
     monkeypatch.setattr(native, "start_build", lambda: None)
     monkeypatch.setattr(lookahead, "compile_gradients", compile_gradients)
-    monkeypatch.setattr(cuda, "before_forward", lookahead.compile_next_layers)
+    monkeypatch.setattr(cuda, "before_layer", lookahead.compile_next_layers)
     monkeypatch.setattr(cuda, "planned", needed)
     monkeypatch.setattr(cuda, "gpu", lambda index: H200)
     monkeypatch.setattr(cuda, "_made", {})
@@ -158,7 +157,7 @@ def test_no_background_work(passes: Passes, monkeypatch: pytest.MonkeyPatch, rea
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     args = (*_tensors(), (1, 1), (0, 0, 0, 0), (1, 1), 1, None)
     result = OPERATORS["forward"].describe(OPERATORS["forward"].known, *args)
-    compile_gradients(args, result, (True, True, True), planner.EVERY)
+    compile_gradients("forward", args, result, (True, True, True), planner.EVERY)
     assert not passes.begun
 
 
@@ -195,13 +194,13 @@ def test_entries_of_the_native_host_path(monkeypatch: pytest.MonkeyPatch, record
     begun: list[Any] = []
     entry = entries.Entry((), False, 0, launches=[()])
     monkeypatch.setattr(entries, "_entry", lambda *_: entry)
-    monkeypatch.setattr(hooks, "forward_prepared", lambda *told: begun.append(told))
+    monkeypatch.setattr(hooks, "layer_prepared", lambda *told: begun.append(told))
     input, weight, bias = _tensors()
     args = (input.detach(), weight, bias, (1, 1), (0, 0, 0, 0), (1, 1), 1, "tf32")
     with torch.set_grad_enabled(recorded):
         assert entries.make_entry("forward", *args) is entry
     result = OPERATORS["forward"].describe(OPERATORS["forward"].known, *args)
-    told = [(args, result, [False, True, True], planner.of_process())]
+    told = [("forward", args, result, [False, True, True], planner.of_process())]
     assert begun == (told if recorded else [])
 
 
@@ -318,7 +317,7 @@ def test_layers_that_cannot_be_guessed(passes: Passes, other: str) -> None:
         "channels": lambda: fastconv.Conv2d(16, 8, 1),
         "copied": lambda: fastconv.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"),
         "class": lambda: Other(8, 8, 1),
-        "fused": lambda: FusedConv2d(8, 8, 1),
+        "fused": lambda: fastconv.FusedConv2d(8, 8, 1),
         "computed": lambda: nn.utils.parametrizations.spectral_norm(fastconv.Conv2d(8, 8, 1)),
     }[other]()
     before = [tensor.clone() for tensor in layer.buffers()]
