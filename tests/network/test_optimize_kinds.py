@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fastconv
-from fastconv.network import calls
+from fastconv.network import calls, fusion
 from fastconv.network.calls import Call
 from fastconv.network.fusion import _scaled
 from fastconv.problem import Epilogue
@@ -22,10 +22,12 @@ from network.helpers import (
     NORMS,
     SEQUENCES,
     Clock,
+    Followed,
     activations,
     fused,
     layer_of,
     norm_for,
+    not_fused,
     ours,
     report,
     times,
@@ -265,6 +267,22 @@ def test_the_kernels_epilogue_is_planned() -> None:
                                Epilogue("relu", residual=True))  # fmt: skip
     unbatched = Call.of(nn.ConvTranspose1d(8, 4, 3), torch.randn(8, 6))
     assert calls.is_one_kernel(unbatched, Epilogue("relu", residual=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fused_layer_that_is_wrong_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls: Any = getattr(fastconv, f"Fused{kind}")
+    fuse, forward = fusion.fuse, cls.forward
+
+    def breaking(*args: Any) -> Any:
+        found = fuse(*args)
+        monkeypatch.setattr(cls, "forward", lambda *args, **named: forward(*args, **named) * 1.01)
+        return found
+
+    monkeypatch.setattr(fusion, "fuse", breaking)
+    reason = not_fused(Followed(torch.relu, norm=True, kind=kind), KINDS[kind])
+    assert reason.startswith("layer with BatchNorm, relu gives ")
+    assert "times what rounding can do" in reason
 
 
 # --- BatchNorms -----------------------------------------------------------------------------------
