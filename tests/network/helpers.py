@@ -137,6 +137,30 @@ class ResNet(nn.Module):
         return self.head(self.drop(out.mean((2, 3))))
 
 
+class Vocoder(nn.Module):
+    """Sequences go down and up again, and become images: every kind of layer is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(3, 8, 5, stride=2, padding=2, bias=False)
+        self.norm = nn.BatchNorm1d(8)
+        self.along = nn.Conv1d(8, 8, 3, padding=2, dilation=2, groups=4)
+        self.up = nn.ConvTranspose1d(8, 4, 4, stride=2, padding=1, groups=2)
+        self.up_norm = nn.BatchNorm1d(4)
+        self.smooth = nn.ConvTranspose1d(4, 4, 3, padding=1)
+        self.look = nn.Conv2d(4, 6, 3, padding=1)
+        self.widen = nn.ConvTranspose2d(6, 4, 2, stride=2, groups=2, bias=False)
+        self.widen_norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        x = torch.relu(self.along(x) + x)
+        x = F.leaky_relu(self.up_norm(self.up(x)), 0.2)
+        x = torch.tanh(self.smooth(x) + x)
+        x = torch.relu(self.look(x.unflatten(-1, (5, -1))))
+        return torch.sigmoid(self.widen_norm(self.widen(x)))
+
+
 DISTINCT = 5  # how many distinct calls its layers have
 NAMES = [name for name, one in ResNet().named_modules() if type(one) is nn.Conv2d]
 
