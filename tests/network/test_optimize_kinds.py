@@ -234,8 +234,8 @@ def test_what_becomes_part_of_a_transposed_layer(
     assert any(call.residual for call in clock.seen) == (added and fuses)
 
 
-def test_the_kernels_epilogue_is_planned() -> None:
-    """The rule is the planner's own: what it does not take is not planned as one kernel."""
+def test_what_one_kernel_computes() -> None:
+    """A residual of a transposed layer, only if the stride is 1."""
     layer = nn.ConvTranspose2d(8, 4, 2, stride=2)
     call = Call.of(layer, torch.randn(2, 8, 6, 6))
     assert calls.is_one_kernel(call, Epilogue("relu"))
