@@ -232,17 +232,24 @@ def test_transforms(passes: Passes) -> None:
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_entries_of_the_native_host_path(monkeypatch: pytest.MonkeyPatch, recorded: bool) -> None:
+@pytest.mark.parametrize("name", ["forward", "transposed"])
+def test_entries_of_the_native_host_path(
+    monkeypatch: pytest.MonkeyPatch, name: str, recorded: bool
+) -> None:
     begun: list[Any] = []
     entry = entries.Entry((), False, 0, launches=[()])
     monkeypatch.setattr(entries, "_entry", lambda *_: entry)
     monkeypatch.setattr(hooks, "layer_prepared", lambda *told: begun.append(told))
     input, weight, bias = _tensors()
-    args = (input.detach(), weight, bias, (1, 1), (0, 0, 0, 0), (1, 1), 1, "tf32")
+    geometry = ((1, 1), (0, 0, 0, 0), (1, 1), 1, "tf32")
+    args: tuple[Any, ...] = (input.detach(), weight, bias, *geometry)
+    if name == "transposed":
+        weight = weight.transpose(0, 1)
+        args = (input.detach(), weight, bias, None, (0, 0), *geometry, "identity", 0.0)
     with torch.set_grad_enabled(recorded):
-        assert entries.make_entry("forward", *args) is entry
-    result = OPERATORS["forward"].describe(OPERATORS["forward"].known, *args)
-    told = [("forward", args, result, [False, True, True], planner.of_process())]
+        assert entries.make_entry(name, *args) is entry
+    result = OPERATORS[name].describe(OPERATORS[name].known, *args)
+    told = [(name, args, result, [False, True, True], planner.of_process())]
     assert begun == (told if recorded else [])
 
 

@@ -77,6 +77,14 @@ def test_every_kind_is_fused(vocoder: Vocoder) -> None:
         fastconv.restore(optimized)
 
 
+@pytest.mark.usefixtures("_inference")
+def test_a_fused_model_is_compiled(vocoder: Vocoder) -> None:
+    example = torch.randn(2, 3, 20)
+    optimized = fastconv.optimize(vocoder.eval(), example)
+    compiled = torch.compile(optimized, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(example), vocoder(example), rtol=1e-4, atol=1e-4)
+
+
 def test_every_kind_is_exchanged_in_training(vocoder: Vocoder, clock: Clock) -> None:
     state = copy.deepcopy(vocoder.state_dict())
     parameters = dict(vocoder.named_parameters())
