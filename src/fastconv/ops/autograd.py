@@ -83,7 +83,7 @@ class FastconvConv2d(_Function):
         input, weight, _, *ctx.geometry = inputs
         ctx.output_shape = output.shape
         _save(ctx, input, weight)
-        hooks.forward_recorded(inputs, ctx.needs_input_grad[:3])
+        hooks.layer_recorded("forward", inputs, ctx.needs_input_grad[:3])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -209,6 +209,7 @@ class FastconvConvTranspose(_Function):
         input, weight, _, _, *ctx.arguments = inputs
         ctx.geometry, ctx.output_shape = ctx.arguments[1:6], output.shape
         _save(ctx, input, weight)
+        hooks.layer_recorded("transposed", inputs, ctx.needs_input_grad[:3])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
