@@ -24,6 +24,7 @@ FLOORS = (
         "ops",
         "functional",
         "causal",
+        "fused",
         "geometry",
         "transposed",
         "modules",
