@@ -285,6 +285,20 @@ def test_other_layers_use_none_either(name: str, groups: int, device: torch.devi
     assert {f"fastconv.{one}.default" for one in (*expected, "weight_grad")} < mode.seen
 
 
+@pytest.mark.parametrize("create_graph", [False, True], ids=["", "twice differentiable"])
+def test_causal_convolutions_use_none_either(create_graph: bool, device: torch.device) -> None:
+    x = torch.randn(2, 4, 9, device=device, requires_grad=True)
+    weight = torch.randn(4, 3, device=device, requires_grad=True)
+    with _NoConvolutions() as mode:
+        output = fastconv.causal_conv1d_fn(x, weight, activation="silu")
+        torch.autograd.grad(output.sum(), (x, weight), create_graph=create_graph)
+        with torch.no_grad():
+            fastconv.causal_conv1d_update(x, torch.zeros(2, 4, 2, device=device), weight)
+    # Gradients that are differentiated again are PyTorch's elementwise operations.
+    expected = ("causal_forward", "causal_update", *(() if create_graph else ("causal_backward",)))
+    assert {f"fastconv.{one}.default" for one in expected} < mode.seen
+
+
 def test_mode_sees_convolutions_of_pytorch() -> None:
     with pytest.raises(AssertionError, match=r"aten\.convolution"), _NoConvolutions():
         F.conv2d(torch.randn(1, 1, 3, 3), torch.randn(1, 1, 2, 2))

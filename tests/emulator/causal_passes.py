@@ -38,7 +38,7 @@ def poisoned(x: Tensor, channels_last: bool) -> Tensor:
 def forward_run(case: Case, tensors: Tensors, gpu: Gpu = H200) -> tuple[Run, Tensor]:
     y = poisoned(tensors.x, case.channels_last)
     inputs = launches.laid_out(Inputs(*tensors.arguments, case.silu), y)
-    made = plan.forward(launches.Call.of(inputs, y).convolution, gpu)
+    made = plan.forward(launches.Call.of(inputs, y).planned_for, gpu)
     return Run(made, dict(zip(launches.FORWARD, (*inputs[:5], y), strict=False))), y
 
 
@@ -54,7 +54,7 @@ def backward_run(
     grad_x = poisoned(tensors.x, case.channels_last)
     inputs = launches.laid_out(Inputs(*tensors.arguments, case.silu), grad_x)
     grad = launches.as_rows(placed(grad, case), grad_x)
-    conv = launches.Call.of(inputs, grad_x).convolution
+    conv = launches.Call.of(inputs, grad_x).planned_for
     layout = launches.Rows.of(grad).layout(conv.channels_last)
     made = plan.backward(conv, layout, parameters, gpu)
     weight = tensors.weight if parameters else tensors.weight[:0]

@@ -278,7 +278,7 @@ def test_update(
     expected_state = state.clone()
     expected = fastconv.causal_conv1d_update(x, expected_state, weight, bias, "silu", seen, indices)
     y = torch.full(x.shape, torch.nan, dtype=dtype)
-    described = launches.Steps.of(x, state, weight, True, circular).update
+    described = launches.Steps.of(x, state, weight, True, circular).planned_for
     given = (x, state, weight, bias, seen, indices, y)
     Run(plan.update(described), dict(zip(launches.UPDATE, given, strict=False))).execute()
     check_close(y, expected.double(), width)

@@ -85,7 +85,8 @@ class Call(NamedTuple):
         )
 
     @property
-    def convolution(self) -> Convolution:
+    def planned_for(self) -> Convolution:
+        """The call in the planner's terms."""
         batch, dim, length = self.x.shape
         return Convolution(
             *cuda.SCALARS[self.dtype],
@@ -119,7 +120,8 @@ class Steps(NamedTuple):
         return cls(Rows.of(x), Rows.of(conv_state), *kind)
 
     @property
-    def update(self) -> Update:
+    def planned_for(self) -> Update:
+        """The steps in the planner's terms."""
         batch, dim, count = self.x.shape
         return Update(
             cuda.SCALARS[self.dtype][0],
@@ -219,20 +221,20 @@ MOST_READY = 1024
 
 @lru_cache(MOST_READY)
 def _ready_forward(call: Call) -> Ready:
-    made = plan.forward(call.convolution, cuda.gpu(call.gpu))
+    made = plan.forward(call.planned_for, cuda.gpu(call.gpu))
     return _loaded(made, FORWARD, call.gpu)
 
 
 @lru_cache(MOST_READY)
 def _ready_backward(call: Call, grad: Rows, parameters: bool) -> Ready:
     layout = grad.layout(call.channels_last)
-    made = plan.backward(call.convolution, layout, parameters, cuda.gpu(call.gpu))
+    made = plan.backward(call.planned_for, layout, parameters, cuda.gpu(call.gpu))
     return _loaded(made, BACKWARD, call.gpu)
 
 
 @lru_cache(MOST_READY)
 def _ready_update(steps: Steps) -> Ready:
-    return _loaded(plan.update(steps.update), UPDATE, steps.gpu)
+    return _loaded(plan.update(steps.planned_for), UPDATE, steps.gpu)
 
 
 def _loaded(made: Plan, names: tuple[str, ...], index: int) -> Ready:
