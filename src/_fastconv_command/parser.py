@@ -315,8 +315,10 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
         "--data", choices=DATA, help=f"the values of tensors: {_listed(DATA)} (default: {NORMAL})"
     )
     parser.add_argument(
-        "--bias", action="store_true", help="add a bias, or compute its gradient with the weight's"
-    )
+        "--bias", action="store_true",
+        help="add a bias in the forward pass, or compute its gradient with the weight's (not of "
+        "transposed convolutions, where PyTorch sums it up)",
+    )  # fmt: skip
     parser.add_argument(
         "--misaligned", nargs="*", choices=PLACED, metavar="TENSOR",
         help="place these tensors at odd addresses, as slices may be: "

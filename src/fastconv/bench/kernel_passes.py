@@ -17,6 +17,8 @@ The passes of all other layers are the kernels' passes of the same names.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from fastconv.bench.cases import Tensors
@@ -64,3 +66,15 @@ def of_layer(workload: Workload, at: Tensors) -> Tensors:
     if workload.transposed:
         return Tensors(grad_output, weight, input)
     return Tensors(input, weight, grad_output)
+
+
+def with_channels(
+    workload: Workload, batch: int, in_channels: int, out_channels: int, groups: int
+) -> Workload:
+    """The layer with other numbers of images, channels and groups, those of its problem."""
+    return replace(
+        workload,
+        input=(batch, out_channels if workload.transposed else in_channels, *workload.input[2:]),
+        weight=(out_channels, in_channels // groups, *workload.weight[2:]),
+        groups=groups,
+    )
