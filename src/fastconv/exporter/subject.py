@@ -15,11 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from fastconv import files
 from fastconv.errors import ExportError
 from fastconv.problem import Padding, Problem
 from fastconv.workloads import SUITES, Workload, WorkloadError, parse_shape
+
+LAYERS: dict[type[nn.Module], str] = {
+    layer: layer.__name__
+    for layer in (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
+}
+"""PyTorch's layers that files replace, with the names of the classes that do."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,9 @@ class Subject:
 
     ``model`` is the text of the class ``ModelNew``, and ``imports`` are the statements that it
     needs. ``example`` is an expression that constructs it, and ``input_shapes`` are the shapes of
-    the tensors that it is then called with. ``problems`` are its convolutions.
+    the tensors that it is then called with. ``layers`` are the names of the layers that it
+    constructs, of :data:`LAYERS`. ``problems`` are its convolutions: a transposed one is there as
+    the convolution whose input gradient it is, and a sequence as an image of one row.
     """
 
     title: str
@@ -37,6 +46,7 @@ class Subject:
     model: str
     example: str
     input_shapes: tuple[tuple[int, ...], ...]
+    layers: frozenset[str]
     problems: tuple[Problem, ...]
 
 
@@ -116,6 +126,7 @@ def _from_workload(workload: Workload, option: str, attribute: str | None) -> Su
         model=_model(defaults, attribute),
         example="ModelNew()",
         input_shapes=(problem.input_shape,),
+        layers=frozenset({"Conv2d"}),
         problems=(problem,),
     )  # fmt: skip
 
@@ -168,10 +179,11 @@ def _from_reference(path: Path) -> Subject:
     )
     if model is None:
         raise ExportError(f"{path} should define its class Model itself")
-    imports, rewritten = _imports(tree, model, names, path), _rewritten(text, model, names, path)
+    imports = _imports(tree, model, names, path)
     with _running(path):
         arguments = _listed(names, "get_init_inputs", path)
         problems, input_shapes = _convolutions(names, arguments, path)
+    rewritten, layers = _rewritten(text, model, names, path)
     literals = ", ".join(_literal(argument, path) for argument in arguments)
     return Subject(
         title=f"The model of {path.name}",
@@ -180,6 +192,7 @@ def _from_reference(path: Path) -> Subject:
         model=rewritten,
         example=f"ModelNew({literals})",
         input_shapes=input_shapes,
+        layers=layers,
         problems=problems,
     )
 
@@ -221,17 +234,20 @@ def _literal(argument: Any, path: Path) -> str:
     return repr(argument)
 
 
-def _rewritten(text: str, model: ast.ClassDef, names: dict[str, Any], path: Path) -> str:
-    """The text of the class, renamed ModelNew, with our convolutions."""
+def _rewritten(
+    text: str, model: ast.ClassDef, names: dict[str, Any], path: Path
+) -> tuple[str, frozenset[str]]:
+    """The text of the class, renamed ModelNew, with our convolutions, and their names."""
     changes: list[tuple[ast.expr, str]] = []
     for node in _references(model):
         value = _value(node, names)
-        if value is nn.Conv2d:
-            changes.append((node, "Conv2d"))
+        if _is_layer(value):
+            changes.append((node, LAYERS[value]))
         elif value is names["Model"]:
             changes.append((node, "ModelNew"))
-    if not any(replacement == "Conv2d" for _, replacement in changes):
-        raise ExportError(f"Model of {path} constructs no nn.Conv2d: there is nothing to replace")
+    layers = frozenset(replacement for _, replacement in changes) - {"ModelNew"}
+    if not layers:
+        raise _nothing_to_replace(path)
     lines = [line.encode() for line in text.splitlines()]
     # From the last column of a line to the first, so that earlier columns stay valid.
     for place, replacement in sorted(changes, key=lambda c: (c[0].lineno, -c[0].col_offset)):
@@ -242,7 +258,24 @@ def _rewritten(text: str, model: ast.ClassDef, names: dict[str, Any], path: Path
         )
     rewritten = [line.decode().rstrip() for line in lines[model.lineno - 1 : model.end_lineno]]
     rewritten[0] = rewritten[0].replace("class Model", "class ModelNew", 1)
-    return "\n".join(rewritten) + "\n"
+    return "\n".join(rewritten) + "\n", layers
+
+
+def _is_layer(value: Any) -> bool:
+    """Whether a value of the reference is a class that files replace."""
+    return isinstance(value, type) and value in LAYERS
+
+
+def _nothing_to_replace(path: Path) -> ExportError:
+    return ExportError(
+        f"Model of {path} constructs no {_listing('or')}: there is nothing to replace"
+    )
+
+
+def _listing(conjunction: str) -> str:
+    """The layers that files replace, for an error."""
+    *most, last = (f"nn.{name}" for name in LAYERS.values())
+    return f"{', '.join(most)} {conjunction} {last}"
 
 
 Dotted = ast.Name | ast.Attribute
@@ -297,7 +330,7 @@ def _imports(
     for node in _references(model):
         name = _root(node)
         assert name is not None
-        if name in own or name == "Model" or _value(node, names) is nn.Conv2d:
+        if name in own or name == "Model" or _is_layer(_value(node, names)):
             continue
         if name not in imported:
             if hasattr(builtins, name):
@@ -340,14 +373,13 @@ def _convolutions(
     """
     problems: dict[Problem, None] = {}
 
-    def record(module: nn.Conv2d, inputs: tuple[Tensor, ...]) -> None:
-        problems[_problem(module, tuple(inputs[0].shape), path)] = None
+    def record(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        problems[_problem(module, tuple(inputs[0].shape), tuple(output.shape), path)] = None
 
     with torch.device("meta"), torch.no_grad():
         model, inputs = names["Model"](*arguments), _listed(names, "get_inputs", path)
-        for module in model.modules():
-            if type(module) is nn.Conv2d:
-                module.register_forward_pre_hook(record)
+        for module in _layers(model, path):
+            module.register_forward_hook(record)
         if not all(isinstance(input, Tensor) for input in inputs):
             raise ExportError(f"{path}: get_inputs should return tensors and nothing else")
         model(*inputs)
@@ -356,18 +388,55 @@ def _convolutions(
     return tuple(problems), tuple(tuple(input.shape) for input in inputs)
 
 
-def _problem(module: nn.Conv2d, input_shape: tuple[int, ...], path: Path) -> Problem:
+def _layers(model: nn.Module, path: Path) -> list[nn.Module]:
+    """The model's convolutions, each of which a file replaces."""
+    layers = [module for module in model.modules() if isinstance(module, _ConvNd)]
+    for layer in layers:
+        if type(layer) not in LAYERS:
+            raise ExportError(
+                f"Model of {path} constructs {type(layer).__name__}, which an exported file cannot "
+                f"replace: supported are {_listing('and')}"
+            )
+    if not layers:
+        raise _nothing_to_replace(path)
+    return list(layers)
+
+
+def _problem(
+    module: _ConvNd, input_shape: tuple[int, ...], output_shape: tuple[int, ...], path: Path
+) -> Problem:
+    """The convolution that a layer computes, or whose input gradient it computes."""
     if module.padding_mode != "zeros" or isinstance(module.padding, str):
         raise ExportError(
             f"{path}: padding should be numbers of zeros, but got {module.padding!r} in mode "
             f"{module.padding_mode!r}"
         )
-    rows, columns = module.padding
-    return Problem.of(
-        input_shape,
-        tuple(module.weight.shape),
-        module.stride,
-        Padding(rows, rows, columns, columns),
-        module.dilation,
-        module.groups,
-    )
+    axes = len(module.kernel_size)
+    stride, dilation = _of_image(module.stride, 1), _of_image(module.dilation, 1)
+    rows, columns = _of_image(module.padding, 0)
+    shapes = [
+        (*shape[:2], *_of_image(shape[2:], 1))
+        for shape in (input_shape, output_shape, tuple(module.weight.shape))
+        if len(shape) == axes + 2
+    ]
+    if len(shapes) != 3:
+        raise ExportError(
+            f"{path}: exported layers take inputs of {axes + 2} dimensions, the first of which is "
+            f"the batch, but {type(module).__name__} got one of shape {input_shape}"
+        )
+    read, written, weight = shapes
+    sides = Padding(rows, rows, columns, columns)
+    if not module.transposed:
+        return Problem.of(read, weight, stride, sides, dilation, module.groups)
+    problem = Problem.of(written, weight, stride, sides, dilation, module.groups)
+    if problem.output_shape == read:
+        return problem
+    # The output goes beyond all that the weight reaches: files compute what it reaches.
+    without = Padding(0, 0, 0, 0)
+    return Problem.of_transposed(read, weight, (0, 0), stride, without, dilation, module.groups)
+
+
+def _of_image(sizes: tuple[int, ...], across: int) -> tuple[int, int]:
+    """A pair for images, also of a sequence, which is an image of one row."""
+    first, second = (across, *sizes)[-2:]
+    return first, second
