@@ -8,8 +8,9 @@ As :mod:`exported_file`, it needs nothing but torch:
 import sys
 
 import torch
-from exported_file import load, on_cpu, raises
 from torch import nn
+
+from exported_file import load, on_cpu, raises
 
 # A layer's class, its arguments, and the shape of its input.
 LAYERS = {
@@ -23,8 +24,8 @@ LAYERS = {
         "ConvTranspose1d", (16, 8, 4), {"stride": 2, "padding": 1}, (2, 16, 48)
     ),
     "sequence with output padding": (
-        "ConvTranspose1d", (4, 6, 3), {"stride": 3, "output_padding": 2, "groups": 2, "bias": False},
-        (2, 4, 11),
+        "ConvTranspose1d", (4, 6, 3),
+        {"stride": 3, "output_padding": 2, "groups": 2, "bias": False}, (2, 4, 11),
     ),
     "sequence beyond its weight": (
         "ConvTranspose1d", (4, 6, 3), {"padding": 1, "output_padding": 2, "dilation": 3}, (2, 4, 9)

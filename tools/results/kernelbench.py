@@ -2,9 +2,10 @@
 
 KernelBench is another project's; this repository has neither its problems nor its evaluation. Here
 are the sizes of its convolutions of one and two dimensions, transposed ones among them, a model for
-each in the form that it uses, and a measurement by its rules: float32 in PyTorch's default precision, without ``cudnn.benchmark``;
-results within 1e-4 for five seeds; the mean time of single calls between two CUDA events, with a
-cold L2 cache. ``tests/gpu/run_kernelbench.py`` runs its own evaluation, for those who have it.
+each in the form that it uses, and a measurement by its rules: float32 in PyTorch's default
+precision, without ``cudnn.benchmark``; results within 1e-4 for five seeds; the mean time of single
+calls between two CUDA events, with a cold L2 cache. ``tests/gpu/run_kernelbench.py`` runs its own
+evaluation, for those who have it.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ PROBLEMS = (
         "ConvTranspose1d",
     ),
     Problem(
-        74, "transposed, sequence, dilated", (32, 32, 131072), ("32, 64, 5, dilation=3, bias=False",),
-        "ConvTranspose1d",
+        74, "transposed, sequence, dilated", (32, 32, 131072),
+        ("32, 64, 5, dilation=3, bias=False",), "ConvTranspose1d",
     ),
     Problem(
         79, "transposed, sequence, strided, padded, dilated", (16, 32, 131072),

@@ -164,7 +164,7 @@ def _body(part: str) -> str:
     while lines[start - 1].startswith(("#", "@")):  # comments and decorators of the first statement
         start -= 1
     body = "\n".join(lines[start:]) + "\n"
-    return "\n\n" + body if isinstance(first, (ast.ClassDef, ast.FunctionDef)) else body
+    return "\n" + body if isinstance(first, (ast.ClassDef, ast.FunctionDef)) else body
 
 
 def _without(text: str, function: str) -> str:

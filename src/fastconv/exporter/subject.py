@@ -373,13 +373,16 @@ def _convolutions(
     """
     problems: dict[Problem, None] = {}
 
-    def record(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        problems[_problem(module, tuple(inputs[0].shape), tuple(output.shape), path)] = None
+    def record(module: Any, inputs: tuple[Tensor, ...], output: Tensor | None = None) -> None:
+        problems[_problem(module, inputs[0], output, path)] = None
 
     with torch.device("meta"), torch.no_grad():
         model, inputs = names["Model"](*arguments), _listed(names, "get_inputs", path)
         for module in _layers(model, path):
-            module.register_forward_hook(record)
+            if module.transposed:  # an argument of the call may determine the output's size
+                module.register_forward_hook(record)
+            else:
+                module.register_forward_pre_hook(record)
         if not all(isinstance(input, Tensor) for input in inputs):
             raise ExportError(f"{path}: get_inputs should return tensors and nothing else")
         model(*inputs)
@@ -388,7 +391,7 @@ def _convolutions(
     return tuple(problems), tuple(tuple(input.shape) for input in inputs)
 
 
-def _layers(model: nn.Module, path: Path) -> list[nn.Module]:
+def _layers(model: nn.Module, path: Path) -> list[_ConvNd]:
     """The model's convolutions, each of which a file replaces."""
     layers = [module for module in model.modules() if isinstance(module, _ConvNd)]
     for layer in layers:
@@ -399,44 +402,42 @@ def _layers(model: nn.Module, path: Path) -> list[nn.Module]:
             )
     if not layers:
         raise _nothing_to_replace(path)
-    return list(layers)
+    return layers
 
 
-def _problem(
-    module: _ConvNd, input_shape: tuple[int, ...], output_shape: tuple[int, ...], path: Path
-) -> Problem:
+def _problem(module: _ConvNd, read: Tensor, written: Tensor | None, path: Path) -> Problem:
     """The convolution that a layer computes, or whose input gradient it computes."""
     if module.padding_mode != "zeros" or isinstance(module.padding, str):
         raise ExportError(
             f"{path}: padding should be numbers of zeros, but got {module.padding!r} in mode "
             f"{module.padding_mode!r}"
         )
-    axes = len(module.kernel_size)
+    if read.dim() != module.weight.dim():
+        raise ExportError(
+            f"{path}: exported layers take inputs of {module.weight.dim()} dimensions, the first "
+            f"of which is the batch, but {type(module).__name__} got one of shape "
+            f"{tuple(read.shape)}"
+        )
+    input, weight = _image_shape(read), _image_shape(module.weight)
     stride, dilation = _of_image(module.stride, 1), _of_image(module.dilation, 1)
     rows, columns = _of_image(module.padding, 0)
-    shapes = [
-        (*shape[:2], *_of_image(shape[2:], 1))
-        for shape in (input_shape, output_shape, tuple(module.weight.shape))
-        if len(shape) == axes + 2
-    ]
-    if len(shapes) != 3:
-        raise ExportError(
-            f"{path}: exported layers take inputs of {axes + 2} dimensions, the first of which is "
-            f"the batch, but {type(module).__name__} got one of shape {input_shape}"
-        )
-    read, written, weight = shapes
     sides = Padding(rows, rows, columns, columns)
-    if not module.transposed:
-        return Problem.of(read, weight, stride, sides, dilation, module.groups)
-    problem = Problem.of(written, weight, stride, sides, dilation, module.groups)
-    if problem.output_shape == read:
+    if written is None:
+        return Problem.of(input, weight, stride, sides, dilation, module.groups)
+    problem = Problem.of(_image_shape(written), weight, stride, sides, dilation, module.groups)
+    if problem.output_shape == input:
         return problem
     # The output goes beyond all that the weight reaches: files compute what it reaches.
     without = Padding(0, 0, 0, 0)
-    return Problem.of_transposed(read, weight, (0, 0), stride, without, dilation, module.groups)
+    return Problem.of_transposed(input, weight, (0, 0), stride, without, dilation, module.groups)
+
+
+def _image_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of an image or a weight, also of a sequence's, which is an image of one row."""
+    return (*tensor.shape[:2], *_of_image(tensor.shape[2:], 1))
 
 
 def _of_image(sizes: tuple[int, ...], across: int) -> tuple[int, int]:
-    """A pair for images, also of a sequence, which is an image of one row."""
+    """A pair for images, given the number across a sequence's one row."""
     first, second = (across, *sizes)[-2:]
     return first, second
