@@ -66,6 +66,7 @@ PATCHES = Conv("patches", (1, 3, 12, 24), (40, 3, 4, 4), (4, 4))
 WIDE_PATCHES = Conv("wide patches", (1, 3, 8, 259), (40, 3, 2, 2), (2, 2))
 TALL = Conv("tall", (1, 1, 31, 44), (32, 1, 21, 5), (2, 2), (10, 10, 2, 2))
 WIDE = Conv("wide", (1, 3, 9, 260), (24, 3, 5, 7), (2, 2), (2, 1, 3, 3))
+DILATED = Conv("dilated", (2, 66, 23, 28), (24, 66, 3, 3), (5, 5), (1, 1, 1, 1), (2, 2))
 EMPTY = Conv("kernel below stride", (1, 3, 15, 18), (24, 3, 2, 1), (4, 3), (1, 0, 2, 0))
 
 CASES = [
@@ -133,6 +134,32 @@ CASES = [
     _case(Conv("padding beyond the kernel", (1, 3, 9, 10), (24, 3, 3, 4), (2, 2), (5, 4, 6, 3)),
           "float16", channels_last=True),
     _case(Conv("one pixel", (2, 3, 1, 1), (24, 3, 4, 4), (4, 4), (3, 0, 3, 0)), "tf32"),
+    # More channels than an MMA has rows, at every residue.
+    *(_case(Conv("upsampling", (2, 70, 1, 133), (24, 70, 1, 16), (1, 8), (0, 0, 4, 4)), mode)
+      for mode in ("tf32", "bfloat16")),
+    _case(Conv("upsampling by 10", (1, 72, 1, 67), (40, 72, 1, 20), (1, 10), (0, 0, 5, 5)), "ieee"),
+    _case(Conv("2x2", (1, 66, 10, 14), (24, 66, 2, 2), (2, 2)), "float16"),
+    # Dilated kernels: taps that reach all residues, some, or one; that read every position, or
+    # every second one; fewer taps than positions that they read.
+    *(_case(DILATED, mode) for mode in MODES),
+    _case(DILATED, "bfloat16", aligned=False),
+    _case(Conv("dilated, grouped", (1, 24, 17, 37), (16, 12, 3, 5), (2, 3), (1, 1, 2, 2), (2, 1),
+               groups=2), "tf32"),
+    _case(Conv("dilated, grouped", (1, 24, 17, 37), (16, 12, 3, 5), (2, 3), (1, 1, 2, 2), (2, 1),
+               groups=2), "bfloat16"),
+    _case(Conv("dilation 4, stride 3", (1, 9, 2, 101), (24, 9, 1, 3), (1, 3), (0, 0, 0, 0), (1, 4)),
+          "tf32"),
+    _case(Conv("dilation 4, stride 2", (1, 9, 2, 75), (24, 9, 1, 4), (1, 2), (0, 0, 3, 1), (1, 4)),
+          "bfloat16"),
+    _case(Conv("dilation 7, stride 2", (1, 40, 9, 41), (24, 40, 1, 3), (1, 2), (0, 0, 3, 5), (1, 7)),
+          "tf32"),
+    _case(Conv("dilation 3, stride 2", (1, 3, 19, 22), (24, 3, 4, 2), (2, 2), (3, 3, 1, 2), (3, 3)),
+          "bfloat16", channels_last=True),
+    # Depthwise upsampling: a group's only channel has rows for all of its residues.
+    *(_case(Conv("depthwise", (2, 5, 24, 31), (5, 1, 16, 16), (8, 8), (4, 4, 4, 4), groups=5), mode)
+      for mode in ("tf32", "bfloat16")),
+    _case(Conv("groups of 2", (1, 6, 15, 34), (9, 2, 6, 8), (3, 4), (1, 2, 3, 0), groups=3),
+          "float16"),
 ]  # fmt: skip
 
 RUN = some(CASES, one_in=5)
@@ -159,7 +186,10 @@ def _with_other_tiles(case: PassCase) -> list[PassCase]:
 
 
 OTHER_TILES = [_with_other_tiles(case) for case in TILES]
-INFINITE = [_case(EMPTY, "tf32"), _case(EMPTY, "bfloat16", channels_last=True)]
+INFINITE = [
+    *(_case(conv, "tf32") for conv in (EMPTY, replace(DILATED, input=(1, 66, 23, 28)))),
+    _case(EMPTY, "bfloat16", channels_last=True),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -182,7 +212,8 @@ def test_cases_cover_all_branches() -> None:
 
     both = {*product((False, True), repeat=2)}
     assert pairs("interleave") == {("residues",)}
-    for name in ("pairs", "early", "idle rows", "empty residues", "stacked", "rows", "grouped",
+    for name in ("pairs", "early", "idle rows", "empty residues", "dilated residues", "stacked",
+                 "rows", "grouped",
                  "several strips", "16 bits", "staged", "bulk_loads", "low_low_mma",
                  "compensated", "resident", "row step"):  # fmt: skip
         assert pairs(name) == {(False,), (True,)}, name

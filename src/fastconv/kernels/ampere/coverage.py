@@ -53,7 +53,8 @@ HALO = Anatomy(
     | ABSENT.keys()
     | {
         "s2d_height", "s2d_width", "weight_height", "weight_width", "last_tap_row",
-        "last_tap_column", "tap_step_height", "tap_step_width", "image_height", "image_width",
+        "last_tap_column", "tap_step_height", "tap_step_width", "tap_dilation_height",
+        "tap_dilation_width", "image_height", "image_width",
         "out_step_height", "out_step_width", "row_at", "row_begin", "row_end", "column_at",
         "column_begin", "column_end", "stacked_columns", "interleave", "d2s_height",
         "d2s_width", "warps", "register_tile_m",

@@ -72,7 +72,7 @@ def _raw_residues(c: Mapping[str, Any]) -> str:
     return "several" if slots > 1 else "some" if c["stride_width"] > 1 else "neighbours"
 
 
-RESIDUE_CHANNELS = ("pairs", "early", "idle rows", "lines", "empty residues")
+RESIDUE_CHANNELS = ("pairs", "early", "idle rows", "lines", "empty residues", "dilated residues")
 
 
 def _residue_channels(c: Mapping[str, Any]) -> dict[str, Constant]:
@@ -86,9 +86,15 @@ def _residue_channels(c: Mapping[str, Any]) -> dict[str, Constant]:
         "early": c["row_begin"] < 0 or c["column_begin"] < 0,
         "idle rows": rows % c["interleave"] > 0,
         "lines": min(rows // c["interleave"], 2),
-        "empty residues": c["weight_height"] < c["d2s_height"]
-        or c["weight_width"] < c["d2s_width"],
+        "empty residues": any(_has_empty_residues(c, side) for side in ("height", "width")),
+        "dilated residues": c["tap_dilation_height"] * c["tap_dilation_width"] > 1,
     }
+
+
+def _has_empty_residues(c: Mapping[str, Any], side: str) -> bool:
+    """Whether there are residues along an axis that no tap reaches."""
+    residues, dilation = c[f"d2s_{side}"], c[f"tap_dilation_{side}"]
+    return bool(c[f"weight_{side}"] < residues or gcd(residues, dilation) > 1)
 
 
 HALO = Anatomy(
@@ -96,7 +102,8 @@ HALO = Anatomy(
     | {
         "interleave", "d2s_height", "d2s_width", "s2d_height", "s2d_width",
         "weight_height", "weight_width", "last_tap_row",
-        "last_tap_column", "tap_step_height", "tap_step_width", "image_height", "image_width",
+        "last_tap_column", "tap_step_height", "tap_step_width", "tap_dilation_height",
+        "tap_dilation_width", "image_height", "image_width",
         "out_step_height", "out_step_width", "row_at", "row_begin", "row_end", "column_at",
         "column_begin", "column_end", "stack", "pixels", "tile_rows", "block_rows",
         "register_tile_m", "loaders", "unit_vectors", "smaller_part", "watches", "tile_columns",
@@ -125,7 +132,7 @@ HALO = Anatomy(
         "pack": (
             "Scalar", "parts", "scaled_fp16", "transposed", "space-to-depth", "stacked",
             "stacked_columns", "repairs", "grouped", "ties_to_even", "interleave",
-            "out_channels_last", "idle rows",
+            "out_channels_last", "idle rows", "dilated residues",
         ),
     },
 )  # fmt: skip

@@ -191,6 +191,8 @@ def layer_constants(layer: Layer) -> dict[str, Constant]:
         "last_tap_column": columns.last_tap,
         "tap_step_height": rows.tap_step,
         "tap_step_width": columns.tap_step,
+        "tap_dilation_height": rows.tap_dilation,
+        "tap_dilation_width": columns.tap_dilation,
         "image_height": layer.image_size[0],
         "image_width": layer.image_size[1],
         "out_step_height": rows.step,

@@ -31,10 +31,8 @@ SCALED_FP16_CHANNELS = 16  # fewest channels for scaled fp16: an MMA's K
 MOST_EXPONENTS = 2**31 // 255  # weights of a channel, whose 8-bit exponents are added in 32 bits
 LEAST_FILLED = 4  # fewest channels of the last vector of float16
 MOST_RESIDUES = 16  # residues of a strided input gradient, each with its own launches and kernels
-# Depth-to-space computes all residues as output channels of one layer. These bound the channels of
-# the image, and the layer's output channels.
-MOST_D2S_CHANNELS = 32
-MOST_D2S_OUTPUTS = 1024
+# Depth-to-space computes all residues as output channels of one layer. This bounds how many.
+MOST_D2S_OUTPUTS = 2**16
 
 AnyLayer = TypeVar("AnyLayer", bound="Layer")
 
@@ -77,13 +75,13 @@ def _depth_to_space_way(
     Kernels for which ``most_together`` is 1 store a channel's rows where they lie one after
     another, whichever axis the residues are of.
     """
-    rows, columns = (depth_to_space(problem, axis) for axis in (0, 1))
-    if most_together == 1 or rows is None or columns is None or problem.stride == (1, 1):
+    if most_together == 1 or problem.stride == (1, 1):
         return []
     outputs = layer.group_in * problem.stride[0] * problem.stride[1]
     apart = layer.operands.output_channels_last and layer.groups > 1
-    if layer.group_in > MOST_D2S_CHANNELS or outputs > MOST_D2S_OUTPUTS or apart:
+    if outputs > MOST_D2S_OUTPUTS or apart:
         return []
+    rows, columns = (depth_to_space(problem, axis) for axis in (0, 1))
     one = replace(_residue_layer(layer, rows, columns), group_out=outputs)
     return [[one]] if one.interleave <= most_together else []
 
@@ -113,9 +111,10 @@ class Placing(NamedTuple):
     Position q is written at ``step * q + at``. No tap reaches the other positions from ``step * q +
     begin`` to ``step * q + end``, which are cleared with it. A transposed layer's first tap is the
     kernel's ``last_tap``, the next is ``tap_step`` before it. With several ``outputs``, all
-    positions of a step are computed, from ``at`` on, each with the tap after that of the one
-    before: two columns in a pair of MMA rows, or any number as output channels
-    (``depth_to_space``).
+    positions of a step are computed, from ``at`` on: two columns in a pair of MMA rows, each with
+    the tap after that of the one before, or any number as output channels (``depth_to_space``).
+    Then ``last_tap`` and ``tap_step`` are distances in the dilated kernel, whose taps are
+    ``tap_dilation`` apart.
     """
 
     step: int = 1
@@ -127,6 +126,7 @@ class Placing(NamedTuple):
     outputs: int = 1  # computed for each position
     interleaved: bool = False  # whether all columns of a step are stored together
     depth_to_space: bool = False
+    tap_dilation: int = 1
 
 
 class Residue(NamedTuple):
@@ -185,40 +185,47 @@ def interleaved(residues: list[Residue]) -> Residue | None:
     return Residue(placing, first.size, taps, first.taps + last.taps, 1, padding)
 
 
-def depth_to_space(problem: Problem, axis: int) -> Residue | None:
-    """All residues of an axis as one, with several outputs for each position; None if impossible.
+def depth_to_space(problem: Problem, axis: int) -> Residue:
+    """All residues of an axis as one, with several outputs for each position.
 
     Output r of position q is that of place stride * q + r - early. Its tap k reads grad_output at
-    q + (r + padding - early - k) / stride; other taps of the step have zero weights. If steps begin
-    ``early`` by as much as padding does, taps are the fewest; if they begin with the image,
-    positions are.
+    q + (r + padding - early - dilation * k) / stride, if that is a whole number; where an output
+    reads nothing, it has a zero weight. Steps begin with the image, or so ``early`` that there are
+    fewer taps.
     """
-    size, kernel = problem.input_size[axis], problem.kernel_size[axis]
-    stride = problem.stride[axis]
+    stride, dilation = problem.stride[axis], problem.dilation[axis]
     before = (problem.padding.top, problem.padding.left)[axis]
     if stride == 1:
         return residues(problem, axis)[0]
-    if problem.dilation[axis] > 1:
-        return None
+    # Taps are the fewest if a step begins with one: without dilation, with the first.
+    taps = range(problem.kernel_size[axis] if dilation > 1 else 1)
+    choices = sorted({0, *((before - dilation * tap) % stride for tap in taps)})
+    ways = (_beginning(problem, axis, early) for early in choices)
+    return min(ways, key=lambda residue: residue.taps * residue.size)
 
-    def beginning(early: int) -> Residue:
-        at = before - early
-        first, last = -((kernel - 1 - at) // stride), (at + stride - 1) // stride
-        placing = Placing(
-            stride,
-            -early,
-            -early,
-            stride - early,
-            at - stride * first,
-            stride,
-            stride,
-            depth_to_space=True,
-        )
-        return Residue(placing, ceil_div(size + early, stride), last - first + 1, kernel, 1, -first)
 
-    return min(
-        map(beginning, (0, before % stride)), key=lambda residue: residue.taps * residue.size
+def _beginning(problem: Problem, axis: int, early: int) -> Residue:
+    """All residues of an axis as one, whose first step begins ``early`` positions too soon."""
+    size, kernel = problem.input_size[axis], problem.kernel_size[axis]
+    stride, dilation = problem.stride[axis], problem.dilation[axis]
+    at = (problem.padding.top, problem.padding.left)[axis] - early
+    # Each tap reaches one of the outputs, for which what it reads is a whole number.
+    reads = {-((dilation * tap - at) // stride) for tap in range(kernel)}
+    first, last = min(reads), max(reads)
+    apart = math.gcd(*(read - first for read in reads)) or 1
+    placing = Placing(
+        stride,
+        -early,
+        -early,
+        stride - early,
+        at - stride * first,
+        stride * apart,
+        stride,
+        depth_to_space=True,
+        tap_dilation=dilation,
     )
+    taps = (last - first) // apart + 1
+    return Residue(placing, ceil_div(size + early, stride), taps, kernel, apart, -first)
 
 
 @dataclass(frozen=True)

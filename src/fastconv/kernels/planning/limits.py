@@ -94,16 +94,18 @@ def check(
     group_channels: tuple[int, int],
     in_size: tuple[int, int],
     out_size: tuple[int, int],
+    least_group: int = LEAST_GROUP,
 ) -> None:
     """Raises Declined for what no tensor-core kernel takes.
 
-    ``group_channels`` are those of one group, of the image that is read and of the other.
+    ``group_channels`` are those of one group, of the image that is read and of the other. Each of
+    several groups has at least ``least_group``.
     """
     if operands.scalar == "double":
         raise Declined("float64")
     first, second = group_channels
-    if groups > 1 and min(first, second) < LEAST_GROUP:
-        raise Declined(f"groups of {first} to {second} channels, fewer than {LEAST_GROUP}")
+    if groups > 1 and min(first, second) < least_group:
+        raise Declined(f"groups of {first} to {second} channels, fewer than {least_group}")
     images = (first * in_size[0] * in_size[1], second * out_size[0] * out_size[1])
     if groups * max(images) >= MOST_IMAGE:
         raise Declined("images of 2^30 elements and more")

@@ -16,6 +16,7 @@ PEAK_SHARE = 0.5  # share of the CUDA cores' peak rate, on GPUs where nothing wa
 # Forward passes and input gradients with few output channels, on an H200.
 FEW_OUTPUTS_RATE = 57.0
 FEW_OUTPUTS_BYTES = 7.0
+STRIDED_OUTPUTS_BYTES = 0.8  # elements that a stride keeps apart: 64x64 taps of stride 32
 
 # Weight gradients of few channels take longer below the first of these limits, and far longer
 # below both.
@@ -38,10 +39,12 @@ def wgrad_cycles(problem: Problem, gpu: Gpu) -> float:
 
 def image_cycles(layer: Layer) -> float:
     """The cycles that one SM of an H200 takes for an image, with few output channels."""
-    outputs = layer.group_out * layer.out_size[0] * layer.out_size[1]
-    inputs = layer.group_in * layer.in_size[0] * layer.in_size[1]
+    outputs = layer.groups * layer.group_out * layer.out_size[0] * layer.out_size[1]
+    inputs = layer.groups * layer.group_in * layer.in_size[0] * layer.in_size[1]
     bytes_ = (inputs + outputs) * layer.operands.scalar_bytes
-    return max(outputs * layer.terms / FEW_OUTPUTS_RATE, bytes_ / FEW_OUTPUTS_BYTES)
+    apart = any(axis.step > 1 for axis in layer.placing)
+    rate = STRIDED_OUTPUTS_BYTES if apart else FEW_OUTPUTS_BYTES
+    return max(outputs * layer.terms / FEW_OUTPUTS_RATE, bytes_ / rate)
 
 
 def _few_channels_loss(problem: Problem) -> float:

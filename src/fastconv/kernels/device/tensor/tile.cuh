@@ -173,5 +173,10 @@ struct DepthToSpaceChannel {
   }
 };
 
+// Whether a kernel has a tap at a place of an axis, where its taps are `dilation` apart.
+__device__ __forceinline__ bool is_tap(int place, int taps, int dilation) {
+  return place >= 0 && place < taps * dilation && place % dilation == 0;
+}
+
 }  // namespace tensor
 }  // namespace fastconv

@@ -30,10 +30,13 @@ __device__ __forceinline__ Scalar tap_at(const Scalar* weight, int group, int ou
     c = to.channel;
     row = C::last_tap_row - C::tap_step_height * row + to.row;
     column = C::last_tap_column - C::tap_step_width * column + stacked_column + to.column;
-    if (kDepthToSpace && (row < 0 || row >= C::weight_height)) return Scalar{};
-    if ((kDepthToSpace || C::stacked_columns > 1) && (column < 0 || column >= C::weight_width)) {
+    if (kDepthToSpace && !is_tap(row, C::weight_height, C::tap_dilation_height)) return Scalar{};
+    if ((kDepthToSpace || C::stacked_columns > 1) &&
+        !is_tap(column, C::weight_width, C::tap_dilation_width)) {
       return Scalar{};
     }
+    row /= C::tap_dilation_height;
+    column /= C::tap_dilation_width;
   }
   return weight[k * C::weight_stride_out + c * C::weight_stride_in +
                 static_cast<long long>(row) * C::weight_stride_height +
@@ -46,7 +49,7 @@ __device__ __forceinline__ Scalar weight_at(const Scalar* weight, int group, int
   const SpaceToDepthChannel in_memory(in);
   row = row * C::s2d_height + in_memory.row;
   column = column * C::s2d_width + in_memory.column;
-  if (row >= C::weight_height || column >= C::weight_width) return Scalar{};
+  if (!C::transposed && (row >= C::weight_height || column >= C::weight_width)) return Scalar{};
   return tap_at(weight, group, out, in_memory.channel, row, column, stacked_column);
 }
 

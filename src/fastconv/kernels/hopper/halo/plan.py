@@ -110,7 +110,12 @@ def _check(layers: list[Layer], gpu: Gpu) -> None:
     channels = (layer.group_in // (layer.s2d_factors[0] * layer.s2d_factors[1]), layer.out_channels)
     operands = layer.operands
     block.check(gpu)
-    limits.check(operands, layer.groups, channels, layer.in_size, layer.image_size)
+    # Residues that are channels fill an MMA's rows, however few channels a group has, and estimates
+    # tell whether the portable kernels are faster.
+    least_group = 1 if layer.depth_to_space else limits.LEAST_GROUP
+    limits.check(operands, layer.groups, channels, layer.in_size, layer.image_size, least_group)
+    if layer.depth_to_space:
+        return
     terms = sum(layer.terms for layer in layers)
     multiplied = sum(layer.terms / layer.tensor_share * layer.mmas_per_step for layer in layers)
     if TENSOR_MADS[layer.vector_channels] * terms / multiplied < LEAST_MADS:

@@ -40,19 +40,24 @@ struct Line {
 
 // Whether some tap reaches a residue of an axis.
 __device__ __forceinline__ bool is_reached(int residue, int last_tap, int taps, int step,
-                                           int kernel) {
+                                           int kernel, int dilation) {
   bool reached = false;
   for (int tap = 0; tap < taps; ++tap) {
-    const int at = last_tap - step * tap + residue;
-    reached = reached || (at >= 0 && at < kernel);
+    reached = reached || is_tap(last_tap - step * tap + residue, kernel, dilation);
   }
   return reached;
+}
+
+// Whether taps reach all residues of an axis: `kernel` of them, `dilation` apart.
+constexpr bool all_reached(int residues, int kernel, int dilation) {
+  return kernel >= residues && gcd(residues, dilation) == 1;
 }
 
 // One of a thread's two rows of M.
 struct ResidueRow {
   static constexpr bool kAllReached =
-      C::weight_height >= C::d2s_height && C::weight_width >= C::d2s_width;
+      all_reached(C::d2s_height, C::weight_height, C::tap_dilation_height) &&
+      all_reached(C::d2s_width, C::weight_width, C::tap_dilation_width);
   int index;    // index of its line
   int element;  // index among a position's elements
   bool exists;
@@ -66,10 +71,10 @@ struct ResidueRow {
     exists = of_stack < kStackLines * C::interleave;
     if constexpr (!kAllReached) {
       const DepthToSpaceChannel to(target.outputs + of_stack);
-      reached = is_reached(to.row, C::last_tap_row, C::kernel_height, C::out_step_height,
-                           C::weight_height) &&
-                is_reached(to.column, C::last_tap_column, C::kernel_width, C::out_step_width,
-                           C::weight_width);
+      reached = is_reached(to.row, C::last_tap_row, C::kernel_height, C::tap_step_height,
+                           C::weight_height, C::tap_dilation_height) &&
+                is_reached(to.column, C::last_tap_column, C::kernel_width, C::tap_step_width,
+                           C::weight_width, C::tap_dilation_width);
     }
   }
   // An accumulator's output. Without a tap the weights are zero, but zero times infinity is NaN.
