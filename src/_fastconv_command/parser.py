@@ -31,6 +31,7 @@ from _fastconv_command.choices import (
     SHAPE_SYNTAX,
     STEP,
     SUITES,
+    WRITTEN,
 )
 from _fastconv_command.streams import BAD_INPUT
 
@@ -202,7 +203,8 @@ def _add_suites(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--model", nargs="+", action="extend", metavar="MODEL",
-        help="every convolution of these models of torchvision or timm, for example resnet50",
+        help="every 1-D, 2-D and transposed convolution of these models of torchvision or timm, "
+        f"for example resnet50, or of {', '.join(WRITTEN)}",
     )  # fmt: skip
     parser.add_argument(
         "--batch",
@@ -212,12 +214,13 @@ def _add_suites(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--image", type=_positive, metavar="SIZE",
-        help="the height and width of models' images (default: each model's own)",
+        help="the height and width of models' images, or the length of their sequences (default: "
+        "each model's own)",
     )  # fmt: skip
     parser.add_argument(
         "--divisor", type=_positive, metavar="N",
-        help="divide the heights and widths of all layers by N, which saves time and memory "
-        f"(default: {CPU_DIVISOR} for suites on a CPU, else 1)",
+        help="divide the heights, widths and lengths of all layers by N, which saves time and "
+        f"memory (default: {CPU_DIVISOR} for suites on a CPU, else 1)",
     )  # fmt: skip
 
 
@@ -260,8 +263,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     instead.add_argument(
         "--networks", nargs="*", metavar="NETWORK",
-        help="measure whole networks before and after fastconv.optimize: unet, and models of "
-        f"torchvision or timm (default: {', '.join(NETWORKS)})",
+        help=f"measure whole networks before and after fastconv.optimize: {', '.join(WRITTEN)}, "
+        f"and models of torchvision or timm (default: {', '.join(NETWORKS)})",
     )  # fmt: skip
     parser.add_argument(
         "--mode", nargs="+", choices=MODES, metavar="MODE",

@@ -16,9 +16,10 @@ from typing import Any
 
 from fastconv.problem import Pair, Problem
 from fastconv.workloads import SUITES, Workload, unique
+from fastconv.workloads import workload_of as workload_of
 
 LEAST_FLOPS = 1e4  # The smallest problems that are drawn have about this many operations.
-KNOWN = unique(workload for suite in SUITES.values() for workload in suite)
+KNOWN = unique(one for suite in SUITES.values() for one in suite if one.function == "conv2d")
 _KNOWN_SHARE = 0.1  # The share of convolutions that are drawn from KNOWN.
 _SIZES = (7, 8, 14, 16, 17, 28, 32, 33, 56, 64, 65, 112, 128, 224, 256, 512)
 _CHANNELS = (3, 4, 8, 16, 24, 32, 48, 64, 72, 96, 128, 192, 256, 320, 512, 1024, 2048)
@@ -206,17 +207,6 @@ def _with_fewer(draw: Random, problem: Problem, flops: float, elements: float) -
             raise RuntimeError("a single channel of a single image exceeds the limits")
         problem = draw.choice(changed)
     return problem
-
-
-def workload_of(problem: Problem) -> Workload:
-    """The problem as a workload, named by its shape."""
-    top, bottom, left, right = problem.padding
-    padding = (top, left) if (top, left) == (bottom, right) else problem.padding
-    made = Workload(
-        "", "", problem.input_shape, problem.weight_shape, problem.stride, tuple(padding),
-        problem.dilation, problem.groups,
-    )  # fmt: skip
-    return replace(made, name=made.shape)
 
 
 def _known(draw: Random) -> Workload:

@@ -97,6 +97,11 @@ def _named(name: str) -> Workload:
 
 
 def _from_workload(workload: Workload, option: str, attribute: str | None) -> Subject:
+    if workload.function != "conv2d":
+        raise ExportError(
+            f"only 2-D convolutions are exported by name or shape, not {workload.function}: "
+            "an exported --reference may have it"
+        )
     problem = workload.problem
     top, bottom, left, right = problem.padding
     if (top, left) != (bottom, right):
