@@ -461,15 +461,16 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--reference", type=Path, metavar="FILE",
         help="a Python file with Model, get_init_inputs and get_inputs, which is executed; its "
-        "Model is exported with every nn.Conv2d replaced",
+        "Model is exported with every 1-D, 2-D and transposed convolution replaced",
     )  # fmt: skip
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write to FILE (default: print)"
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
-        "--attribute", default="conv2d", metavar="NAME",
-        help="the attribute of ModelNew that holds its convolution (default: conv2d)",
+        "--attribute", default="", metavar="NAME",
+        help="the attribute of ModelNew that holds its convolution (default: the function's name, "
+        "for example conv2d)",
     )  # fmt: skip
     form.add_argument(
         "--bare", dest="attribute", action="store_const", const=None,

@@ -7,6 +7,7 @@ import builtins
 import keyword
 import runpy
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def choose(
             "exactly one of a workload, a shape and a reference can be exported, but got "
             + (" and ".join(given) or "none of them")
         )
-    if attribute is not None:
+    if attribute:
         _check_attribute(attribute)
     if reference is not None:
         return _from_reference(Path(reference))
@@ -97,59 +98,63 @@ def _named(name: str) -> Workload:
 
 
 def _from_workload(workload: Workload, option: str, attribute: str | None) -> Subject:
-    if workload.function != "conv2d":
+    layer = f"Conv{'Transpose' if workload.transposed else ''}{workload.axes}d"
+    before, after = workload.sides[::2], workload.sides[1::2]
+    if before != after:
+        names = "(top, bottom, left, right)" if workload.axes == 2 else "(before, after)"
         raise ExportError(
-            f"only 2-D convolutions are exported by name or shape, not {workload.function}: "
-            "an exported --reference may have it"
+            f"nn.{layer} pads both sides alike, but got padding={tuple(workload.sides)} {names}"
         )
-    problem = workload.problem
-    top, bottom, left, right = problem.padding
-    if (top, left) != (bottom, right):
-        raise ExportError(
-            f"nn.Conv2d pads both sides alike, but got padding={tuple(problem.padding)} "
-            "(top, bottom, left, right)"
-        )
-    defaults = {
-        "in_channels": problem.in_channels,
-        "out_channels": problem.out_channels,
-        "kernel_size": _short(problem.kernel_size),
-        "stride": _short(problem.stride),
-        "padding": _short((top, left)),
-        "dilation": _short(problem.dilation),
-        "groups": problem.groups,
-        "bias": False,
-    }
     if attribute is None:
         option += " --bare"
-    elif attribute != "conv2d":
+    elif attribute not in ("", workload.function):
         option += f" --attribute {attribute}"
+    if attribute == "":
+        attribute = workload.function
     return Subject(
         title=workload.name if workload.name == workload.shape else
         f"{workload.name}, {workload.about}: {workload.shape}",
         command=f"fastconv export {option}",
         imports=(),
-        model=_model(defaults, attribute),
+        model=_model(layer, _defaults(workload), attribute),
         example="ModelNew()",
-        input_shapes=(problem.input_shape,),
-        layers=frozenset({"Conv2d"}),
-        problems=(problem,),
+        input_shapes=(workload.input,),
+        layers=frozenset({layer}),
+        problems=(workload.problem,),
     )  # fmt: skip
 
 
-def _short(pair: tuple[int, int]) -> int | tuple[int, int]:
-    return pair[0] if pair[0] == pair[1] else pair
+def _defaults(workload: Workload) -> dict[str, Any]:
+    """The arguments of a workload's layer, in the order of PyTorch's."""
+    first, second = workload.weight[0], workload.weight[1] * workload.groups
+    sizes = {
+        "kernel_size": _short(workload.weight[2:]),
+        "stride": _short(workload.stride),
+        "padding": _short(workload.sides[::2]),
+    }
+    dilation = {"dilation": _short(workload.dilation)}
+    others = {"groups": workload.groups, "bias": False}
+    if not workload.transposed:
+        return {"in_channels": second, "out_channels": first, **sizes, **dilation, **others}
+    sizes["output_padding"] = _short(workload.output_padding)
+    return {"in_channels": first, "out_channels": second, **sizes, **others, **dilation}
 
 
-def _model(defaults: dict[str, Any], attribute: str | None) -> str:
+def _short(sizes: tuple[int, ...]) -> int | tuple[int, ...]:
+    return sizes[0] if len(set(sizes)) == 1 else sizes
+
+
+def _model(layer: str, defaults: dict[str, Any], attribute: str | None) -> str:
     parameters = "".join(f"        {name}={value!r},\n" for name, value in defaults.items())
-    names = ", ".join(defaults)
+    indent = " " * 12
+    names = textwrap.fill(", ".join(defaults), 100, initial_indent=indent, subsequent_indent=indent)
     if attribute is None:
         return (
-            "class ModelNew(Conv2d):\n"
+            f"class ModelNew({layer}):\n"
             '    """The convolution itself, by default the one that this file is tuned for."""\n'
             "\n"
             f"    def __init__(\n        self,\n{parameters}    ):\n"
-            f"        super().__init__(\n            {names}\n        )\n"
+            f"        super().__init__(\n{names}\n        )\n"
         )
     return (
         "class ModelNew(nn.Module):\n"
@@ -157,7 +162,7 @@ def _model(defaults: dict[str, Any], attribute: str | None) -> str:
         "\n"
         f"    def __init__(\n        self,\n{parameters}    ):\n"
         "        super().__init__()\n"
-        f"        self.{attribute} = Conv2d(\n            {names}\n        )\n"
+        f"        self.{attribute} = {layer}(\n{names}\n        )\n"
         "\n"
         "    def forward(self, x):\n"
         f"        return self.{attribute}(x)\n"
