@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from itertools import cycle
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import exported_file
 import exported_layers as layer_checks
@@ -16,8 +18,10 @@ import fastconv
 import nvrtc as other_nvrtc
 from exported_launches import compare, compile_by_nvrtc, emulate, kernels_of
 from exports import REFERENCE, all_layers, exported, exported_layers
+from fastconv import cli
 from fastconv.exporter import ExportError, plans
 from fastconv.problem import Padding, Problem
+from fastconv.workloads import parse_shape
 
 # Layers that are small enough to emulate, as Python, with the shape of their input.
 SMALL = {
@@ -118,6 +122,65 @@ def test_sequences_of_portable_kernels_have_plans_of_the_package() -> None:
     assert len(found) == 9
 
 
+# --- A shape or a workload ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (
+            "2x6x31 9x2x3 stride=2 padding=1 dilation=2 groups=3",
+            nn.Conv1d(6, 9, 3, 2, 1, 2, 3, bias=False),
+        ),
+        (
+            "2x4x10 4x6x3 transposed stride=2 padding=1 output_padding=1",
+            nn.ConvTranspose1d(4, 6, 3, 2, 1, 1, bias=False),
+        ),
+        (
+            "2x4x7x8 4x3x3x5 transposed stride=2,3 padding=1,2 output_padding=0,2 groups=2",
+            nn.ConvTranspose2d(4, 6, (3, 5), (2, 3), (1, 2), (0, 2), 2, bias=False),
+        ),
+    ],
+    ids=["conv1d", "conv_transpose1d", "conv_transpose2d"],
+)
+def test_shapes(
+    tmp_path: Path, shape: str, expected: nn.Module, request: pytest.FixtureRequest
+) -> None:
+    path, name = tmp_path / "model.py", request.node.callspec.id
+    text = fastconv.export(shape=shape, output=path)
+    assert f'fastconv export --shape "{shape}"\n' in text
+    module = exported_file.load(path)
+    ran = exported_file.on_cpu(module, "sm_90a")
+    model = module.ModelNew()
+    model.load_state_dict({f"{name}.weight": expected.weight})
+    workload = parse_shape(shape)
+    x = torch.randn(workload.input)
+    torch.testing.assert_close(model(x), expected(x))
+    assert f"self_check(ModelNew(), {workload.input})" in text
+    ((which, plan),) = ran
+    key = ("sm_90a", which, module.EXPORTED, "float", module.float32_precision())
+    assert plan == module.TUNED[key](lambda blocks: blocks)
+    # The arguments have PyTorch's names, in PyTorch's order.
+    theirs = [*inspect.signature(type(expected)).parameters]
+    ours = [*inspect.signature(module.ModelNew).parameters]
+    assert ours == theirs[: len(ours)]
+
+
+def test_attributes(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = "2x4x10 4x6x3 transposed"
+    assert cli.main(["export", "--shape", shape, "--attribute", "up"]) == 0
+    printed = capsys.readouterr().out
+    assert "self.up = ConvTranspose1d(" in printed
+    assert f'--shape "{shape}" --attribute up' in printed
+    assert cli.main(["export", "--shape", shape, "--bare"]) == 0
+    assert "class ModelNew(ConvTranspose1d):" in capsys.readouterr().out
+
+
+def test_padding_of_each_side_is_refused() -> None:
+    with pytest.raises(ExportError, match=re.escape("nn.Conv1d pads both sides alike, but got")):
+        fastconv.export(shape="2x4x10 6x4x3 padding=2,0")
+
+
 # --- Results, whose kernels run in the emulator ---------------------------------------------------
 
 
@@ -148,7 +211,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
 @pytest.mark.parametrize(
     ("name", "dtype", "channels_last"),
-    zip(layer_checks.LAYERS, cycle(TOLERANCE), cycle([False, True]), strict=False),
+    list(zip(layer_checks.LAYERS, cycle(TOLERANCE), cycle([False, True]), strict=False)),
 )
 def test_portable_results(name: str, dtype: torch.dtype, channels_last: bool) -> None:
     module = exported_file.load(all_layers())
