@@ -39,7 +39,7 @@
 // tap; or only one column has taps at all, and the other is zero. Both columns are stored as one
 // row (`interleave`).
 //
-// Input gradients with a stride and few channels: the residues of both axes become output channels
+// Input gradients with a stride: the residues of both axes may become output channels
 // (`d2s_*`) of a convolution of stride 1, with zero weights where a residue has no tap. The
 // first step of the stride may begin before the image does. The residues of a position that are
 // neighbours in memory are stored together.

@@ -49,7 +49,7 @@ __device__ __forceinline__ bool is_reached(int residue, int last_tap, int taps, 
 }
 
 // Whether taps reach all residues of an axis: `kernel` of them, `dilation` apart.
-constexpr bool all_reached(int residues, int kernel, int dilation) {
+__host__ __device__ constexpr bool all_reached(int residues, int kernel, int dilation) {
   return kernel >= residues && gcd(residues, dilation) == 1;
 }
 
