@@ -20,6 +20,7 @@ from _fastconv_command.choices import (
     FORMAT_TRIPLES,
     FORMATS,
     GPUS,
+    IMAGES_SYNTAX,
     MODES,
     MOST_JOBS,
     NETWORKS,
@@ -315,8 +316,10 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
         "--data", choices=DATA, help=f"the values of tensors: {_listed(DATA)} (default: {NORMAL})"
     )
     parser.add_argument(
-        "--bias", action="store_true", help="add a bias, or compute its gradient with the weight's"
-    )
+        "--bias", action="store_true",
+        help="add a bias in the forward pass, or compute its gradient with the weight's (not of "
+        "transposed convolutions, where PyTorch sums it up)",
+    )  # fmt: skip
     parser.add_argument(
         "--misaligned", nargs="*", choices=PLACED, metavar="TENSOR",
         help="place these tensors at odd addresses, as slices may be: "
@@ -457,7 +460,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--workload", metavar="NAME", help="a workload of the suites, for example dilated5x9"
     )
-    what.add_argument("--shape", metavar="SHAPE", help=f"a convolution, {SHAPE_SYNTAX}")
+    what.add_argument("--shape", metavar="SHAPE", help=f"a 2-D convolution, {IMAGES_SYNTAX}")
     what.add_argument(
         "--reference", type=Path, metavar="FILE",
         help="a Python file with Model, get_init_inputs and get_inputs, which is executed; its "

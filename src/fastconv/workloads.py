@@ -158,13 +158,21 @@ def _as_images(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape if len(shape) == 4 else (*shape[:2], 1, *shape[2:])
 
 
-def workload_of(problem: Problem) -> Workload:
-    """The 2-D convolution of a problem as a workload, named by its shape."""
-    top, bottom, left, right = problem.padding
-    padding = (top, left) if (top, left) == (bottom, right) else problem.padding
+def workload_of(problem: Problem, axes: int = 2, transposed: bool = False) -> Workload:
+    """The layer whose problem this is, named by its shape; by default a 2-D convolution.
+
+    With one axis, the problem should have images and kernels of one row.
+    """
+    sides = tuple(problem.padding[-2 * axes :])
+    before, after = sides[::2], sides[1::2]
+    beyond = zip(problem.padded_size, problem.kernel_extent, problem.stride, strict=True)
+    more = tuple((padded - extent) % step for padded, extent, step in beyond)
+    batch, channels, *size = problem.output_shape if transposed else problem.input_shape
     made = Workload(
-        "", "", problem.input_shape, problem.weight_shape, problem.stride, tuple(padding),
-        problem.dilation, problem.groups,
+        "", "", (batch, channels, *size[-axes:]),
+        (*problem.weight_shape[:2], *problem.weight_shape[-axes:]), problem.stride[-axes:],
+        before if before == after else sides, problem.dilation[-axes:], problem.groups,
+        transposed=transposed, output_padding=more[-axes:] if transposed else (),
     )  # fmt: skip
     return replace(made, name=made.shape)
 

@@ -181,6 +181,9 @@ def test_sections_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         with section.planned():
             expected = "ampere:sm_80" if name == "layers-ampere" else "all"
             assert str(planner.current()) == expected
+    titles = {section.title: section for _, section in order}
+    some = titles["Transposed layers, bfloat16 NHWC"].cases(torch.device("cuda"))
+    assert {case.workload.name for case in some} == {"unet_up2", "dcgan_up4"}
     founding, step = order[0][1].cases(torch.device("cuda")), order[0][1].passes[-1]
     assert (len(founding), step) == (3 * 2 * 4, "step")
 

@@ -4,18 +4,20 @@ Kernels compute 2-D convolutions and their gradients: a layer's *problem*
 (:attr:`fastconv.workloads.Workload.problem`). The problem of a 1-D layer convolves images of one
 row. That of a transposed layer is the convolution whose input gradient the layer is:
 
-============= ================================= ===============================
-layer's pass  kernels' pass, transposed layers  what it reads, in the layer's terms
-============= ================================= ===============================
-forward       input_grad, with a bias           input, weight
-input_grad    forward                           output's gradient, weight
-weight_grad   weight_grad                       both, with their roles exchanged
-============= ================================= ===============================
+============== ======================== =======================================================
+layer's pass   its problem's pass       what it reads, by the layer's names
+============== ======================== =======================================================
+forward        input_grad, with a bias  ``input`` as the output's gradient, ``weight``
+input_grad     forward                  ``grad_output`` as the input, ``weight``
+weight_grad    weight_grad              ``input`` and ``grad_output``, with their roles exchanged
+============== ======================== =======================================================
 
-The passes of all other layers are the kernels' passes of the same names.
+The passes of all other layers are the passes of their problems of the same names.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -64,3 +66,15 @@ def of_layer(workload: Workload, at: Tensors) -> Tensors:
     if workload.transposed:
         return Tensors(grad_output, weight, input)
     return Tensors(input, weight, grad_output)
+
+
+def with_channels(
+    workload: Workload, batch: int, in_channels: int, out_channels: int, groups: int
+) -> Workload:
+    """The layer with other numbers of images, channels and groups, those of its problem."""
+    return replace(
+        workload,
+        input=(batch, out_channels if workload.transposed else in_channels, *workload.input[2:]),
+        weight=(out_channels, in_channels // groups, *workload.weight[2:]),
+        groups=groups,
+    )

@@ -113,6 +113,50 @@ def practical(draw: Random, most_flops: float, most_elements: float = math.inf) 
             return workload_of(_with_fewer(draw, made.problem, most_flops, most_elements))
 
 
+def sequence(draw: Random, most_flops: float, most_elements: float = math.inf) -> Workload:
+    """Draws a convolution of sequences: long ones, causal ones, with strides or with many taps.
+
+    To stay within the limits, half of them get fewer sequences and channels and keep their length.
+    """
+    while True:
+        is_known = draw.random() < _KNOWN_SHARE
+        drawn = draw.choice(SUITES["sequence"]) if is_known else _drawn_sequence(draw)
+        smaller = draw.choice((_with_fewer, _shrunk))
+        with suppress(RuntimeError):  # The kernel exceeds the sequence, or the problem its limits.
+            return workload_of(smaller(draw, drawn.problem, most_flops, most_elements), axes=1)
+
+
+def _drawn_sequence(draw: Random) -> Workload:
+    taps = draw.choice((1, 2, 3, 3, 4, 4, 5, 7, 11, _small(draw, 32), _small(draw, 160)))
+    stride = draw.choice((1, 1, 1, 2, 2, taps, (taps + 1) // 2, _small(draw, 12)))
+    dilation = draw.choice((1, 1, 1, 1, _small(draw, 12), 2 ** draw.randrange(8)))
+    ins, outs, groups = draw.choice((_practical_channels, _channels, _narrow_channels))(draw)
+    length = draw.choice((_small(draw, 200), _small(draw, 40_000), 2 ** draw.randint(5, 17)))
+    extent = dilation * (taps - 1)
+    padding = draw.choice(
+        ((0,), (extent // 2,), (extent // 2,), (extent, 0), (extent,),
+         (draw.randint(0, extent + 2), draw.randint(0, extent + 2)))
+    )  # fmt: skip
+    batch = draw.choice((1, 2, _small(draw, 64)))
+    return Workload(
+        "", "", (batch, ins, length), (outs, ins // groups, taps), (stride,), padding, (dilation,),
+        groups,
+    )  # fmt: skip
+
+
+def transposed(draw: Random, most_flops: float, most_elements: float = math.inf) -> Workload:
+    """Draws a transposed convolution along one axis or two, often with a stride.
+
+    Every convolution is the problem of one, whose output padding follows from its sizes.
+    """
+    kind = draw.choice((workload, practical, narrow, sequence, sequence))
+    has_stride = draw.random() < 0.7
+    while True:
+        drawn = kind(draw, most_flops, most_elements)
+        if not has_stride or max(drawn.stride) > 1:
+            return workload_of(drawn.problem, drawn.axes, transposed=True)
+
+
 def far(draw: Random, most_flops: float, most_elements: float = math.inf) -> Workload:
     """Draws a layer whose taps are so far apart that few of them meet the image.
 
