@@ -20,7 +20,6 @@ from _fastconv_command.choices import (
     FORMAT_TRIPLES,
     FORMATS,
     GPUS,
-    IMAGES_SYNTAX,
     MODES,
     MOST_JOBS,
     NETWORKS,
@@ -460,7 +459,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--workload", metavar="NAME", help="a workload of the suites, for example dilated5x9"
     )
-    what.add_argument("--shape", metavar="SHAPE", help=f"a 2-D convolution, {IMAGES_SYNTAX}")
+    what.add_argument("--shape", metavar="SHAPE", help=f"a convolution, {SHAPE_SYNTAX}")
     what.add_argument(
         "--reference", type=Path, metavar="FILE",
         help="a Python file with Model, get_init_inputs and get_inputs, which is executed; its "
