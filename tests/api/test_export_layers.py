@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shutil
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import exported_file
 import exported_layers as layer_checks
 import fastconv
 import nvrtc as other_nvrtc
-from exported_launches import compare, compile_by_nvrtc, emulate, kernels_of
+from exported_launches import compare, compile_by_nvcc, compile_by_nvrtc, emulate, kernels_of
 from exports import REFERENCE, all_layers, exported, exported_layers
 from fastconv import cli
 from fastconv.exporter import ExportError, plans
@@ -261,6 +262,13 @@ def test_device_code_compiles_for_volta_with_cuda_11(name: str) -> None:
     code = module.device_code(kernels_of(module, "", "float", "ieee"))
     options = ["-std=c++17", "--gpu-architecture=sm_70"]
     assert other_nvrtc.Nvrtc(path).compile(code, {}, options)[0]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+def test_nvcc_compiles_device_and_host_code(tmp_path: Path) -> None:
+    module = exported_file.load(exported_layers(*SMALL["transposed sequence"]))
+    kernels = kernels_of(module, "sm_90a", "float", "tf32")
+    compile_by_nvcc(module, kernels, ["compute_90a,code=sm_90a"], tmp_path)
 
 
 # --- What cannot be exported ----------------------------------------------------------------------
