@@ -266,7 +266,7 @@ def test_device_code_compiles_for_volta_with_cuda_11(name: str) -> None:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 def test_nvcc_compiles_device_and_host_code(tmp_path: Path) -> None:
-    module = exported_file.load(exported_layers(*SMALL["transposed sequence"]))
+    module = exported_file.load(exported_layers(*SMALL["transposed"]))
     kernels = kernels_of(module, "sm_90a", "float", "tf32")
     compile_by_nvcc(module, kernels, ["compute_90a,code=sm_90a"], tmp_path)
 
