@@ -134,8 +134,6 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--workload", "nothing"], "no workload 'nothing'"),
         (["--shape", "1x2x3"], "malformed shape"),
         (["--shape", "1x4x8x8 4x4x3x3 padding=1,0,1,0"], "nn.Conv2d pads both sides alike"),
-        (["--shape", "1x4x8 4x4x3"], "only 2-D convolutions are exported by name or shape"),
-        (["--workload", "kb57"], "by name or shape, not conv_transpose2d"),
         (["--workload", "asym5x9", "--attribute", "2d"], "attribute should be a name"),
         *(
             (["--workload", "asym5x9", "--attribute", name], f"attribute should not be {name!r}")

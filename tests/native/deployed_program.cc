@@ -1,15 +1,25 @@
-// A program without Python, for tests of libfastconv.so:
-//   program run PACKAGE DEVICE INPUT OUTPUT N C H W    calls a package with one input and one
-//   output program read BUNDLE...                             reads bundles, and prints an error
-//   for each program call                                       calls an operator with tensors of
-//   cuda:0
-// INPUT and OUTPUT are files of contiguous float32 numbers.
+// A program without Python, for tests of libfastconv.so.
+//
+//   program run PACKAGE DEVICE INPUT OUTPUT N C H W
+// calls a package of AOTInductor that has one input and one output; INPUT and OUTPUT are files of
+// contiguous float32 numbers.
+//
+//   program trace FILE DEVICE INPUT OUTPUT N C H W
+// does the same with a file of torch.jit.trace.
+//
+//   program read BUNDLE...
+// reads bundles, and prints an error for each.
+//
+//   program call
+// calls an operator with tensors of cuda:0.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/from_blob.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/csrc/jit/serialization/import.h>
 
 #include <exception>
 #include <fstream>
+#include <functional>
 #include <iostream>
 #include <iterator>
 #include <string>
@@ -22,15 +32,32 @@ std::string contents(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-int run(const std::vector<std::string>& arguments) {
+using Model = std::function<at::Tensor(const at::Tensor&)>;
+
+Model packaged(const std::string& path) {
+  auto package = std::make_shared<torch::inductor::AOTIModelPackageLoader>(path);
+  return [package](const at::Tensor& input) {
+    const std::vector<at::Tensor> inputs{input};
+    return package->run(inputs).at(0);
+  };
+}
+
+Model traced(const std::string& path) {
+  torch::jit::Module module = torch::jit::load(path);
+  return [module](const at::Tensor& input) mutable {
+    const c10::InferenceMode guard;
+    return module.forward({input}).toTensor();
+  };
+}
+
+int run(const Model& model, const std::vector<std::string>& arguments) {
   std::vector<int64_t> shape;
   for (size_t i = 4; i < 8; ++i) shape.push_back(std::stoll(arguments.at(i)));
   std::string bytes = contents(arguments[2]);
   const at::Tensor input = at::from_blob(bytes.data(), shape, at::kFloat);
-  torch::inductor::AOTIModelPackageLoader package(arguments[0]);
-  const std::vector<at::Tensor> inputs{input.to(at::Device(arguments[1]))};
+  const at::Tensor there = input.to(at::Device(arguments[1]));
   at::Tensor output;
-  for (int repeat = 0; repeat < 2; ++repeat) output = package.run(inputs).at(0);
+  for (int repeat = 0; repeat < 2; ++repeat) output = model(there);
   output = output.to(at::kCPU, at::kFloat).contiguous();
   std::ofstream(arguments[3], std::ios::binary)
       .write(static_cast<const char*>(output.data_ptr()), std::streamsize(output.nbytes()));
@@ -86,7 +113,8 @@ int main(int count, char** arguments) {
   const std::string what = count > 1 ? arguments[1] : "";
   const std::vector<std::string> rest(arguments + std::min(count, 2), arguments + count);
   try {
-    if (what == "run") return run(rest);
+    if (what == "run") return run(packaged(rest.at(0)), rest);
+    if (what == "trace") return run(traced(rest.at(0)), rest);
     if (what == "read") return read(rest);
     if (what == "call") return call();
   } catch (const c10::Error& error) {

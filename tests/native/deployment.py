@@ -105,13 +105,18 @@ class Model(nn.Module):
         return self.last(fused)
 
 
-def run_package(deployed: Deployed, package: Path, images: Tensor, **environment: str) -> Tensor:
-    """What a package returns for some images in the program, without its shape."""
-    given, taken = package.with_name("input"), package.with_name("output")
+def run_model(
+    deployed: Deployed, kind: str, model: Path, images: Tensor, **environment: str
+) -> Tensor:
+    """What a model returns for some images in the program, without its shape.
+
+    ``kind`` is "run" for a package of AOTInductor, "trace" for a file of ``torch.jit.trace``.
+    """
+    given, taken = model.with_name("input"), model.with_name("output")
     stored = images.cpu().contiguous()
     given.write_bytes(ctypes.string_at(stored.data_ptr(), stored.nbytes))
     where = images.device.type
-    ended = deployed.run("run", package, where, given, taken, *images.shape, **environment)
+    ended = deployed.run(kind, model, where, given, taken, *images.shape, **environment)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "no Python\n"
     return torch.frombuffer(bytearray(taken.read_bytes()), dtype=torch.float32)

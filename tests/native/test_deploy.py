@@ -21,7 +21,7 @@ from native.deployment import (
     record,
     recording,
     run,
-    run_package,
+    run_model,
     run_script,
 )
 
@@ -57,7 +57,16 @@ class TestPackage:
         images = torch.randn(batch, 3, 17, 16)
         with torch.no_grad():
             expected = model(images)
-        output = run_package(deployed, package, images).view_as(expected)
+        output = run_model(deployed, "run", package, images).view_as(expected)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+    def test_a_trace_in_a_program(self, deployed: Deployed, model: Model, tmp_path: Path) -> None:
+        images = torch.randn(2, 3, 17, 16)
+        with torch.no_grad():
+            expected = model(images)
+            torch.jit.trace(model, images).save(tmp_path / "model.pt")
+        output = run_model(deployed, "trace", tmp_path / "model.pt", images).view_as(expected)
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
 
     def test_in_python_which_records_its_forms(self, package: Path, model: Model) -> None:
