@@ -23,6 +23,7 @@ FLOORS = (
         "backends",
         "ops",
         "functional",
+        "fused",
         "geometry",
         "transposed",
         "modules",

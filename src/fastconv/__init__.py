@@ -13,8 +13,9 @@ from fastconv.errors import (
 )
 from fastconv.exporter import bundle, export
 from fastconv.functional import conv1d, conv2d
+from fastconv.fused import FusedConv1d, FusedConv2d, FusedConvTranspose1d, FusedConvTranspose2d
 from fastconv.geometry import Activation, LayerPadding, PaddingLike
-from fastconv.modules import Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, FusedConv2d
+from fastconv.modules import Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d
 from fastconv.network import lookahead
 from fastconv.network.conversion import Conversion, convert, restore
 from fastconv.network.optimization import optimize
@@ -38,7 +39,10 @@ __all__ = [
     "Conversion",
     "ExportError",
     "FastconvError",
+    "FusedConv1d",
     "FusedConv2d",
+    "FusedConvTranspose1d",
+    "FusedConvTranspose2d",
     "GpuUnavailable",
     "LaunchError",
     "LayerPadding",

@@ -145,11 +145,12 @@ def test_pytorchs_layers_have_one_name_by_which_none_is_made() -> None:
     assert not any("__base__" in text for text in sources.values())
     users = {name for name, text in sources.items() if re.search(r"\bCOUNTERPARTS\b", text)}
     assert users == {"modules", "conversion", "exchange"}
-    users = {name for name, text in sources.items() if re.search(r"\bPYTORCHS\b", text)}
-    assert users == {"modules", "calls", "inspection", "tracing"}
-    # Nothing of the layer is used but its name: it is neither called nor asked for a method.
-    used = re.compile(r"\bPYTORCHS(\(|\.(?!__name__\b))")
+    users = {name for name, text in sources.items() if re.search(r"kind\S*\.pytorchs\b", text)}
+    assert users == {"exchange", "calls", "inspection"}
+    # Nothing of these classes is used but the name: none is called or asked for a method.
+    used = re.compile(r"kind\S*\.pytorchs(\(|\.(?!__name__\b))")
     assert not any(used.search(text) for text in sources.values())
+    assert used.search("known_kind(layer).pytorchs(3, 3, 1)")
 
 
 @pytest.mark.parametrize(

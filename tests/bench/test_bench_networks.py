@@ -483,7 +483,7 @@ def test_the_unet_is_measured(
     assert [row["optimized"]["fused"] for row in rows] == [False, True]
     for row in rows:
         assert row["images"] == "2x3x32x32"
-        assert row["optimized"]["layers"] == row["optimized"]["exchanged"] == 19
+        assert row["optimized"]["layers"] == row["optimized"]["exchanged"] == 23
     (row,) = measured(capsys, "unet", "--image", "20", "--mode", "training", "--dtype", "float32",
                       status=1)  # fmt: skip
     assert row["error"].startswith("RuntimeError: Sizes of tensors must match")

@@ -114,6 +114,7 @@ def test_other_format_is_converted_once() -> None:
 HOST = ["bench", "--host", "--device", "cpu", "--row-seconds", "0"]
 HOST_ROWS = [
     "small_forward", "small_forward_recorded", "small_backward", "small_input_grad",
+    "small_conv1d", "small_conv1d_recorded", "small_transposed", "small_transposed_recorded",
     "small_operator", "layers20_step", "layers20_compiled_step", "layers20_compiled_inference",
     "resnet50_step", "resnet50_inference",
 ]  # fmt: skip
@@ -159,7 +160,7 @@ def test_host_times_of_every_row(
             assert timed["samples"] == timing.LEAST_SAMPLES
     captured = capsys.readouterr()
     assert "small_backward" in captured.out
-    assert "[10/10" in captured.err
+    assert "[14/14" in captured.err
 
 
 @pytest.mark.usefixtures("_one_thread")
@@ -173,8 +174,8 @@ def test_networks_are_skipped_without_torchvision(
     rows = json.loads(captured.out)["rows"]
     skipped = {row["name"]: row["skipped"] for row in rows if row["skipped"]}
     assert skipped == {
-        **dict.fromkeys(HOST_ROWS[6:8], "networks are compiled on GPUs alone"),
-        **dict.fromkeys(HOST_ROWS[8:], "torchvision is not installed: pip install torchvision"),
+        **dict.fromkeys(HOST_ROWS[10:12], "networks are compiled on GPUs alone"),
+        **dict.fromkeys(HOST_ROWS[12:], "torchvision is not installed: pip install torchvision"),
     }
 
 

@@ -76,6 +76,11 @@ def layers(images: Tensor) -> None:
 
 
 def sequences(audio: Tensor, images: Tensor) -> None:
+    assert_type(fastconv.FusedConv1d(3, 3, 1).forward(audio, audio), Tensor)
+    assert_type(fastconv.FusedConvTranspose1d(3, 3, 1).forward(audio, residual=audio), Tensor)
+    wider = fastconv.FusedConvTranspose2d(3, 3, 2, stride=2)
+    wider.activation = "relu"
+    assert_type(wider.forward(images, [9, 9]), Tensor)
     layer = fastconv.Conv1d(3, 8, 4, padding=((3, 0),), precision="tf32")
     assert_type(layer.forward(audio), Tensor)
     up = fastconv.ConvTranspose1d(8, 3, 4, 2, padding=((1, 0),), output_padding=1)

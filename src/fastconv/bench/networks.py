@@ -30,6 +30,7 @@ from fastconv.bench.console import MissingExtra
 from fastconv.bench.network_results import COMPILE_MODES, CompiledPair, NetworkRow, Optimized
 from fastconv.bench.row_timing import Timing, extra_mib, first_call_ms
 from fastconv.network.dry_run import tensors_of
+from fastconv.network.exchange import kind_of
 from fastconv.network.report import Optimization
 from fastconv.timing import Effort
 
@@ -296,7 +297,7 @@ def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
 def _summary(network: nn.Module, report: Optimization) -> Optimized:
     timed = [(layer, layer.times) for layer in report.layers if layer.times is not None]
     return Optimized(
-        layers=sum(isinstance(module, nn.Conv2d) for module in network.modules()),
+        layers=sum(kind_of(module) is not None for module in network.modules()),
         exchanged=len(report.exchanged),
         folded=report.folded,
         fused=report.fused,
