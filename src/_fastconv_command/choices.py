@@ -20,11 +20,8 @@ FORMATS = ("nchw", "nhwc")
 FORMAT_TRIPLES = tuple("/".join(names) for names in product(FORMATS, repeat=3))
 """Every choice of a memory format for input, weight and output gradient: "nhwc/nchw/nchw"."""
 
-IMAGES_SYNTAX = (
-    '"NxCxHxW OxIxKHxKW [stride=S|SH,SW] [padding=P|PH,PW|T,B,L,R] [dilation=D|DH,DW] [groups=G]"'
-)
 SHAPE_SYNTAX = (
-    f"{IMAGES_SYNTAX}; "
+    '"NxCxHxW OxIxKHxKW [stride=S|SH,SW] [padding=P|PH,PW|T,B,L,R] [dilation=D|DH,DW] [groups=G]"; '
     'of sequences "NxCxW OxIxKW", with [padding=P|L,R]; of a transposed convolution '
     '"NxCxHxW IxOxKHxKW transposed", with [output_padding=P|PH,PW]'
 )

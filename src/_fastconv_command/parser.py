@@ -20,7 +20,6 @@ from _fastconv_command.choices import (
     FORMAT_TRIPLES,
     FORMATS,
     GPUS,
-    IMAGES_SYNTAX,
     MODES,
     MOST_JOBS,
     NETWORKS,
@@ -460,19 +459,20 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--workload", metavar="NAME", help="a workload of the suites, for example dilated5x9"
     )
-    what.add_argument("--shape", metavar="SHAPE", help=f"a 2-D convolution, {IMAGES_SYNTAX}")
+    what.add_argument("--shape", metavar="SHAPE", help=f"a convolution, {SHAPE_SYNTAX}")
     what.add_argument(
         "--reference", type=Path, metavar="FILE",
         help="a Python file with Model, get_init_inputs and get_inputs, which is executed; its "
-        "Model is exported with every nn.Conv2d replaced",
+        "Model is exported with every 1-D, 2-D and transposed convolution replaced",
     )  # fmt: skip
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write to FILE (default: print)"
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
-        "--attribute", default="conv2d", metavar="NAME",
-        help="the attribute of ModelNew that holds its convolution (default: conv2d)",
+        "--attribute", default="", metavar="NAME",
+        help="the attribute of ModelNew that holds its convolution (default: the function's name, "
+        "for example conv2d)",
     )  # fmt: skip
     form.add_argument(
         "--bare", dest="attribute", action="store_const", const=None,

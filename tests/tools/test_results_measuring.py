@@ -337,9 +337,18 @@ def test_verifying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("scale", "right"), [(1.0, 5), (1.1, 0)])
-def test_judging_exported_files(tmp_path: Path, scale: float, right: int) -> None:
+@pytest.mark.parametrize(
+    "problem",
+    [
+        kernelbench.Problem(1, "small", (1, 2, 6, 6), ("2, 3, 3, bias=False", "3, 1, 1")),
+        kernelbench.Problem(2, "sequence", (1, 2, 6), ("2, 3, 4, stride=2",), "ConvTranspose1d"),
+    ],
+    ids=lambda problem: problem.name,
+)
+def test_judging_exported_files(
+    tmp_path: Path, problem: kernelbench.Problem, scale: float, right: int
+) -> None:
     """Exported files need a GPU: here, another model stands for one."""
-    problem = kernelbench.Problem(1, "small", (1, 2, 6, 6), ("2, 3, 3, bias=False", "3, 1, 1"))
     reference, exported = kernelbench.write(problem, tmp_path)
     assert "class ModelNew" in exported.read_text(encoding="utf-8")
     text = reference.read_text(encoding="utf-8").replace("class Model(", "class ModelNew(")
