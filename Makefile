@@ -65,6 +65,8 @@ test-oldest-torch: examples
 	$(PYTHON) -m venv .venv-oldest-torch
 	.venv-oldest-torch/bin/pip install --quiet --disable-pip-version-check torch==2.0.1 'numpy<2'
 	.venv-oldest-torch/bin/python tests/api/exported_file.py examples/*.py
+	$(BIN)/fastconv export --shape "2x16x48 16x8x4 transposed stride=2" -o .venv-oldest-torch/layers.py
+	.venv-oldest-torch/bin/python tests/api/exported_layers.py .venv-oldest-torch/layers.py
 
 # Wheel and source distribution, in dist. The wheel is made from the source distribution, so that a
 # file that is missing there is missed.

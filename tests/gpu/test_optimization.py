@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fastconv
 from fastconv import cli, native
-from fastconv.bench import networks
+from fastconv.bench.written_networks import NETWORKS, UNet, Written
 from fastconv.network import calls
 from fastconv.network.report import Optimization
 from network.helpers import Vocoder
@@ -194,7 +194,8 @@ def test_another_process_takes_what_was_measured() -> None:
 def test_bench_of_networks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(networks, "UNet", partial(networks.UNet, 16, 3))
+    small = Written(partial(UNet, 16, 3), (3, 256, 256), 16)
+    monkeypatch.setitem(NETWORKS, "unet", small)
     sizes = ["--batch", "4", "--image", "64", "--repeats", "3", "--row-seconds", "1"]
     assert cli.main(["bench", "--networks", "unet", *sizes, "--json", "--quiet"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
