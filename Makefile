@@ -65,6 +65,8 @@ test-oldest-torch: examples
 	$(PYTHON) -m venv .venv-oldest-torch
 	.venv-oldest-torch/bin/pip install --quiet --disable-pip-version-check torch==2.0.1 'numpy<2'
 	.venv-oldest-torch/bin/python tests/api/exported_file.py examples/*.py
+	$(BIN)/fastconv export --shape "2x16x48 16x8x4 transposed stride=2" -o .venv-oldest-torch/layers.py
+	.venv-oldest-torch/bin/python tests/api/exported_layers.py .venv-oldest-torch/layers.py
 
 # Wheel and source distribution, in dist. The wheel is made from the source distribution, so that a
 # file that is missing there is missed.
@@ -99,7 +101,8 @@ SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 1 --report-api-err
   --kernel-name kernel_substring=pack --kernel-name kernel_substring=weight_grad \
   --kernel-name kernel_substring=reduce --kernel-name kernel_substring=few_outputs \
   --kernel-name kernel_substring=wgrad_few_inputs --kernel-name kernel_substring=clear \
-  --kernel-name kernel_substring=scale --kernel-name kernel_substring=implicit_gemm
+  --kernel-name kernel_substring=scale --kernel-name kernel_substring=implicit_gemm \
+  --kernel-name kernel_substring=causal
 CONVOLVE = --kernel-name kernel_substring=convolve
 sanitize:
 	for family in "" ampere depthwise direct; do \

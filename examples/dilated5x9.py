@@ -92,7 +92,7 @@ SOURCES["hopper/halo/kernel.cuh"] = r"""
 // tap; or only one column has taps at all, and the other is zero. Both columns are stored as one
 // row (`interleave`).
 //
-// Input gradients with a stride and few channels: the residues of both axes become output channels
+// Input gradients with a stride: the residues of both axes may become output channels
 // (`d2s_*`) of a convolution of stride 1, with zero weights where a residue has no tap. The
 // first step of the stride may begin before the image does. The residues of a position that are
 // neighbours in memory are stored together.
@@ -2031,19 +2031,24 @@ struct Line {
 
 // Whether some tap reaches a residue of an axis.
 __device__ __forceinline__ bool is_reached(int residue, int last_tap, int taps, int step,
-                                           int kernel) {
+                                           int kernel, int dilation) {
   bool reached = false;
   for (int tap = 0; tap < taps; ++tap) {
-    const int at = last_tap - step * tap + residue;
-    reached = reached || (at >= 0 && at < kernel);
+    reached = reached || is_tap(last_tap - step * tap + residue, kernel, dilation);
   }
   return reached;
+}
+
+// Whether taps reach all residues of an axis: `kernel` of them, `dilation` apart.
+__host__ __device__ constexpr bool all_reached(int residues, int kernel, int dilation) {
+  return kernel >= residues && gcd(residues, dilation) == 1;
 }
 
 // One of a thread's two rows of M.
 struct ResidueRow {
   static constexpr bool kAllReached =
-      C::weight_height >= C::d2s_height && C::weight_width >= C::d2s_width;
+      all_reached(C::d2s_height, C::weight_height, C::tap_dilation_height) &&
+      all_reached(C::d2s_width, C::weight_width, C::tap_dilation_width);
   int index;    // index of its line
   int element;  // index among a position's elements
   bool exists;
@@ -2057,10 +2062,10 @@ struct ResidueRow {
     exists = of_stack < kStackLines * C::interleave;
     if constexpr (!kAllReached) {
       const DepthToSpaceChannel to(target.outputs + of_stack);
-      reached = is_reached(to.row, C::last_tap_row, C::kernel_height, C::out_step_height,
-                           C::weight_height) &&
-                is_reached(to.column, C::last_tap_column, C::kernel_width, C::out_step_width,
-                           C::weight_width);
+      reached = is_reached(to.row, C::last_tap_row, C::kernel_height, C::tap_step_height,
+                           C::weight_height, C::tap_dilation_height) &&
+                is_reached(to.column, C::last_tap_column, C::kernel_width, C::tap_step_width,
+                           C::weight_width, C::tap_dilation_width);
     }
   }
   // An accumulator's output. Without a tap the weights are zero, but zero times infinity is NaN.
@@ -2185,10 +2190,13 @@ __device__ __forceinline__ Scalar tap_at(const Scalar* weight, int group, int ou
     c = to.channel;
     row = C::last_tap_row - C::tap_step_height * row + to.row;
     column = C::last_tap_column - C::tap_step_width * column + stacked_column + to.column;
-    if (kDepthToSpace && (row < 0 || row >= C::weight_height)) return Scalar{};
-    if ((kDepthToSpace || C::stacked_columns > 1) && (column < 0 || column >= C::weight_width)) {
+    if (kDepthToSpace && !is_tap(row, C::weight_height, C::tap_dilation_height)) return Scalar{};
+    if ((kDepthToSpace || C::stacked_columns > 1) &&
+        !is_tap(column, C::weight_width, C::tap_dilation_width)) {
       return Scalar{};
     }
+    row /= C::tap_dilation_height;
+    column /= C::tap_dilation_width;
   }
   return weight[k * C::weight_stride_out + c * C::weight_stride_in +
                 static_cast<long long>(row) * C::weight_stride_height +
@@ -2201,7 +2209,7 @@ __device__ __forceinline__ Scalar weight_at(const Scalar* weight, int group, int
   const SpaceToDepthChannel in_memory(in);
   row = row * C::s2d_height + in_memory.row;
   column = column * C::s2d_width + in_memory.column;
-  if (row >= C::weight_height || column >= C::weight_width) return Scalar{};
+  if (!C::transposed && (row >= C::weight_height || column >= C::weight_width)) return Scalar{};
   return tap_at(weight, group, out, in_memory.channel, row, column, stacked_column);
 }
 
@@ -5351,6 +5359,11 @@ struct DepthToSpaceChannel {
     }
   }
 };
+
+// Whether a kernel has a tap at a place of an axis, where its taps are `dilation` apart.
+__device__ __forceinline__ bool is_tap(int place, int taps, int dilation) {
+  return place >= 0 && place < taps * dilation && place % dilation == 0;
+}
 
 }  // namespace tensor
 }  // namespace fastconv
@@ -10420,17 +10433,18 @@ SM_90A_FORWARD_FLOAT_TF32_0 = config(
     padding_left=4, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
     weight_stride_width=1, s2d_height=1, s2d_width=1, d2s_height=1, d2s_width=1,
     weight_height=5, weight_width=9, last_tap_row=0, last_tap_column=0, tap_step_height=1,
-    tap_step_width=1, image_height=508, image_width=496, out_step_height=1, out_step_width=1,
-    row_at=0, row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1,
-    stacked_columns=1, interleave=1, in_channels_last=False, out_channels_last=False,
-    vector_loads=False, staged=False, raw_slots=0, bulk_loads=False, vector_stores=False,
-    bulk_stores=True, channel_groups=1, stack=1, pixels=248, tile_rows=1, block_rows=2,
-    register_tile_m=64, loaders=96, unit_vectors=2, smaller_part=True, watches=False,
-    tile_columns=248, pitch=272, lead=0, joint_stores=False, wraps=False, turns=False,
-    plane_padding=0, rolling=True, segment_tiles=32, k_steps=2, stage_taps=3, input_stages=8,
-    weight_stages=4, resident=False, pass_pixels=128, buffers=1, batch=2, batches_ahead=2,
-    producer_registers=136, consumer_registers=184, shared_bytes=223824, packed_at=368640,
-    tables_at=552960, table_channels=64, table_columns=32, repairs=False,
+    tap_step_width=1, tap_dilation_height=1, tap_dilation_width=1, image_height=508,
+    image_width=496, out_step_height=1, out_step_width=1, row_at=0, row_begin=0, row_end=1,
+    column_at=0, column_begin=0, column_end=1, stacked_columns=1, interleave=1,
+    in_channels_last=False, out_channels_last=False, vector_loads=False, staged=False,
+    raw_slots=0, bulk_loads=False, vector_stores=False, bulk_stores=True, channel_groups=1,
+    stack=1, pixels=248, tile_rows=1, block_rows=2, register_tile_m=64, loaders=96,
+    unit_vectors=2, smaller_part=True, watches=False, tile_columns=248, pitch=272, lead=0,
+    joint_stores=False, wraps=False, turns=False, plane_padding=0, rolling=True,
+    segment_tiles=32, k_steps=2, stage_taps=3, input_stages=8, weight_stages=4, resident=False,
+    pass_pixels=128, buffers=1, batch=2, batches_ahead=2, producer_registers=136,
+    consumer_registers=184, shared_bytes=223824, packed_at=368640, tables_at=552960,
+    table_channels=64, table_columns=32, repairs=False,
 )
 SM_90A_FORWARD_FLOAT_TF32_1 = config(
     SM_90A_FORWARD_FLOAT_TF32_0, scaled_fp16=False, staged=True, raw_slots=2, bulk_loads=True,
@@ -10476,16 +10490,16 @@ SM_80_FORWARD_FLOAT_TF32_0 = config(
     padding_left=4, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
     weight_stride_width=1, s2d_height=1, s2d_width=1, d2s_height=1, d2s_width=1,
     weight_height=5, weight_width=9, last_tap_row=0, last_tap_column=0, tap_step_height=1,
-    tap_step_width=1, image_height=508, image_width=496, out_step_height=1, out_step_width=1,
-    row_at=0, row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1,
-    stacked_columns=1, interleave=1, in_channels_last=False, out_channels_last=False,
-    vector_loads=False, stack=1, lead=0, segment_tiles=1, wraps=False, rolling=False,
-    watches=False, smaller_part=False, warps=8, register_tile_m=64, channel_groups=1, pixels=48,
-    block_rows=16, tile_columns=24, pitch=48, plane_padding=0, k_steps=1, stage_taps=9,
-    period_taps=1, flush_taps=1, input_stages=2, weight_stages=4, resident=False, loaders=96,
-    unit_vectors=2, batch=3, batches_ahead=1, pass_pixels=48, buffers=1, store_vector=4,
-    shared_bytes=153792, packed_at=368640, tables_at=552960, table_channels=64,
-    table_columns=32, repairs=False,
+    tap_step_width=1, tap_dilation_height=1, tap_dilation_width=1, image_height=508,
+    image_width=496, out_step_height=1, out_step_width=1, row_at=0, row_begin=0, row_end=1,
+    column_at=0, column_begin=0, column_end=1, stacked_columns=1, interleave=1,
+    in_channels_last=False, out_channels_last=False, vector_loads=False, stack=1, lead=0,
+    segment_tiles=1, wraps=False, rolling=False, watches=False, smaller_part=False, warps=8,
+    register_tile_m=64, channel_groups=1, pixels=48, block_rows=16, tile_columns=24, pitch=48,
+    plane_padding=0, k_steps=1, stage_taps=9, period_taps=1, flush_taps=1, input_stages=2,
+    weight_stages=4, resident=False, loaders=96, unit_vectors=2, batch=3, batches_ahead=1,
+    pass_pixels=48, buffers=1, store_vector=4, shared_bytes=153792, packed_at=368640,
+    tables_at=552960, table_channels=64, table_columns=32, repairs=False,
 )
 SM_80_FORWARD_FLOAT_TF32_1 = config(
     SM_80_FORWARD_FLOAT_TF32_0, scaled_fp16=False, batch=5, shared_bytes=153600, packed_at=0,

@@ -85,8 +85,8 @@ def _no_plan_but_its_own() -> Iterator[None]:
     with (
         mock.patch.object(plans, "find_or_make", make),
         mock.patch.object(lookahead, "compile_gradients"),
-        mock.patch.object(hooks, "forward_prepared"),
-        mock.patch.object(cuda, "before_forward", None),
+        mock.patch.object(hooks, "layer_prepared"),
+        mock.patch.object(cuda, "before_layer", None),
     ):
         yield
 

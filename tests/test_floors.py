@@ -23,6 +23,8 @@ FLOORS = (
         "backends",
         "ops",
         "functional",
+        "causal",
+        "fused",
         "geometry",
         "transposed",
         "modules",

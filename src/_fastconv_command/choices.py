@@ -1,8 +1,8 @@
 """The values that options of the command take, and their defaults, without importing PyTorch.
 
 Lists of plain names are defined here and nowhere else; the package imports them. Where the package
-has an object for each name (``PEERS``, ``SUITES``, ``GPUS`` and ``EXPORTED_DTYPES``), a test
-compares its names with those here.
+has an object for each name (``PEERS``, ``SUITES``, ``WRITTEN``, ``GPUS`` and ``EXPORTED_DTYPES``),
+a test compares its names with those here.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ FORMAT_TRIPLES = tuple("/".join(names) for names in product(FORMATS, repeat=3))
 """Every choice of a memory format for input, weight and output gradient: "nhwc/nchw/nchw"."""
 
 SHAPE_SYNTAX = (
-    '"NxCxHxW OxIxKHxKW [stride=S|SH,SW] [padding=P|PH,PW|T,B,L,R] [dilation=D|DH,DW] [groups=G]"'
+    '"NxCxHxW OxIxKHxKW [stride=S|SH,SW] [padding=P|PH,PW|T,B,L,R] [dilation=D|DH,DW] [groups=G]"; '
+    'of sequences "NxCxW OxIxKW", with [padding=P|L,R]; of a transposed convolution '
+    '"NxCxHxW IxOxKHxKW transposed", with [output_padding=P|PH,PW]'
 )
-SUITES = ("founding", "real", "odd", "depthwise")
+SUITES = ("founding", "real", "odd", "depthwise", "sequence", "transposed")
 PEERS = ("pytorch", "best", "compile")
 GPUS = (
     "sm_70", "sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90a", "sm_100a", "sm_103a",
     "sm_120a", "sm_121a",
 )  # fmt: skip
 
-UNET = "unet"
 NETWORKS = (
     "resnet50", "convnext_tiny", "efficientnet_b0", "inception_v3", "deeplabv3_resnet50", "vgg16",
-    UNET,
+    "unet",
 )  # fmt: skip
+WRITTEN = ("unet", "wav2vec2", "hifigan", "dcgan")
+"""The networks that need neither torchvision nor timm."""
 MODES = ("training", "inference")
 BATCH = 64  # images of a network, unless the user gives another number
 

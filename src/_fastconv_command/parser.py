@@ -31,6 +31,7 @@ from _fastconv_command.choices import (
     SHAPE_SYNTAX,
     STEP,
     SUITES,
+    WRITTEN,
 )
 from _fastconv_command.streams import BAD_INPUT
 
@@ -202,7 +203,8 @@ def _add_suites(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--model", nargs="+", action="extend", metavar="MODEL",
-        help="every convolution of these models of torchvision or timm, for example resnet50",
+        help="every 1-D, 2-D and transposed convolution of these models of torchvision or timm, "
+        f"for example resnet50, or of {', '.join(WRITTEN)}",
     )  # fmt: skip
     parser.add_argument(
         "--batch",
@@ -212,12 +214,13 @@ def _add_suites(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--image", type=_positive, metavar="SIZE",
-        help="the height and width of models' images (default: each model's own)",
+        help="the height and width of models' images, or the length of their sequences (default: "
+        "each model's own)",
     )  # fmt: skip
     parser.add_argument(
         "--divisor", type=_positive, metavar="N",
-        help="divide the heights and widths of all layers by N, which saves time and memory "
-        f"(default: {CPU_DIVISOR} for suites on a CPU, else 1)",
+        help="divide the heights, widths and lengths of all layers by N, which saves time and "
+        f"memory (default: {CPU_DIVISOR} for suites on a CPU, else 1)",
     )  # fmt: skip
 
 
@@ -260,8 +263,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     instead.add_argument(
         "--networks", nargs="*", metavar="NETWORK",
-        help="measure whole networks before and after fastconv.optimize: unet, and models of "
-        f"torchvision or timm (default: {', '.join(NETWORKS)})",
+        help=f"measure whole networks before and after fastconv.optimize: {', '.join(WRITTEN)}, "
+        f"and models of torchvision or timm (default: {', '.join(NETWORKS)})",
     )  # fmt: skip
     parser.add_argument(
         "--mode", nargs="+", choices=MODES, metavar="MODE",
@@ -312,8 +315,10 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
         "--data", choices=DATA, help=f"the values of tensors: {_listed(DATA)} (default: {NORMAL})"
     )
     parser.add_argument(
-        "--bias", action="store_true", help="add a bias, or compute its gradient with the weight's"
-    )
+        "--bias", action="store_true",
+        help="add a bias in the forward pass, or compute its gradient with the weight's (not of "
+        "transposed convolutions, where PyTorch sums it up)",
+    )  # fmt: skip
     parser.add_argument(
         "--misaligned", nargs="*", choices=PLACED, metavar="TENSOR",
         help="place these tensors at odd addresses, as slices may be: "
@@ -458,15 +463,16 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--reference", type=Path, metavar="FILE",
         help="a Python file with Model, get_init_inputs and get_inputs, which is executed; its "
-        "Model is exported with every nn.Conv2d replaced",
+        "Model is exported with every 1-D, 2-D and transposed convolution replaced",
     )  # fmt: skip
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write to FILE (default: print)"
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
-        "--attribute", default="conv2d", metavar="NAME",
-        help="the attribute of ModelNew that holds its convolution (default: conv2d)",
+        "--attribute", default="", metavar="NAME",
+        help="the attribute of ModelNew that holds its convolution (default: the function's name, "
+        "for example conv2d)",
     )  # fmt: skip
     form.add_argument(
         "--bare", dest="attribute", action="store_const", const=None,

@@ -4,6 +4,7 @@ from fastconv import ops as ops  # registers torch.ops.fastconv
 from fastconv._frozen import frozen_weights
 from fastconv._precision import Precision, precision
 from fastconv._version import __version__ as __version__
+from fastconv.causal import CausalActivation, causal_conv1d_fn, causal_conv1d_update
 from fastconv.errors import (
     CompilationError,
     ExportError,
@@ -13,8 +14,9 @@ from fastconv.errors import (
 )
 from fastconv.exporter import bundle, export
 from fastconv.functional import conv1d, conv2d
+from fastconv.fused import FusedConv1d, FusedConv2d, FusedConvTranspose1d, FusedConvTranspose2d
 from fastconv.geometry import Activation, LayerPadding, PaddingLike
-from fastconv.modules import Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, FusedConv2d
+from fastconv.modules import Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d
 from fastconv.network import lookahead
 from fastconv.network.conversion import Conversion, convert, restore
 from fastconv.network.optimization import optimize
@@ -30,6 +32,7 @@ from fastconv.transposed import conv_transpose1d, conv_transpose2d
 
 __all__ = [
     "Activation",
+    "CausalActivation",
     "CompilationError",
     "Conv1d",
     "Conv2d",
@@ -38,7 +41,10 @@ __all__ = [
     "Conversion",
     "ExportError",
     "FastconvError",
+    "FusedConv1d",
     "FusedConv2d",
+    "FusedConvTranspose1d",
+    "FusedConvTranspose2d",
     "GpuUnavailable",
     "LaunchError",
     "LayerPadding",
@@ -50,6 +56,8 @@ __all__ = [
     "PreparedPass",
     "Preparing",
     "bundle",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
     "conv1d",
     "conv2d",
     "conv_transpose1d",

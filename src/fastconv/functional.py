@@ -94,8 +94,9 @@ def conv2d(
     if not torch.compiler.is_compiling() and (host := native.conv2d) is not None:
         mode = _precision.override_untraced() if precision is None else precision
         output = host(
-            input, weight, bias, stride, padding, dilation, groups, mode, activation, residual
-        )
+            input, weight, bias, stride, padding, dilation, groups, mode, activation, residual,
+            False,
+        )  # fmt: skip
         if output is not NotImplemented:
             return output
     tensors = (input, weight) if bias is None else (input, weight, bias)

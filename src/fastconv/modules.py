@@ -1,7 +1,4 @@
-"""``Conv2d`` and the other layers of PyTorch that convolve, computed by fastconv.
-
-``FusedConv2d`` adds an epilogue to a ``Conv2d``.
-"""
+"""``Conv2d`` and the other layers of PyTorch that convolve, computed by fastconv."""
 
 # This file does not postpone the evaluation of annotations: torch.fx keeps those of forward, and
 # cannot pickle them as strings.
@@ -19,7 +16,6 @@ from fastconv import _precision
 from fastconv._precision import Precision
 from fastconv.functional import conv1d, conv2d
 from fastconv.geometry import (
-    Activation,
     LayerPadding,
     PaddingLike,
     by_side,
@@ -85,7 +81,8 @@ class _Layer(torch.nn.Module):
         users derive have their own name.
         """
         name = super()._get_name()
-        ours = type_before_parametrizations(self).__module__ == __name__
+        module = type_before_parametrizations(self).__module__
+        ours = module.partition(".")[0] == __name__.partition(".")[0]
         return f"fastconv.{name}" if ours else name
 
     def extra_repr(self) -> str:
@@ -208,55 +205,6 @@ class Conv2d(_Conv, torch.nn.Conv2d):
             input, weight, bias, self.stride, padding, self.dilation, self.groups,
             precision=self.precision,
         )  # fmt: skip
-
-
-class FusedConv2d(Conv2d):
-    """A convolution and its epilogue in one kernel: what ``fastconv.optimize`` fuses layers into.
-
-    It computes ``activation(convolution + bias + residual)``. Where gradients are recorded, that is
-    three steps, as by ``fastconv.conv2d``. Its arguments are those of ``fastconv.Conv2d``.
-
-    Attributes:
-        activation: as for ``fastconv.conv2d``; None for none.
-        takes_residual: whether ``fastconv.optimize`` has made an addition part of it, so that the
-            model calls it with a residual.
-
-    Examples:
-        >>> layer = fastconv.FusedConv2d(8, 8, 3, padding="same")
-        >>> layer.activation = "relu"
-        >>> layer
-        fastconv.FusedConv2d(8, 8, kernel_size=(3, 3), ..., activation='relu')
-        >>> images = torch.randn(2, 8, 9, 9)
-        >>> output = layer(images, images)
-        >>> torch.testing.assert_close(
-        ...     output, torch.relu(torch.nn.Conv2d.forward(layer, images) + images)
-        ... )
-    """
-
-    # Class attributes: graphs may have been pickled before there were these attributes.
-    activation: Activation | None = None
-    takes_residual: bool = False
-
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Convolves, adds the residual and applies the activation.
-
-        Args:
-            input: ``(batch, in_channels, height, width)``, or without ``batch``.
-            residual: a tensor that is added before the activation. It has the result's size and the
-                input's type and device.
-
-        Returns:
-            ``(batch, out_channels, out_height, out_width)``, or without ``batch``.
-        """
-        input, padding = self._padded(input)
-        return conv2d(
-            input, self.weight, self.bias, self.stride, padding, self.dilation, self.groups,
-            precision=self.precision, activation=self.activation, residual=residual,
-        )  # fmt: skip
-
-    def extra_repr(self) -> str:
-        residual = ", takes_residual=True" if self.takes_residual else ""
-        return f"{super().extra_repr()}, activation={self.activation!r}{residual}"
 
 
 class Conv1d(_Conv, torch.nn.Conv1d):
@@ -532,7 +480,4 @@ class ConvTranspose2d(_ConvTranspose, torch.nn.ConvTranspose2d):
 COUNTERPARTS: dict[type[torch.nn.Module], Any] = {
     ours: ours.__bases__[-1] for ours in (Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d)
 }
-"""PyTorch's classes of the layers that ``fastconv.convert`` exchanges, by fastconv's."""
-
-PYTORCHS: Any = COUNTERPARTS[Conv2d]
-"""``torch.nn.Conv2d``, the class of the layers that ``fastconv.optimize`` replaces."""
+"""PyTorch's classes of the layers that can be exchanged, by fastconv's."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.overrides import handle_torch_function, has_torch_function
 
-from fastconv import _precision
+from fastconv import _precision, native
 from fastconv._precision import Precision
 from fastconv.backends.epilogue import applied
 from fastconv.geometry import (
@@ -182,25 +183,95 @@ def _conv_transpose(
     residual: Tensor | None,
 ) -> Tensor:
     """Computes a transposed convolution along one axis or two, for the user's ``function``."""
+    if not torch.compiler.is_compiling() and (host := native.conv2d) is not None:
+        mode = _precision.override_untraced() if precision is None else precision
+        try:
+            output = host(
+                input, weight, bias, stride, padding, dilation, groups, mode, activation, residual,
+                axes == 1, output_padding,
+            )  # fmt: skip
+        except RuntimeError:
+            sizes = _sizes(function, axes, stride, padding, output_padding, groups, dilation)
+            _raise_unfit(input, weight, bias, sizes)
+            raise
+        if output is not NotImplemented:
+            return output
     tensors = tuple(one for one in (input, weight, bias, residual) if one is not None)
     if has_torch_function(tensors):
         return handle_torch_function(
             function, tensors, input, weight, bias, stride, padding, output_padding, groups,
             dilation, precision=precision, **epilogue_arguments(activation, residual),
         )  # fmt: skip
-    name = f"{function.__name__}()"
-    check_tensors(name, input, weight, bias, residual)
-    is_batched = _is_batched(input, residual, axes)
+    check_tensors(_name(function), input, weight, bias, residual)
+    _check_ranks(input, residual, axes)
     check_dense("weight", weight)
-    sizes = (
+    sizes = _sizes(function, axes, stride, padding, output_padding, groups, dilation)
+    mode = _precision.override() if precision is None else _precision.checked(precision)
+    return _of_any_batch(input, weight, bias, residual, sizes, mode, activation_of(activation))
+
+
+_Sizes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+"""Output padding, stride, padding, dilation and groups; of one axis or two."""
+
+
+def _name(function: Any) -> str:
+    """The function's name in errors."""
+    return f"{function.__name__}()"
+
+
+def _sizes(
+    function: Any,
+    axes: int,
+    stride: IntOrPair,
+    padding: SidesLike,
+    output_padding: IntOrPair,
+    groups: int,
+    dilation: IntOrPair,
+) -> _Sizes:
+    name = _name(function)
+    return (
         numbers(name, "output_padding", output_padding, axes),
         numbers(name, "stride", stride, axes),
         sides_without_names(name, padding, axes),
         numbers(name, "dilation", dilation, axes),
         integer(name, "groups", groups),
     )
-    mode = _precision.override() if precision is None else _precision.checked(precision)
-    after = activation_of(activation)
+
+
+def _check_ranks(input: Tensor, residual: Tensor | None, axes: int) -> None:
+    """Raises if the input has too few or too many dimensions, or the residual others than it."""
+    check_dense("input", input)
+    if input.dim() not in (axes + 1, axes + 2):
+        raise RuntimeError(
+            f"Expected {axes + 1}D (unbatched) or {axes + 2}D (batched) input to "
+            f"conv_transpose{axes}d, but got input of size: {list(input.shape)}"
+        )
+    if residual is not None:
+        check_dense("residual", residual)
+        check_residual(input, residual)
+
+
+def _raise_unfit(input: Tensor, weight: Tensor, bias: Tensor | None, sizes: _Sizes) -> None:
+    """Raises if tensors do not fit together, and names sizes as the user gave them."""
+    axes = len(sizes[0])
+    shape = input.shape if input.dim() == axes + 2 else (1, *input.shape)
+    check_transposed(shape, weight.shape, *sizes, axes=axes)
+    if bias is not None:
+        check_bias(bias.shape, weight.shape, weight.shape[1] * sizes[-1], transposed=True)
+
+
+def _of_any_batch(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    sizes: _Sizes,
+    mode: Precision | None,
+    after: tuple[str, float],
+) -> Tensor:
+    """Computes a batch, or one image or sequence, which is a batch of one."""
+    axes = len(sizes[0])
+    is_batched = input.dim() == axes + 2
     if not is_batched:
         input = input.unsqueeze(0)
         residual = None if residual is None else residual.unsqueeze(0)
@@ -213,32 +284,6 @@ def _conv_transpose(
         _raise_unfit(input, weight, bias, sizes)
         raise
     return output if is_batched else output.squeeze(0)
-
-
-_Sizes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
-"""Output padding, stride, padding, dilation and groups; of one axis or two."""
-
-
-def _is_batched(input: Tensor, residual: Tensor | None, axes: int) -> bool:
-    """Whether the input has a dimension for the batch; raises if it has too few or too many."""
-    check_dense("input", input)
-    rank = input.dim()
-    if rank not in (axes + 1, axes + 2):
-        raise RuntimeError(
-            f"Expected {axes + 1}D (unbatched) or {axes + 2}D (batched) input to "
-            f"conv_transpose{axes}d, but got input of size: {list(input.shape)}"
-        )
-    if residual is not None:
-        check_dense("residual", residual)
-        check_residual(input, residual)
-    return rank == axes + 2
-
-
-def _raise_unfit(input: Tensor, weight: Tensor, bias: Tensor | None, sizes: _Sizes) -> None:
-    """Raises if tensors do not fit together, and names sizes as the user gave them."""
-    check_transposed(input.shape, weight.shape, *sizes, axes=len(sizes[0]))
-    if bias is not None:
-        check_bias(bias.shape, weight.shape, weight.shape[1] * sizes[-1], transposed=True)
 
 
 def _of_images(
@@ -284,10 +329,10 @@ def _reached(
     late = [max(0, more - step + 1) for more, step in zip(output_padding, stride, strict=True)]
     if not any(late):
         return autograd.transposed_here(
-            input, weight, bias, residual, output_padding, geometry, *after
+            _convolution, input, weight, bias, residual, output_padding, geometry, *after
         )
     plain = (stride, Padding(0, 0, 0, 0), dilation, groups, mode)
-    whole = autograd.transposed_here(input, weight, None, None, (0, 0), plain, "identity", 0.0)
+    whole = _convolution(input, weight, None, (0, 0), *plain)
     below = output_padding[0] - around.bottom
     beside = output_padding[1] - around.right
     # Zeros come first: what is cut off at the front may be all that the weight reaches.
@@ -296,3 +341,21 @@ def _reached(
     if bias is not None:
         output = output + bias[:, None, None]
     return applied(output, residual, Epilogue(*after))
+
+
+def _convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    output_padding: Pair,
+    stride: Pair,
+    around: Padding,
+    dilation: Pair,
+    groups: int,
+    mode: Precision | None,
+) -> Tensor:
+    """Computes the operator without an epilogue, by the native host path if it serves calls."""
+    return conv_transpose2d(
+        input, weight, bias, stride, (around[:2], around[2:]), output_padding, groups, dilation,
+        precision=mode,
+    )  # fmt: skip

@@ -1,6 +1,6 @@
 """Named convolutions to measure or to export: built-in suites, JSON files, or a shape as text.
 
-:mod:`fastconv.bench.models` makes workloads of the layers of torchvision's and timm's networks.
+:mod:`fastconv.bench.models` makes workloads of the layers of whole networks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from _fastconv_command.choices import SHAPE_SYNTAX
 from fastconv import files
-from fastconv.problem import Padding, Problem
+from fastconv.problem import Padding, Problem, check_shapes, check_transposed
 
 MOST_ELEMENTS = 2**59  # A larger tensor could have more bytes than a signed 64-bit integer counts.
 
@@ -25,7 +25,12 @@ class WorkloadError(ValueError):
 
 @dataclass(frozen=True)
 class Workload:
-    """One named convolution; ``padding`` is (top, bottom, left, right), or (rows, columns).
+    """One named convolution of sequences or images, in the user's sizes.
+
+    ``input`` is (batch, channels, length) or (batch, channels, height, width), and ``weight`` is as
+    PyTorch has it: of a transposed convolution, the input's channels come first. ``padding`` has
+    one number for each axis, or two: (before, after), or (top, bottom, left, right). Without
+    numbers, strides and dilations are 1, paddings 0.
 
     If it is a layer of a network, ``model`` is the network's name and ``count`` is how many such
     layers the network has; ``first`` of them read the image, which needs no gradient.
@@ -35,63 +40,156 @@ class Workload:
     about: str
     input: tuple[int, ...]
     weight: tuple[int, ...]
-    stride: tuple[int, ...] = (1, 1)
-    padding: tuple[int, ...] = (0, 0)
-    dilation: tuple[int, ...] = (1, 1)
+    stride: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
     groups: int = 1
     model: str = ""
     count: int = 1
     first: int = 0
+    transposed: bool = False
+    output_padding: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value in _DEFAULTS.items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, (value,) * self.axes)
 
     @property
-    def sides(self) -> Padding:
-        """The padding of each of the four sides."""
-        if len(self.padding) == 2:
-            rows, columns = self.padding
-            return Padding(rows, rows, columns, columns)
-        return Padding(*self.padding)
+    def axes(self) -> int:
+        """How many axes it convolves along: 1 for sequences, 2 for images."""
+        return len(self.input) - 2
+
+    @property
+    def function(self) -> str:
+        """The name of the function that computes it, in fastconv and torch.nn.functional."""
+        return f"conv{'_transpose' if self.transposed else ''}{self.axes}d"
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """The padding before and after each axis."""
+        if len(self.padding) == 2 * self.axes:
+            return self.padding
+        return tuple(side for both in self.padding for side in (both, both))
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        """The shape of the output."""
+        problem = self.problem
+        shape = problem.input_shape if self.transposed else problem.output_shape
+        return shape if self.axes == 2 else (*shape[:2], shape[3])
 
     @property
     def problem(self) -> Problem:
-        return Problem.of(
-            self.input, self.weight, self.stride, self.sides, self.dilation, self.groups
-        )
+        """The 2-D convolution that kernels compute it by.
+
+        Sequences are images of one row. A transposed convolution is the problem's input gradient.
+        """
+        input, weight = _as_images(self.input), _as_images(self.weight)
+        stride, dilation = ((1, *one)[-2:] for one in (self.stride, self.dilation))
+        sides = Padding(*(0, 0, *self.sides)[-4:])
+        if not self.transposed:
+            return Problem.of(input, weight, stride, sides, dilation, self.groups)
+        more = (0, *self.output_padding)[-2:]
+        return Problem.of_transposed(input, weight, more, stride, sides, dilation, self.groups)
 
     @property
     def shape(self) -> str:
         """The workload as text that :func:`parse_shape` reads."""
         parts = ["x".join(map(str, sizes)) for sizes in (self.input, self.weight)]
-        for name in ("stride", "padding", "dilation"):
-            values, default = getattr(self, name), (0, 0) if name == "padding" else (1, 1)
-            if values != default:
+        parts += ["transposed"] * self.transposed
+        for name, default in _DEFAULTS.items():
+            values = getattr(self, name)
+            if values != (default,) * self.axes:
                 parts.append(f"{name}={','.join(map(str, values))}")
         if self.groups != 1:
             parts.append(f"groups={self.groups}")
         return " ".join(parts)
 
     def scaled(self, divisor: int) -> Workload:
-        """The workload with its input's height and width divided by ``divisor``.
+        """The workload with its input's length, or height and width, divided by ``divisor``.
 
-        Both stay large enough for one output element.
+        They stay large enough for one output element.
         """
-        batch, channels, height, width = self.input
-        problem, sides = self.problem, self.sides
-        least = (
-            problem.kernel_extent[0] - sides.top - sides.bottom,
-            problem.kernel_extent[1] - sides.left - sides.right,
-        )
-        size = (max(height // divisor, least[0], 1), max(width // divisor, least[1], 1))
+        batch, channels, *sizes = self.input
+        least = (self._least_size(axis) for axis in range(self.axes))
+        size = (max(size // divisor, one) for size, one in zip(sizes, least, strict=True))
         return replace(self, input=(batch, channels, *size))
+
+    def _least_size(self, axis: int) -> int:
+        """The input's least size along an axis that gives an output element."""
+        padding = sum(self.sides[2 * axis : 2 * axis + 2])
+        extent = self.dilation[axis] * (self.weight[2 + axis] - 1) + 1
+        if not self.transposed:
+            return max(extent - padding, 1)
+        missing = padding + 1 - extent - self.output_padding[axis]
+        return 1 + max(0, -(-missing // self.stride[axis]))
 
     def with_batch(self, batch: int) -> Workload:
         return replace(self, input=(batch, *self.input[1:]))
 
+    def check(self) -> None:
+        """Raises PyTorch's error if the sizes do not fit together, or says what is not taken."""
+        if not self.transposed:
+            if any(self.output_padding):
+                raise ValueError("output_padding applies only to a transposed convolution")
+            check_shapes(
+                self.input, self.weight, self.stride, self.sides, self.dilation, self.groups,
+                axes=self.axes,
+            )  # fmt: skip
+            return
+        check_transposed(
+            self.input, self.weight, self.output_padding, self.stride, self.sides, self.dilation,
+            self.groups, axes=self.axes,
+        )  # fmt: skip
+        if any(more >= step for more, step in zip(self.output_padding, self.stride, strict=True)):
+            raise ValueError(
+                "output_padding should be below the stride, but got "
+                f"output_padding={self.output_padding} and stride={self.stride}"
+            )
+
+
+# The numbers that have one value for each axis, and their defaults, in the order of a shape's text.
+_DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
+
+
+def _as_images(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor of sequences as one of images with one row."""
+    return shape if len(shape) == 4 else (*shape[:2], 1, *shape[2:])
+
+
+def workload_of(problem: Problem, axes: int = 2, transposed: bool = False) -> Workload:
+    """The layer whose problem this is, named by its shape; by default a 2-D convolution.
+
+    With one axis, the problem should have images and kernels of one row.
+    """
+    sides = tuple(problem.padding[-2 * axes :])
+    before, after = sides[::2], sides[1::2]
+    beyond = zip(problem.padded_size, problem.kernel_extent, problem.stride, strict=True)
+    more = tuple((padded - extent) % step for padded, extent, step in beyond)
+    batch, channels, *size = problem.output_shape if transposed else problem.input_shape
+    made = Workload(
+        "", "", (batch, channels, *size[-axes:]),
+        (*problem.weight_shape[:2], *problem.weight_shape[-axes:]), problem.stride[-axes:],
+        before if before == after else sides, problem.dilation[-axes:], problem.groups,
+        transposed=transposed, output_padding=more[-axes:] if transposed else (),
+    )  # fmt: skip
+    return replace(made, name=made.shape)
+
 
 def _dense(
-    name: str, about: str, input: tuple[int, ...], out: int, kernel: tuple[int, int], **more: Any
+    name: str, about: str, input: tuple[int, ...], out: int, kernel: tuple[int, ...], **more: Any
 ) -> Workload:
     """A convolution with one group."""
     return Workload(name, about, input, (out, input[1], *kernel), **more)
+
+
+def _transposed(
+    name: str, about: str, input: tuple[int, ...], out: int, kernel: tuple[int, ...], **more: Any
+) -> Workload:
+    """A transposed convolution."""
+    weight = (input[1], out // more.get("groups", 1), *kernel)
+    return Workload(name, about, input, weight, transposed=True, **more)
 
 
 def _depthwise(
@@ -204,7 +302,67 @@ ODD = (
 
 DEPTHWISE = tuple(one for one in REAL if one.groups == one.input[1] > 1)
 
-SUITES = {"founding": FOUNDING, "real": REAL, "odd": ODD, "depthwise": DEPTHWISE}
+_KERNELBENCH = "KernelBench level 1, problem"
+
+SEQUENCE = (
+    _dense("kb67", f"{_KERNELBENCH} 67", (32, 64, 131072), 128, (3,)),
+    _dense("kb76", f"{_KERNELBENCH} 76: stride and dilation", (64, 64, 524280), 128, (3,),
+           stride=(3,), dilation=(4,)),
+    Workload("shortconv4", "short convolution of a language model", (1, 12288, 16384),
+             (12288, 1, 4), padding=(3,), groups=12288),
+    Workload("mamba4", "Mamba's convolution", (8, 4096, 2048), (4096, 1, 4),
+             padding=(3,), groups=4096),
+    Workload("wav2vec_pos", "wav2vec 2.0's positional convolution", (16, 768, 499),
+             (768, 48, 128), padding=(64,), groups=16),
+    _dense("wav2vec_s2", "wav2vec 2.0's third layer", (16, 512, 15999), 512, (3,), stride=(2,)),
+    _dense("whisper_conv1", "Whisper's first layer, of the size base", (16, 80, 3000), 512, (3,),
+           padding=(1,)),
+    _dense("whisper_conv2", "Whisper's second layer, of the size base", (16, 512, 3000), 512, (3,),
+           stride=(2,), padding=(1,)),
+    _dense("hifigan_k11", "HiFi-GAN's widest kernel", (16, 128, 8192), 128, (11,),
+           padding=(25,), dilation=(5,)),
+    _dense("hifigan_k3_32", "HiFi-GAN's last stage", (16, 32, 65536), 32, (3,),
+           padding=(3,), dilation=(3,)),
+)  # fmt: skip
+
+TRANSPOSED = (
+    _transposed("kb64", f"{_KERNELBENCH} 64", (64, 128, 65536), 128, (3,)),
+    _transposed("kb74", f"{_KERNELBENCH} 74: dilation", (32, 32, 131072), 64, (5,),
+                dilation=(3,)),
+    _transposed("kb79", f"{_KERNELBENCH} 79: stride and dilation", (16, 32, 131072), 64, (3,),
+                stride=(2,), padding=(1,), dilation=(2,)),
+    _transposed("kb57", f"{_KERNELBENCH} 57", (8, 64, 1024, 1024), 64, (3, 3)),
+    _transposed("kb65", f"{_KERNELBENCH} 65: asymmetric kernel", (8, 64, 512, 512), 64, (3, 7)),
+    _transposed("kb69", f"{_KERNELBENCH} 69: asymmetric kernel and image", (64, 64, 128, 256), 128,
+                (3, 5)),
+    _transposed("kb71", f"{_KERNELBENCH} 71: asymmetric image", (8, 32, 512, 1024), 32, (3, 3)),
+    _transposed("kb75", f"{_KERNELBENCH} 75: everything, with groups", (16, 32, 128, 256), 64,
+                (3, 5), stride=(2, 3), padding=(1, 2), dilation=(2, 1), groups=4),
+    _transposed("kb78", f"{_KERNELBENCH} 78: asymmetric padding", (8, 32, 512, 1024), 32, (3, 7),
+                padding=(1, 3)),
+    _transposed("kb81", f"{_KERNELBENCH} 81: stride and dilation", (16, 32, 64, 128), 64, (3, 3),
+                stride=(5, 5), padding=(1, 1), dilation=(2, 2)),
+    _transposed("hifigan_up16", "HiFi-GAN's first upsampling", (16, 512, 128), 256, (16,),
+                stride=(8,), padding=(4,)),
+    _transposed("hifigan_up4", "HiFi-GAN's last upsampling", (16, 64, 32768), 32, (4,),
+                stride=(2,), padding=(1,)),
+    _transposed("oobleck_up20", "decoder of Stable Audio's autoencoder", (1, 2048, 215), 1024,
+                (20,), stride=(10,), padding=(5,)),
+    _transposed("unet_up2", "U-Net's upsampling", (16, 256, 64, 64), 128, (2, 2), stride=(2, 2)),
+    _transposed("dcgan_up4", "upsampling of DCGAN", (64, 256, 32, 32), 128, (4, 4),
+                stride=(2, 2), padding=(1, 1)),
+    _transposed("fcn_up_dw", "FCN's upsampling, depthwise", (8, 21, 32, 32), 21, (64, 64),
+                stride=(32, 32), padding=(16, 16), groups=21),
+)  # fmt: skip
+
+SUITES = {
+    "founding": FOUNDING,
+    "real": REAL,
+    "odd": ODD,
+    "depthwise": DEPTHWISE,
+    "sequence": SEQUENCE,
+    "transposed": TRANSPOSED,
+}
 
 
 def suite(name: str) -> Sequence[Workload]:
@@ -251,8 +409,13 @@ def from_dict(entry: Any) -> Workload:
 
 
 def to_dict(workload: Workload) -> dict[str, Any]:
-    """The workload as values for JSON; only a layer of a model has the keys that concern models."""
-    omitted = () if workload.model else ("model", "count", "first")
+    """The workload as values for JSON.
+
+    Only a layer of a model has the keys that concern models, and only a transposed convolution
+    those that concern it.
+    """
+    omitted: tuple[str, ...] = () if workload.model else ("model", "count", "first")
+    omitted += () if workload.transposed else ("transposed", "output_padding")
     return {name: value for name, value in asdict(workload).items() if name not in omitted}
 
 
@@ -273,7 +436,12 @@ def _read_shape(text: str) -> dict[str, Any]:
     values: dict[str, Any] = {"input": _numbers(words[0], "x"), "weight": _numbers(words[1], "x")}
     for option in words[2:]:
         name, _, value = option.partition("=")
-        if name not in (*_LENGTHS, "groups") or name in ("input", "weight"):
+        if option == "transposed":
+            values["transposed"] = True
+            continue
+        if name == "transposed":
+            raise ValueError(f"transposed takes no value, but got {option!r}")
+        if name not in (*_DEFAULTS, "groups"):
             raise ValueError(f"unknown option {name!r}")
         if not value:
             raise ValueError(f"{name} has no value")
@@ -293,44 +461,51 @@ def _numbers(text: str, separator: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-# How many numbers each key takes. A single number stands for all, except for `input` and `weight`.
-_LENGTHS = {"input": (4,), "weight": (4,), "stride": (2,), "padding": (2, 4), "dilation": (2,)}
-
-
 def _validated(texts: dict[str, Any], sizes: dict[str, Any]) -> Workload:
     """Makes a workload, named by its shape if it has no name.
 
     Raises a ValueError unless the values describe a convolution.
     """
-    values: dict[str, Any] = {
-        key: _sizes(key, value) if key in _LENGTHS else _size(key, value)
-        for key, value in sizes.items()
-    }
+    input = _sizes("input", sizes["input"], (3, 4))
+    axes = len(input) - 2
+    transposed = sizes.get("transposed", False)
+    if not isinstance(transposed, bool):
+        raise ValueError(f"transposed should be true or false, but got {transposed!r}")
+    values: dict[str, Any] = {"input": input, "transposed": transposed}
+    values["weight"] = _sizes("weight", sizes["weight"], (axes + 2,))
+    for key in sizes.keys() - values.keys():
+        if key in _DEFAULTS:
+            lengths = (axes, 2 * axes) if key == "padding" else (axes,)
+            values[key] = _sizes(key, sizes[key], lengths, axes)
+        else:
+            values[key] = _size(key, sizes[key])
     workload = Workload(**texts, **values)
     if workload.first > workload.count:
         raise ValueError(f"first should be at most count, {workload.count}: it is {workload.first}")
     try:
-        problem = workload.problem
+        workload.check()
+        output = workload.output
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-    for shape in (problem.input_shape, problem.weight_shape, problem.output_shape):
+    for shape in (workload.input, workload.weight, output):
         if math.prod(shape) > MOST_ELEMENTS:
             raise ValueError(f"a tensor of {'x'.join(map(str, shape))} is too large")
     return workload if workload.name else replace(workload, name=workload.shape)
 
 
-def _sizes(key: str, value: Any) -> tuple[int, ...]:
-    lengths = _LENGTHS[key]
-    if lengths != (4,) and not isinstance(value, (list, tuple)):
-        value = [value, value]
+def _sizes(key: str, value: Any, lengths: tuple[int, ...], repeat: int = 0) -> tuple[int, ...]:
+    """One of ``lengths`` numbers; with ``repeat``, a single number stands for so many."""
+    if repeat and not isinstance(value, (list, tuple)):
+        value = [value] * repeat
     if not isinstance(value, (list, tuple)) or len(value) not in lengths:
         allowed = " or ".join(map(str, lengths))
-        raise ValueError(f"{key} should be {allowed} whole numbers, but got {value!r}")
+        plural = "" if lengths == (1,) else "s"
+        raise ValueError(f"{key} should be {allowed} whole number{plural}, but got {value!r}")
     return tuple(_size(key, number) for number in value)
 
 
 def _size(key: str, value: Any) -> int:
-    least = 0 if key in ("padding", "first") else 1
+    least = 0 if key in ("padding", "output_padding", "first") else 1
     if type(value) is not int or not least <= value < 2**63:
         raise ValueError(f"{key} takes whole numbers from {least} to 2**63 - 1, but got {value!r}")
     return value

@@ -38,6 +38,8 @@ def on_cpu(module, architecture="sm_80"):
             )
         elif which == "input_grad":
             result = conv2d_input(geometry.input, tensors["weight"], tensors["input"], *how)
+            if "bias" in tensors:  # a transposed convolution
+                result = result + tensors["bias"][:, None, None]
         elif which == "weight_grad":
             result = conv2d_weight(tensors["input"], geometry.weight, tensors["grad_output"], *how)
         else:

@@ -7,10 +7,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from emulator import run_both_orders
+from fastconv import jit
+from fastconv.jit import compile, nvrtc
 from fastconv.kernels import family
 
 
@@ -73,6 +76,29 @@ def compare(module: ModuleType, model: nn.Module, x: Tensor, tolerance: float) -
         assert theirs is not None
         error = (ours.double() - theirs).norm() / theirs.norm()
         assert error < tolerance, f"{tuple(theirs.shape)}: {error:.1e}"
+
+
+def kernels_of(module: ModuleType, made_for: str, scalar: str, precision: str) -> Any:
+    """All kernels of the exported geometry, with a bias."""
+    operands = module.Operands(scalar, 4 if scalar == "float" else 2, False, True)
+    plans = [
+        module.plan_of(which, module.EXPORTED, operands, precision, made_for, 132)
+        for which in ("forward", "input_grad", "weight_grad", "bias_grad")
+    ]
+    launches = [launch for plan in plans for launch in plan.launches]
+    return tuple(dict.fromkeys(module.kernel_of(launch) for launch in launches))
+
+
+def compile_by_nvrtc(code: str, architecture: str) -> str:
+    """Compiles with the package's NVRTC; the log."""
+    try:
+        jit.nvrtc_version()
+    except jit.GpuUnavailable as error:
+        pytest.skip(str(error))
+    program = nvrtc.Program(code, "exported.cu", {}, compile._options(architecture))
+    outcome = nvrtc.compile_program(program, compile._nvrtc())
+    assert not outcome.error, outcome.log
+    return outcome.log
 
 
 def compile_by_nvcc(module: ModuleType, kernels: Any, flags: list[str], folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Files that ``fastconv.export`` writes: for the founding workloads, and for two small layers."""
+"""Files that ``fastconv.export`` writes: for founding workloads, small layers, and references."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -41,6 +42,47 @@ def exported(name: str) -> Path:
     with mock.patch.object(tuned, "table", return_value=tuned.read(tuned.SHIPPED)):
         fastconv.export(name, output=path)
     return path
+
+
+REFERENCE = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential({layers})
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def get_init_inputs():
+    return []
+
+
+def get_inputs():
+    return [torch.rand{input}]
+"""
+
+
+@cache
+def exported_layers(layers: str, input: tuple[int, ...], *dtypes: Any) -> Path:
+    """The file of a model whose layers, written as Python, follow one another."""
+    folder = Path(tempfile.mkdtemp(dir=_folder()))
+    reference, path = folder / "reference.py", folder / "exported.py"
+    reference.write_text(REFERENCE.format(layers=layers, input=input), encoding="utf-8")
+    fastconv.export(reference=reference, output=path, dtypes=dtypes or ["float32"])
+    return path
+
+
+def all_layers() -> Path:
+    """A file with a layer of each kind but ``Conv2d``."""
+    one = "nn.ConvTranspose1d(4, 6, 4, stride=2, padding=1), nn.Conv1d(6, 4, 3)"
+    return exported_layers(
+        f"{one}, nn.Unflatten(2, (6, 5)), nn.ConvTranspose2d(4, 2, 3)", (2, 4, 16)
+    )
 
 
 @cache

@@ -30,6 +30,7 @@ from fastconv.bench import (
     page,
     plots,
     tune,
+    written_networks,
 )
 from fastconv.bench.cases import Case
 from fastconv.bench.contestants import PEERS
@@ -313,6 +314,7 @@ def test_choices_are_those_of_the_package() -> None:
     """Tables by name, which the parser cannot import."""
     assert tuple(PEERS) == choices.PEERS
     assert tuple(SUITES) == choices.SUITES
+    assert tuple(written_networks.NETWORKS) == choices.WRITTEN
     assert tuple(GPUS) == choices.GPUS
 
 

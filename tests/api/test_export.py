@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,12 +23,10 @@ from torch import nn
 import exported_file
 import fastconv
 import nvrtc as other_nvrtc
-from exported_launches import compile_by_nvcc, launches
-from exports import SMALL, exported, narrow, small
-from fastconv import jit
+from exported_launches import compile_by_nvcc, compile_by_nvrtc, kernels_of, launches
+from exports import SMALL, all_layers, exported, narrow, small
 from fastconv.exporter import plans
 from fastconv.exporter.file import PARTS
-from fastconv.jit import compile, nvrtc
 from fastconv.kernels import ampere, depthwise, family, gpus, hopper
 from fastconv.kernels.gpus import GPUS
 from fastconv.problem import Problem
@@ -37,6 +36,7 @@ __all__ = ["narrow", "small"]  # Tests below use these fixtures by their names.
 
 ROOT = Path(__file__).parents[2]
 NAMES = [workload.name for workload in FOUNDING]
+PATHS = {**{name: partial(exported, name) for name in NAMES}, "layers": all_layers}
 PASSES = ("forward", "input_grad", "weight_grad")
 
 
@@ -49,9 +49,9 @@ def test_the_example_is_what_export_writes() -> None:
     assert example.read_text(encoding="utf-8") == text, "make examples writes it again"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PATHS)
 def test_files_import_only_torch_and_the_standard_library(name: str) -> None:
-    tree = ast.parse(exported(name).read_text(encoding="utf-8"))
+    tree = ast.parse(PATHS[name]().read_text(encoding="utf-8"))
     modules = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -74,26 +74,28 @@ SUSPICIOUS = {
 
 
 @pytest.mark.parametrize("what", SUSPICIOUS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PATHS)
 def test_files_have_nothing_suspicious(name: str, what: str) -> None:
-    text = exported(name).read_text(encoding="utf-8")
+    text = PATHS[name]().read_text(encoding="utf-8")
     code = "\n".join(re.split("#|//", line)[0] for line in text.splitlines())
     assert re.findall(SUSPICIOUS[what], code) == []
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PATHS)
 def test_files_can_be_executed_among_other_names(name: str) -> None:
     """Some programs execute a file after other code, in a namespace with a reference's names."""
     others = {"batch_size": 1, "in_channels": 2, "stride": 3, "height": 4, "Model": 5, "x": 6}
     names: dict[str, Any] = dict(others)
-    exec("import os\n" + exported(name).read_text(encoding="utf-8"), names)
+    exec("import os\n" + PATHS[name]().read_text(encoding="utf-8"), names)
     assert {key: names[key] for key in others} == others
-    assert names["ModelNew"]().conv2d.weight.dim() == 4
+    weights = [name for name in names["ModelNew"]().state_dict() if name.endswith("weight")]
+    assert len(weights) == (3 if name == "layers" else 1)
 
 
 def test_parts_have_no_names_in_common() -> None:
+    """But for the self-check's twin, in whose place a file with other layers has another."""
     names: list[str] = []
-    for part in ("contents", "portable", "runtime", "self_check"):
+    for part in ("contents", "portable", "runtime", "self_check", "layers", "layer_twins"):
         tree = ast.parse((PARTS / f"{part}.py").read_text(encoding="utf-8"))
         for node in tree.body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -102,6 +104,7 @@ def test_parts_have_no_names_in_common() -> None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 names += [target.id for target in targets if isinstance(target, ast.Name)]
     assert len(names) > 50
+    names.remove("pytorch_twin")
     assert len(names) == len(set(names))
 
 
@@ -120,8 +123,10 @@ def test_python_code(name: str, check: Any) -> None:
 )
 def test_python_code_with_the_oldest_torch() -> None:
     python = os.environ["FASTCONV_OLDEST_TORCH"]
-    script = ROOT / "tests/api/exported_file.py"
-    subprocess.run([python, script, *map(exported, NAMES)], check=True, env={"PYTHONPATH": ""})
+    scripts = {"exported_file.py": map(exported, NAMES), "exported_layers.py": [all_layers()]}
+    for name, paths in scripts.items():
+        command = [python, ROOT / "tests/api" / name, *paths]
+        subprocess.run(command, check=True, env={"PYTHONPATH": ""})
 
 
 def test_bare_models_are_the_convolution_itself(tmp_path: Path) -> None:
@@ -340,17 +345,6 @@ def test_a_missing_gpu_is_told_in_a_sentence(small: Path, monkeypatch: pytest.Mo
 # --- Device code ---------------------------------------------------------------------------------
 
 
-def _kernels(module: ModuleType, made_for: str, scalar: str, precision: str) -> Any:
-    """All kernels of the exported geometry, with a bias."""
-    operands = module.Operands(scalar, 4 if scalar == "float" else 2, False, True)
-    plans = [
-        module.plan_of(which, module.EXPORTED, operands, precision, made_for, 132)
-        for which in (*PASSES, "bias_grad")
-    ]
-    launches = [launch for plan in plans for launch in plan.launches]
-    return tuple(dict.fromkeys(module.kernel_of(launch) for launch in launches))
-
-
 @pytest.mark.parametrize(
     ("name", "scalar"),
     list(zip(NAMES, ["float", "fastconv::float16", "fastconv::bfloat16"], strict=True)),
@@ -360,7 +354,7 @@ def test_device_code_compiles_for_volta_with_cuda_11(name: str, scalar: str) -> 
     if path is None:
         pytest.skip("nvidia-cuda-nvrtc-cu11 is not installed")
     module = exported_file.load(exported(name))
-    code = module.device_code(_kernels(module, "", scalar, "ieee"))
+    code = module.device_code(kernels_of(module, "", scalar, "ieee"))
     compiler = other_nvrtc.Nvrtc(path)
     assert compiler.version == (11, 8)
     cubin, _ = compiler.compile(code, {}, ["-std=c++17", "--gpu-architecture=sm_70"])
@@ -372,7 +366,7 @@ def test_device_code_compiles_for_ampere_with_cuda_11() -> None:
     if path is None:
         pytest.skip("nvidia-cuda-nvrtc-cu11 is not installed")
     module = exported_file.load(exported("square3x3"))
-    code = module.device_code(_kernels(module, "sm_80", "float", "tf32"))
+    code = module.device_code(kernels_of(module, "sm_80", "float", "tf32"))
     options = ["-std=c++17", "--gpu-architecture=sm_80"]
     assert other_nvrtc.Nvrtc(path).compile(code, {}, options)[0]
 
@@ -382,9 +376,9 @@ def test_device_code_compiles_for_ampere_with_cuda_11() -> None:
 )
 def test_device_code_compiles_for_hopper(name: str, precision: str) -> None:
     module = exported_file.load(exported(name))
-    kernels = _kernels(module, "sm_90a", "float", precision)
+    kernels = kernels_of(module, "sm_90a", "float", precision)
     assert {source.split("/")[0] for source, _, _ in kernels} == {"hopper", "direct"}
-    log = _compiled(module.device_code(kernels), "sm_90a")
+    log = compile_by_nvrtc(module.device_code(kernels), "sm_90a")
     for number in range(len(module.configurations(kernels))):
         assert f"kernels_{number}" in log  # ptxas reports on the functions of each namespace
 
@@ -401,9 +395,9 @@ def test_device_code_compiles_for_other_tensor_cores(
     name: str, precision: str, architecture: str, made_for: str
 ) -> None:
     module = exported_file.load(exported(name))
-    kernels = _kernels(module, made_for, "float", precision)
+    kernels = kernels_of(module, made_for, "float", precision)
     assert {source.split("/")[0] for source, _, _ in kernels} == {"ampere", "direct"}
-    log = _compiled(module.device_code(kernels), architecture)
+    log = compile_by_nvrtc(module.device_code(kernels), architecture)
     for number in range(len(module.configurations(kernels))):
         assert f"kernels_{number}" in log
 
@@ -416,9 +410,9 @@ def test_device_code_compiles_for_narrow_groups(
     narrow: Path, architecture: str, made_for: str
 ) -> None:
     module = exported_file.load(narrow)
-    kernels = _kernels(module, made_for, "float", "tf32")
+    kernels = kernels_of(module, made_for, "float", "tf32")
     assert {source.split("/")[0] for source, _, _ in kernels} == {"depthwise", "direct"}
-    log = _compiled(module.device_code(kernels), architecture)
+    log = compile_by_nvrtc(module.device_code(kernels), architecture)
     for number in range(len(module.configurations(kernels))):
         assert f"kernels_{number}" in log
 
@@ -428,21 +422,9 @@ def test_older_architectures_do_without_tensor_cores(tmp_path: Path) -> None:
     path = tmp_path / "wide.py"
     fastconv.export(shape="4x16x32x32 16x1x31x31 padding=15,15 groups=16", output=path)
     module = exported_file.load(path)
-    kernels = _kernels(module, "sm_80", "float", "tf32")
+    kernels = kernels_of(module, "sm_80", "float", "tf32")
     assert "depthwise/toeplitz/planes.cuh" in {source for source, _, _ in kernels}
-    _compiled(module.device_code(kernels), "sm_75")
-
-
-def _compiled(code: str, architecture: str) -> str:
-    """Compiles with the package's NVRTC; the log."""
-    try:
-        jit.nvrtc_version()
-    except jit.GpuUnavailable as error:
-        pytest.skip(str(error))
-    program = nvrtc.Program(code, "exported.cu", {}, compile._options(architecture))
-    outcome = nvrtc.compile_program(program, compile._nvrtc())
-    assert not outcome.error, outcome.log
-    return outcome.log
+    compile_by_nvrtc(module.device_code(kernels), "sm_75")
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
@@ -459,5 +441,5 @@ def test_nvcc_compiles_device_and_host_code(
 ) -> None:
     """PyTorch may add an architecture that lacks the tensor cores' instructions."""
     module = exported_file.load(exported(name))
-    kernels = _kernels(module, made_for, "float", "tf32")
+    kernels = kernels_of(module, made_for, "float", "tf32")
     compile_by_nvcc(module, kernels, flags, tmp_path)

@@ -76,7 +76,7 @@ def test_references_keep_all_but_their_convolutions(tmp_path: Path) -> None:
         (("math.floor(4.5)", "scale"), "uses scale, which is neither imported nor defined"),
         (("import math", "import numpy as math"), "imports only torch and the standard library"),
         (("padding=1", "padding='same'"), "padding should be numbers of zeros, but got 'same'"),
-        (("nn.Conv2d", "nn.Linear"), "constructs no nn.Conv2d"),
+        (("nn.Conv2d", "nn.Linear"), "constructs no nn.Conv1d, nn.Conv2d,"),
         (("def get_inputs", "def inputs"), "should define get_inputs"),
         (("[torch.rand(2, 8, 10, 12)]", "[1]"), "should return tensors"),
         (("return [8]", "return [torch.tensor(8)]"), "should be numbers, strings"),

@@ -164,15 +164,6 @@ def test_representation_tells_our_layers_from_others() -> None:
     assert names == ["fastconv.Conv2d", "Conv2d", "Own", "fastconv.ParametrizedConv2d"]
 
 
-def test_representation_of_a_fused_layer() -> None:
-    layer = fastconv.FusedConv2d(4, 6, 1, bias=False)
-    layer.activation, layer.takes_residual = ("leaky_relu", 0.2), True
-    assert repr(layer) == (
-        "fastconv.FusedConv2d(4, 6, kernel_size=(1, 1), stride=(1, 1), bias=False, "
-        "activation=('leaky_relu', 0.2), takes_residual=True)"
-    )
-
-
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
 @pytest.mark.parametrize("padding", [((1, 0), (2, 3)), [[0, 2], [1, 1]]], ids=str)
 def test_four_sided_padding(mode: str, padding: Any) -> None:

@@ -145,11 +145,12 @@ def test_pytorchs_layers_have_one_name_by_which_none_is_made() -> None:
     assert not any("__base__" in text for text in sources.values())
     users = {name for name, text in sources.items() if re.search(r"\bCOUNTERPARTS\b", text)}
     assert users == {"modules", "conversion", "exchange"}
-    users = {name for name, text in sources.items() if re.search(r"\bPYTORCHS\b", text)}
-    assert users == {"modules", "calls", "inspection", "tracing"}
-    # Nothing of the layer is used but its name: it is neither called nor asked for a method.
-    used = re.compile(r"\bPYTORCHS(\(|\.(?!__name__\b))")
+    users = {name for name, text in sources.items() if re.search(r"kind\S*\.pytorchs\b", text)}
+    assert users == {"exchange", "calls", "inspection"}
+    # Nothing of these classes is used but the name: none is called or asked for a method.
+    used = re.compile(r"kind\S*\.pytorchs(\(|\.(?!__name__\b))")
     assert not any(used.search(text) for text in sources.values())
+    assert used.search("known_kind(layer).pytorchs(3, 3, 1)")
 
 
 @pytest.mark.parametrize(
@@ -282,6 +283,20 @@ def test_other_layers_use_none_either(name: str, groups: int, device: torch.devi
         module(input).square().sum().backward()
     expected = {"forward", "input_grad"} if name == "Conv1d" else {"transposed", "forward"}
     assert {f"fastconv.{one}.default" for one in (*expected, "weight_grad")} < mode.seen
+
+
+@pytest.mark.parametrize("create_graph", [False, True], ids=["", "twice differentiable"])
+def test_causal_convolutions_use_none_either(create_graph: bool, device: torch.device) -> None:
+    x = torch.randn(2, 4, 9, device=device, requires_grad=True)
+    weight = torch.randn(4, 3, device=device, requires_grad=True)
+    with _NoConvolutions() as mode:
+        output = fastconv.causal_conv1d_fn(x, weight, activation="silu")
+        torch.autograd.grad(output.sum(), (x, weight), create_graph=create_graph)
+        with torch.no_grad():
+            fastconv.causal_conv1d_update(x, torch.zeros(2, 4, 2, device=device), weight)
+    # Gradients that are differentiated again are PyTorch's elementwise operations.
+    expected = ("causal_forward", "causal_update", *(() if create_graph else ("causal_backward",)))
+    assert {f"fastconv.{one}.default" for one in expected} < mode.seen
 
 
 def test_mode_sees_convolutions_of_pytorch() -> None:

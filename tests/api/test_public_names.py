@@ -26,6 +26,7 @@ NAMES = sorted(fastconv.__all__)
 # Types for annotations: they are no classes, and the source has their documentation.
 ALIASES = {
     "Activation": "geometry.py",
+    "CausalActivation": "causal.py",
     "LayerPadding": "geometry.py",
     "PaddingLike": "geometry.py",
     "Precision": "_precision.py",

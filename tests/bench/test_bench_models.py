@@ -93,6 +93,39 @@ def test_every_way_to_call_is_seen(call: Any, expected: dict[str, Any]) -> None:
     assert layer.problem.flops > 0
 
 
+@pytest.mark.parametrize(
+    ("module", "sound", "expected"),
+    [
+        (nn.Conv1d(4, 6, 5, stride=2, padding=3, dilation=2, groups=2), (4, 20),
+         {"input": (2, 4, 20), "weight": (6, 2, 5), "stride": (2,), "padding": (3,),
+          "dilation": (2,), "groups": 2}),
+        (nn.Conv1d(4, 4, 4, padding="same"), (4, 20),
+         {"input": (2, 4, 20), "weight": (4, 4, 4), "padding": (1, 2)}),
+        (nn.ConvTranspose1d(4, 6, 5, 3, 2, 1, groups=2, dilation=2), (4, 20),
+         {"input": (2, 4, 20), "weight": (4, 3, 5), "stride": (3,), "padding": (2,),
+          "dilation": (2,), "groups": 2, "transposed": True, "output_padding": (1,)}),
+        (nn.ConvTranspose2d(4, 6, (5, 3), 2, 1), (4, 8, 9),
+         {"input": (2, 4, 8, 9), "weight": (4, 6, 5, 3), "stride": (2, 2), "padding": (1, 1),
+          "transposed": True}),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+def test_layers_of_all_kinds_are_seen(
+    module: nn.Module, sound: tuple[int, ...], expected: dict[str, Any]
+) -> None:
+    (layer,) = models.layers(nn.Sequential(module), "net", (2, *sound))
+    assert layer == Workload("net_01", "0", model="net", first=1, **expected)
+    with torch.device("meta"):
+        output = module.to("meta")(torch.empty(2, *sound))
+    assert layer.output == output.shape
+
+
+def test_layers_that_no_workload_has_are_named() -> None:
+    beyond = nn.Sequential(nn.ConvTranspose1d(1, 1, 3, stride=2, dilation=4, output_padding=3))
+    with pytest.raises(WorkloadError, match="0: output_padding should be below the stride"):
+        models.layers(beyond, "beyond", (1, 1, 8))
+
+
 def test_a_layer_may_be_first_once_of_several() -> None:
     alike = nn.Sequential(*(nn.Conv2d(3, 3, 1) for _ in range(3)))
     (layer,) = models.layers(alike, "alike", (1, 3, 8, 8))
@@ -102,7 +135,7 @@ def test_a_layer_may_be_first_once_of_several() -> None:
 @pytest.mark.parametrize(
     ("network", "named"),
     [
-        (nn.Linear(8, 8), "this has no 2-D convolution"),
+        (nn.Linear(8, 8), "this has no 1-D, 2-D or transposed convolution"),
         (nn.Conv2d(4, 4, 3), "this cannot be run on images of 1x3x8x8: ."),
         (Called(lambda x, w: x[x.sum().item() > 0]), "cannot be run on images of 1x3x8x8: "),
     ],

@@ -23,7 +23,8 @@ from fastconv.bench.network_results import (
     NETWORKS_FORMAT,
     NetworkResults,
 )
-from fastconv.bench.networks import INFERENCE, MODES, TRAINING, UNet
+from fastconv.bench.networks import INFERENCE, MODES, TRAINING
+from fastconv.bench.written_networks import NETWORKS, Dcgan, HiFiGan, UNet, Wav2Vec2, Written
 from fastconv.network import calls, preparation
 from network.helpers import Clock, ResNet, stand_in
 
@@ -477,12 +478,47 @@ def test_the_unet_is_the_usual_one() -> None:
 def test_the_unet_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(networks, "UNet", partial(UNet, 4))
+    monkeypatch.setitem(NETWORKS, "unet", Written(partial(UNet, 4), (3, 256, 256), 16))
     rows = measured(capsys, "unet", "--image", "32", "--dtype", "float32")
     assert [row["optimized"]["fused"] for row in rows] == [False, True]
     for row in rows:
         assert row["images"] == "2x3x32x32"
-        assert row["optimized"]["layers"] == row["optimized"]["exchanged"] == 19
+        assert row["optimized"]["layers"] == row["optimized"]["exchanged"] == 23
     (row,) = measured(capsys, "unet", "--image", "20", "--mode", "training", "--dtype", "float32",
                       status=1)  # fmt: skip
     assert row["error"].startswith("RuntimeError: Sizes of tensors must match")
+
+
+# --- The other networks that the bench has written down -------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "parameters"),
+    [
+        ("wav2vec2", (1, 499, 768), 4_200_448 + 1_024 + 393_984 + 4_719_360 + 1_536),
+        ("hifigan", (1, 1, 128 * 256), 13_926_017),
+        ("dcgan", (1, 3, 64, 64), 3_576_704),
+    ],
+)
+def test_written_networks_have_their_papers_sizes(
+    name: str, output: tuple[int, ...], parameters: int
+) -> None:
+    with torch.device("meta"):
+        network = NETWORKS[name].build()
+        assert network(torch.empty(1, *NETWORKS[name].input)).shape == output
+    assert sum(parameter.numel() for parameter in network.parameters()) == parameters
+
+
+def test_written_networks_are_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {
+        "wav2vec2": Written(partial(Wav2Vec2, 4, 16), (1, 800)),
+        "hifigan": Written(partial(HiFiGan, 4, 16), (4, 3)),
+        "dcgan": Written(partial(Dcgan, 4, 2), (4, 1, 1)),
+    }
+    for name, one in small.items():
+        monkeypatch.setitem(NETWORKS, name, one)
+    rows = measured(capsys, *small)
+    assert [row["images"] for row in rows[::4]] == ["2x1x800", "2x4x3", "2x4x1x1"]
+    assert all(row["ours"]["ms"] > 0 < row["peer"]["ms"] for row in rows)

@@ -23,6 +23,13 @@ from fastconv.workloads import parse_shape
 
 SHAPE = "2x4x9x11 6x2x3x5 padding=1,2 dilation=1,2 stride=2 groups=2"
 CAUSAL = "2x3x8x9 4x3x2x3 padding=1,0,2,0"
+SEQUENCES = ("2x4x19 6x2x5 padding=2 dilation=2 stride=3 groups=2", "2x3x9 4x3x4 padding=3,0")
+TRANSPOSED = (
+    "2x4x9 4x3x5 transposed stride=3 padding=1 dilation=2 output_padding=1 groups=2",
+    "2x3x9 3x4x4 transposed stride=2 padding=3,1",
+    "2x4x5x6 4x3x3x2 transposed stride=2,3 padding=1,0 output_padding=1,2 groups=2",
+    "2x3x5x6 3x2x3x4 transposed padding=2,0,1,2 dilation=2,1",
+)
 
 pytestmark = pytest.mark.usefixtures("_small_ceilings")
 
@@ -66,15 +73,23 @@ def test_sets_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- Contestants ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [SHAPE, CAUSAL])
+@pytest.mark.parametrize("shape", [SHAPE, CAUSAL, *SEQUENCES, *TRANSPOSED])
 @pytest.mark.parametrize("direction", [*PASSES, STEP])
-@pytest.mark.parametrize("peer", ["pytorch", "best"])
-def test_contestants_compute_the_same(shape: str, direction: str, peer: str) -> None:
-    one = case(direction, shape)
+@pytest.mark.parametrize("format", ["nchw", "nhwc"])
+def test_contestants_compute_the_same(shape: str, direction: str, format: str) -> None:
+    one = case(direction, shape, format)
     at = one.tensors(torch.device("cpu"))
     expected = contestants.ours(one)(at)
-    for make in contestants.PEERS[peer].values():
+    for make in contestants.PEERS["best"].values():
         torch.testing.assert_close(make(one)(at), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SEQUENCES[:1] + TRANSPOSED[:1])
+def test_sequences_with_channels_last_are_transposed_views(shape: str) -> None:
+    at = case(shape=shape, format="nhwc").tensors(torch.device("cpu"))
+    for tensor in at:
+        assert tensor.dim() == 3
+        assert tensor.mT.is_contiguous()
 
 
 def test_other_format_is_converted_once() -> None:
@@ -99,6 +114,7 @@ def test_other_format_is_converted_once() -> None:
 HOST = ["bench", "--host", "--device", "cpu", "--row-seconds", "0"]
 HOST_ROWS = [
     "small_forward", "small_forward_recorded", "small_backward", "small_input_grad",
+    "small_conv1d", "small_conv1d_recorded", "small_transposed", "small_transposed_recorded",
     "small_operator", "layers20_step", "layers20_compiled_step", "layers20_compiled_inference",
     "resnet50_step", "resnet50_inference",
 ]  # fmt: skip
@@ -144,7 +160,7 @@ def test_host_times_of_every_row(
             assert timed["samples"] == timing.LEAST_SAMPLES
     captured = capsys.readouterr()
     assert "small_backward" in captured.out
-    assert "[10/10" in captured.err
+    assert "[14/14" in captured.err
 
 
 @pytest.mark.usefixtures("_one_thread")
@@ -158,8 +174,8 @@ def test_networks_are_skipped_without_torchvision(
     rows = json.loads(captured.out)["rows"]
     skipped = {row["name"]: row["skipped"] for row in rows if row["skipped"]}
     assert skipped == {
-        **dict.fromkeys(HOST_ROWS[6:8], "networks are compiled on GPUs alone"),
-        **dict.fromkeys(HOST_ROWS[8:], "torchvision is not installed: pip install torchvision"),
+        **dict.fromkeys(HOST_ROWS[10:12], "networks are compiled on GPUs alone"),
+        **dict.fromkeys(HOST_ROWS[12:], "torchvision is not installed: pip install torchvision"),
     }
 
 

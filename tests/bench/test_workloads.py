@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.utils.flop_counter
 
 from fastconv import cli
+from fastconv.bench import contestants
+from fastconv.bench.cases import Case
 from fastconv.workloads import (
     FOUNDING,
     ODD,
@@ -25,6 +30,9 @@ from fastconv.workloads import (
 
 SHAPE = "2x4x9x11 6x2x3x5 padding=1,2 dilation=1,2 stride=2 groups=2"
 CAUSAL = "2x3x8x9 4x3x2x3 padding=1,0,2,0"
+SEQUENCE = "2x4x19 6x2x5 stride=3 padding=4,0 dilation=2 groups=2"
+UP = "16x512x128 512x256x16 transposed stride=8 padding=4"
+UP_IMAGES = "2x4x5x6 4x3x3x2 transposed stride=2,3 padding=1,0 output_padding=1,2 groups=2"
 
 
 def test_founding_workloads_have_the_sizes_they_are_known_by() -> None:
@@ -40,8 +48,12 @@ def test_suites_are_many_and_valid() -> None:
     everything = unique(workload for name in SUITES for workload in suite(name))
     assert len(REAL) + len(ODD) >= 7 + 20
     assert 15 < len(suite("depthwise")) < len(REAL)
+    assert {one.function for one in suite("sequence")} == {"conv1d"}
+    functions = {one.function for one in suite("transposed")}
+    assert functions == {"conv_transpose1d", "conv_transpose2d"}
     for workload in everything:
-        assert parse_shape(workload.shape).problem == workload.problem
+        parsed = parse_shape(workload.shape)
+        assert (parsed.problem, parsed.output) == (workload.problem, workload.output)
         assert from_dict(json.loads(json.dumps(to_dict(workload)))) == workload
         assert workload.scaled(64).problem.flops > 0
 
@@ -52,6 +64,51 @@ def test_shapes_are_read_as_written() -> None:
         workload.name, "", (2, 4, 9, 11), (6, 2, 3, 5), (2, 2), (1, 2), (1, 2), 2
     )
     assert parse_shape(CAUSAL).sides == (1, 0, 2, 0)
+
+
+def test_shapes_of_sequences_and_of_transposed_convolutions() -> None:
+    sequence, up, images = map(parse_shape, (SEQUENCE, UP, UP_IMAGES))
+    assert sequence == Workload(
+        SEQUENCE, "", (2, 4, 19), (6, 2, 5), (3,), (4, 0), (2,), 2
+    )  # fmt: skip
+    assert up == Workload(UP, "", (16, 512, 128), (512, 256, 16), (8,), (4,), (1,), transposed=True)
+    assert images.output_padding == (1, 2)
+    for one in (sequence, up, images):
+        assert one.name == one.shape
+        assert parse_shape(one.shape) == one
+        assert from_dict(json.loads(json.dumps(to_dict(one)))) == one
+
+
+@pytest.mark.parametrize("shape", [SHAPE, CAUSAL, SEQUENCE, UP, UP_IMAGES])
+def test_outputs_have_pytorchs_shape(shape: str) -> None:
+    workload = parse_shape(shape)
+    case = Case(workload, "forward", "float32", "ieee", "nchw")
+    at = case.tensors(torch.device("meta"))
+    assert contestants.pytorch(case)(at).shape == at.grad_output.shape == workload.output
+    counted = torch.utils.flop_counter.FlopCounterMode(display=False)
+    with counted:
+        contestants.pytorch(case)(at)
+    assert counted.get_total_flops() == workload.problem.flops
+
+
+@pytest.mark.parametrize("shape", [SHAPE, CAUSAL, SEQUENCE, UP, UP_IMAGES])
+def test_scaled_workloads_are_as_small_as_they_can_be(shape: str) -> None:
+    smallest = parse_shape(shape).scaled(10**6)
+    assert min(smallest.output) > 0
+    for axis in range(smallest.axes):
+        size = list(smallest.input)
+        size[2 + axis] -= 1
+        with pytest.raises((ValueError, RuntimeError)):
+            replace(smallest, input=tuple(size)).check()
+
+
+def test_files_of_older_versions_are_read() -> None:
+    """They have the keys of 2-D convolutions alone, and newer files of these have no others."""
+    older = {
+        "name": "one", "about": "", "input": [1, 2, 8, 8], "weight": [4, 2, 3, 3],
+        "stride": [1, 1], "padding": [1, 1], "dilation": [1, 1], "groups": 1,
+    }  # fmt: skip
+    assert json.loads(json.dumps(to_dict(from_dict(older)))) == older
 
 
 @pytest.mark.parametrize(
@@ -69,6 +126,17 @@ def test_shapes_are_read_as_written() -> None:
         ("1x1x8x8 1x1x3x3 padding=1,2,3", "padding should be 2 or 4 whole numbers"),
         ("1x1x2x2 1x1x3x3", "Kernel size can't be greater"),
         ("1x3x8x8 1x1x3x3", "channels"),
+        ("1x3x8 1x3x3x3", "weight should be 3 whole numbers"),
+        ("1x3x8x8x8 1x3x3x3x3", "input should be 3 or 4 whole numbers"),
+        ("1x3x8 4x3x3 stride=1,2", "stride should be 1 whole number, but got [1, 2]"),
+        ("1x3x8 4x3x3 padding=1,2,3", "padding should be 1 or 2 whole numbers"),
+        ("1x3x2 4x3x3", "Kernel size can't be greater"),
+        ("1x3x8 4x3x3 output_padding=1", "applies only to a transposed convolution"),
+        ("1x3x8 3x4x3 transposed=1", "transposed takes no value"),
+        ("1x3x8 4x3x3 transposed", "expected input[1, 3, 8] to have 4 channels"),
+        ("1x3x8 3x4x3 transposed stride=2 output_padding=2", "smaller than either stride"),
+        ("1x3x8 3x4x3 transposed stride=2 dilation=4 output_padding=3", "below the stride"),
+        ("1x3x1 3x4x3 transposed padding=2", "Output size is too small"),
     ],
 )
 def test_malformed_shapes_are_explained(shape: str, named: str) -> None:
@@ -103,7 +171,7 @@ WHOLE = {"input": [1, 1, 8, 8], "weight": [1, 1, 3, 3]}
         ([{"input": [1, 1, 8, 8], "wait": []}], "unknown keys ['wait']"),
         ([WHOLE, {"input": [1, 1, 8, 8]}], "workload 2: it has no weight"),
         ([{**WHOLE, "name": 3}], "name should be text, but got 3"),
-        ([{**WHOLE, "input": "1x1x8x8"}], "input should be 4 whole numbers"),
+        ([{**WHOLE, "input": "1x1x8x8"}], "input should be 3 or 4 whole numbers"),
         ([{**WHOLE, "input": [[1], 1, 8, 8]}], "input takes whole numbers from 1"),
         ([{**WHOLE, "input": [True, 1, 8, 8]}], "input takes whole numbers from 1"),
         ([{**WHOLE, "input": [1, 1, 8.5, 8]}], "but got 8.5"),
@@ -111,6 +179,8 @@ WHOLE = {"input": [1, 1, 8, 8], "weight": [1, 1, 3, 3]}
         ([{**WHOLE, "padding": [1, 2, 3]}], "padding should be 2 or 4 whole numbers"),
         ([{**WHOLE, "padding": "same"}], "but got 'same'"),
         ([{**WHOLE, "groups": [1]}], "groups takes whole numbers from 1"),
+        ([{**WHOLE, "transposed": "yes"}], "transposed should be true or false, but got 'yes'"),
+        ([{**WHOLE, "output_padding": 1}], "applies only to a transposed convolution"),
         ([{**WHOLE, "name": "a"}, {**WHOLE, "name": "a", "groups": 1, "stride": 2}],
          "two workloads are called 'a'"),
     ],

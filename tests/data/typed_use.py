@@ -48,6 +48,17 @@ class Standardized(nn.Conv2d):
         )
 
 
+def causal(x: Tensor, state: Tensor, weight: Tensor, final: bool) -> None:
+    activation: fastconv.CausalActivation = "silu"
+    assert_type(fastconv.causal_conv1d_fn(x, weight, activation=activation), Tensor)
+    pair = fastconv.causal_conv1d_fn(x, weight, initial_states=state, return_final_states=True)
+    assert_type(pair, tuple[Tensor, Tensor])
+    either = fastconv.causal_conv1d_fn(x, weight, None, None, state, final)
+    assert_type(either, Tensor | tuple[Tensor, Tensor])
+    assert_type(fastconv.causal_conv1d_update(x, state, weight, None, "swish"), Tensor)
+    fastconv.causal_conv1d_fn(x, weight, activation="gelu")  # type: ignore[call-overload]
+
+
 def layers(images: Tensor) -> None:
     layer = fastconv.Conv2d(3, 8, 3, 1, ((1, 0), (2, 1)), bias=False, dtype=torch.float16)
     assert_type(layer.forward(images), Tensor)
@@ -76,6 +87,11 @@ def layers(images: Tensor) -> None:
 
 
 def sequences(audio: Tensor, images: Tensor) -> None:
+    assert_type(fastconv.FusedConv1d(3, 3, 1).forward(audio, audio), Tensor)
+    assert_type(fastconv.FusedConvTranspose1d(3, 3, 1).forward(audio, residual=audio), Tensor)
+    wider = fastconv.FusedConvTranspose2d(3, 3, 2, stride=2)
+    wider.activation = "relu"
+    assert_type(wider.forward(images, [9, 9]), Tensor)
     layer = fastconv.Conv1d(3, 8, 4, padding=((3, 0),), precision="tf32")
     assert_type(layer.forward(audio), Tensor)
     up = fastconv.ConvTranspose1d(8, 3, 4, 2, padding=((1, 0),), output_padding=1)

@@ -72,7 +72,7 @@ def _expanded(text: str, fault: Fault, seen: set[str]) -> Iterator[str]:
             yield from _expanded(included, fault, seen)
 
 
-def _with_fault(kernel: Kernel, fault: Fault) -> Kernel:
+def _faulty_kernel(kernel: Kernel, fault: Fault) -> Kernel:
     """The kernel with the fault, or the kernel itself if it does not include the faulty file."""
     files: set[str] = set()
     for _ in _expanded(kernel.text, fault, files):
@@ -80,6 +80,15 @@ def _with_fault(kernel: Kernel, fault: Fault) -> Kernel:
     if fault.file not in files:
         return kernel
     return Faulty(kernel.source, kernel.entry, kernel.constants, fault)
+
+
+def with_fault(plan: Plan, fault: Fault) -> Plan:
+    """The plan with a fault in those of its kernels that include the faulty file."""
+    launches = tuple(
+        replace(one, kernel=_faulty_kernel(one.kernel, fault)) for one in plan.launches
+    )
+    assert launches != plan.launches, f"no kernel of the plan includes {fault.file}"
+    return replace(plan, launches=launches)
 
 
 @dataclass(frozen=True)
@@ -94,9 +103,4 @@ class FaultyPlanner:
         return self.planner.__name__
 
     def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        plan = self.planner(problem, operands, gpu)
-        launches = tuple(
-            replace(one, kernel=_with_fault(one.kernel, self.fault)) for one in plan.launches
-        )
-        assert launches != plan.launches, f"no kernel of the plan includes {self.fault.file}"
-        return replace(plan, launches=launches)
+        return with_fault(self.planner(problem, operands, gpu), self.fault)

@@ -3,11 +3,11 @@
     git clone https://github.com/ScalingIntelligence/KernelBench
     PYTHONPATH=src python tests/gpu/run_kernelbench.py KernelBench /tmp/kernelbench
 
-For each of its two-dimensional convolutions, ``fastconv export --reference`` turns the problem's
-file into one with our kernels. KernelBench's static checker and ``eval_kernel_against_ref``, both
-unmodified, judge it in float32 and in PyTorch's default precision, TF32. Files are compiled
-beforehand, many at a time. Two of KernelBench's modules import packages that its evaluation does
-not use: where these are missing, empty modules replace them.
+For each of its convolutions of one and two dimensions, ``fastconv export --reference`` turns the
+problem's file into one with our kernels. KernelBench's static checker and
+``eval_kernel_against_ref``, both unmodified, judge it in float32 and in PyTorch's default
+precision, TF32. Files are compiled beforehand, many at a time. Two of KernelBench's modules import
+packages that its evaluation does not use: where these are missing, empty modules replace them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ import torch
 
 import fastconv
 
-PROBLEMS = (62, 63, 80, 56, 50, 82, 83, 84, 85, 86, 87)
+PROBLEMS = (
+    62, 63, 80, 56, 50, 82, 83, 84, 85, 86, 87,
+    67, 76, 64, 74, 79, 57, 65, 69, 71, 75, 78, 81,
+)  # fmt: skip
 CORRECTNESS_TRIALS = 5
 TIMING_TRIALS = 20
 UNUSED = ("dotenv", "openai", "litellm", "tqdm", "requests", "pydantic", "datasets")

@@ -16,11 +16,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import exported_layers as layer_checks
 import fastconv
 import tensor_maps
 from emulator.pass_cases import rounded_to_tf32
 from exported_file import load
-from exports import exported
+from exports import exported, exported_layers
 from fastconv.workloads import FOUNDING, Workload
 from gpu.helpers import is_hopper
 
@@ -169,6 +170,40 @@ def test_other_geometries(
     assert model(x).stride() == example.pytorch_twin(model)(x).stride()
     for expected, ours in zip(_gradients(twin, x.double()), _gradients(model, x), strict=True):
         assert _error(ours, expected) < tolerance
+
+
+LAYERS = {
+    "sequence": ("nn.Conv1d(64, 128, 3, padding=1)", (4, 64, 4096)),
+    "transposed sequence": ("nn.ConvTranspose1d(64, 32, 4, stride=2, padding=1)", (4, 64, 4096)),
+    "transposed": (
+        "nn.ConvTranspose2d(64, 32, (3, 4), stride=2, padding=1, output_padding=(1, 0))",
+        (4, 64, 32, 48),
+    ),
+}
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_other_layers(name: str, channels_last: bool) -> None:
+    """Contiguous tensors have tuned plans, others the portable kernels."""
+    layer, shape = LAYERS[name]
+    module = load(exported_layers(layer, shape))
+    model = module.ModelNew().cuda()
+    twin = module.pytorch_twin(model).double()
+    x = layer_checks.formats(torch.randn(shape, device="cuda"))[channels_last]
+    exact = _gradients(twin, x.double())
+    for tf32, tolerance in ((False, 1e-5), (True, 1e-3)):
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32):
+            assert _error(model(x), twin(x.double())) < tolerance
+            for ours, expected in zip(_gradients(model, x), exact, strict=True):
+                assert _error(ours, expected) < tolerance
+
+
+def test_self_check_of_other_layers() -> None:
+    path = exported_layers(*LAYERS["transposed sequence"])
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "tf32  forward and backward: " in done.stdout
 
 
 def test_streams_and_graphs(example: ModuleType) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,15 +17,31 @@ from torch import Tensor, nn
 
 import fastconv
 from fastconv import cli, native
-from fastconv.bench import networks
+from fastconv.bench.written_networks import NETWORKS, UNet, Written
 from fastconv.network import calls
 from fastconv.network.report import Optimization
+from network.helpers import Vocoder
 
 pytestmark = pytest.mark.gpu
 models = pytest.importorskip("torchvision.models")
 
 # How far outputs may be apart, in norm: roundings in another order, through eighteen layers.
 BOUNDS = {"tf32": 0.02, "bfloat16": 0.1}
+
+
+class Gains(calls.Clock):
+    """Calls layers and models both ways, and says that all of them gain."""
+
+    def call(self, trial: calls.Trial) -> calls.Times:
+        trial.pytorchs()
+        trial.ours()
+        return calls.Times(2.0, 1.0, 0.0, 0.0)
+
+    def model(self, runs: Sequence[Any], before: Sequence[Any], *_: Any) -> calls.Times:
+        for run, prepare in zip(runs, before, strict=True):
+            prepare()
+            run()
+        return calls.Times(2.0, 1.0, 0.0, 0.0)
 
 
 class NoClock(calls.Clock):
@@ -122,6 +139,34 @@ def test_a_network_after_some_training_is_fused(name: str) -> None:
     assert found.fused or said
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("by", ["a clock that prefers fastconv", "the GPU's times"])
+def test_every_kind_of_layer(
+    name: str, training: bool, by: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """1-D and transposed layers, with a BatchNorm, an activation or an addition behind each."""
+    monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    model, example = Vocoder().cuda().train(training), torch.randn(8, 3, 4000, device="cuda")
+    if by != "the GPU's times":
+        monkeypatch.setattr(calls, "clock", Gains())
+    with mode(name, training):
+        optimized = fastconv.optimize(model, example)
+        pairs = zip(*(results(m, example, training) for m in (optimized, model)), strict=True)
+        for number, (mine, theirs) in enumerate(pairs):
+            error = (mine.double() - theirs.double()).norm() / theirs.double().norm()
+            assert error < BOUNDS[name] * (5 if number else 1)
+    found: Optimization = optimized.fastconv_optimization
+    assert {row.call.kind for row in found.layers} == {
+        "Conv1d", "Conv2d", "ConvTranspose1d", "ConvTranspose2d"
+    }  # fmt: skip
+    assert all(row.times is not None for row in found.layers), str(found)
+    if by != "the GPU's times":
+        assert found.exchanged == ("first", "along", "up", "smooth", "look", "widen")
+        assert (found.fused, found.folded) == ((False, 0) if training else (True, 3)), str(found)
+
+
 ANOTHER = """
 import sys
 sys.path[:0] = {path!r}
@@ -149,12 +194,13 @@ def test_another_process_takes_what_was_measured() -> None:
 def test_bench_of_networks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(networks, "UNet", partial(networks.UNet, 16, 3))
+    small = Written(partial(UNet, 16, 3), (3, 256, 256), 16)
+    monkeypatch.setitem(NETWORKS, "unet", small)
     sizes = ["--batch", "4", "--image", "64", "--repeats", "3", "--row-seconds", "1"]
     assert cli.main(["bench", "--networks", "unet", *sizes, "--json", "--quiet"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert len(rows) == 4
     for row in rows:
-        assert row["optimized"]["layers"] == 11
+        assert row["optimized"]["layers"] == 13
         assert min(row[which]["extra_mib"] for which in ("ours", "peer")) > 0
         assert row["mode"] == "training" or row["difference"] < BOUNDS["bfloat16"]

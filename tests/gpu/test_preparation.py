@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,10 +30,14 @@ class Network(nn.Module):
             fastconv.Conv2d(32, 48, 1, bias=False),
             fastconv.Conv2d(48, 48, (3, 5), padding=(1, 2), dilation=(1, 1), groups=48),
             fastconv.Conv2d(48, 64, 3, stride=2, padding=1),
+            fastconv.ConvTranspose2d(64, 16, 4, stride=2, padding=1),
+            nn.Flatten(2),
+            fastconv.Conv1d(16, 16, 5, padding=2),
+            fastconv.ConvTranspose1d(16, 8, 3),
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).mean((2, 3))
+        return self.layers(x).mean(-1)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -98,15 +103,23 @@ def test_it_leaves_no_trace(by: str) -> None:
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "pytorchs"),
+    [
+        (fastconv.Conv2d, nn.functional.conv2d),
+        (fastconv.ConvTranspose2d, nn.functional.conv_transpose2d),
+    ],
+    ids=["plain", "transposed"],
+)
 def test_backward_finds_its_kernels(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, channels_last: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, channels_last: bool, kind: Any, pytorchs: Any
 ) -> None:
     """The gradients' kernels are compiled ahead, during the forward pass or after it."""
     layout = torch.channels_last if channels_last else torch.contiguous_format
     monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path / "cache"))
-    for place, name in ((lookahead, "compile_gradients"), (hooks, "forward_prepared")):
+    for place, name in ((lookahead, "compile_gradients"), (hooks, "layer_prepared")):
         monkeypatch.setattr(place, name, compile_gradients)  # whichever host path serves the call
-    ours = fastconv.Conv2d(37, 59, 3, padding=1).cuda().to(memory_format=layout)
+    ours = kind(37, 59, 3, padding=1).cuda().to(memory_format=layout)
     images = torch.randn(3, 37, 29, 31, device="cuda").to(memory_format=layout).requires_grad_()
     output = ours(images)
     wait_until(lambda: not pool._workers._threads)
@@ -119,7 +132,7 @@ def test_backward_finds_its_kernels(
     monkeypatch.setattr(cuda, "planned", fails)
     grad_output = torch.randn_like(output)
     output.backward(grad_output)
-    theirs = torch.nn.functional.conv2d(images, ours.weight, ours.bias, padding=1)
+    theirs = pytorchs(images, ours.weight, ours.bias, padding=1)
     expected = torch.autograd.grad(theirs, (images, ours.weight, ours.bias), grad_output)
     for found, other in zip((images.grad, ours.weight.grad, ours.bias.grad), expected, strict=True):
         torch.testing.assert_close(found, other, rtol=1e-3, atol=1e-3)

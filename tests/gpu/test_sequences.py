@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fastconv
 import oracle
+from fastconv import native
 from gpu.helpers import CUDA, precompile
 from strategies import channels_last
 
@@ -201,6 +202,25 @@ def test_epilogues(name: str, activation: str, added: bool, layout: str) -> None
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.usefixtures("_native_library")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["mamba", "hifigan up 16", "depthwise up", "odd up", "dcgan up 4"])
+def test_the_native_host_path_gives_pythons_bits(
+    name: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = LAYERS[name]
+    tensors = _tensors(layer, "bfloat16", layout)
+    function = getattr(fastconv, layer.function)
+    above = torch.randn_like(function(*tensors, **layer.geometry))
+    results = []
+    for path in (None, native.load()):
+        monkeypatch.setattr(native, "conv2d", path)
+        results.append(oracle.with_gradients(function, tensors, above, **layer.geometry))
+    for python, ours in zip(*results, strict=True):
+        assert ours.stride() == python.stride()
+        assert ours.equal(python)
+
+
 def test_frozen_weights() -> None:
     layer = LAYERS["hifigan k11"]
     tensors = _tensors(layer, "tf32", "contiguous")
@@ -210,8 +230,9 @@ def test_frozen_weights() -> None:
     assert results[1].equal(results[2])
 
 
+@pytest.mark.usefixtures("host_path")
 def test_a_graph_of_a_whole_step() -> None:
-    """CUDA graphs capture training with both kinds of layers."""
+    """CUDA graphs capture training with both kinds of layers, right after a first step."""
     model = torch.nn.Sequential(
         fastconv.Conv1d(16, 32, 5, padding=2),
         torch.nn.LeakyReLU(0.1),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from dataclasses import replace
 from itertools import product
 from math import prod
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from effort import calls
 from fastconv.kernels import hopper, planner, tuned
 from fastconv.kernels.family import Gpu, Plan
 from fastconv.kernels.gpus import H200
-from fastconv.kernels.planner import Planner
+from fastconv.kernels.planner import Pass, Planner
 from fastconv.problem import Problem
 from fastconv.workloads import FOUNDING, ODD, REAL, Workload
 from planner_cases import (
@@ -269,6 +271,29 @@ def test_sums_do_not_depend_on_the_batch(third: int, mode: str, plan: Planner) -
         assert len(orders) == 1, workload.name
         taken += planned.family == "hopper"
     assert taken > 7
+
+
+# --- What planning leaves behind ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", [*PASSES, planner.weight_grad], ids=lambda plan: plan.__name__)
+def test_no_frame_is_left_to_the_garbage_collector(plan: Pass) -> None:
+    """A frame holds its callers' frames: their tensors, and these tensors' graphs, would stay."""
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for workload, mode, last, gpu in product(
+            (*FOUNDING, *ODD), ("ieee", "bfloat16"), (False, True), (H200, A100)
+        ):
+            plan(workload.problem, make_operands(workload.problem, mode, last), gpu)
+        gc.collect()
+        left = {one.f_code.co_name for one in gc.garbage if isinstance(one, FrameType)}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not left
 
 
 # --- Tuned plans ----------------------------------------------------------------------------------

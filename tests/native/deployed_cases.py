@@ -180,6 +180,14 @@ def check_autograd() -> None:
     expected = F.conv2d(padded, w, b, [2, 1], 0, [1, 2], 2)
     torch.testing.assert_close(output, expected)
     torch.testing.assert_close(found, torch.autograd.grad(expected.sin().sum(), (x, w, b)))
+    above, of_images = output.detach().requires_grad_(), torch.randn(4, dtype=torch.float64)
+    leaves = (above, w, of_images.requires_grad_())
+    images = torch.ops.fastconv.transposed(*leaves, None, [1, 0], *geometry, "identity", 0.0)
+    whole = F.conv_transpose2d(*leaves, [2, 1], 0, [1, 0], 2, [1, 2])
+    expected = whole[:, :, 1:, 2:-1]
+    torch.testing.assert_close(images, expected)
+    found = torch.autograd.grad(images.sin().sum(), leaves)
+    torch.testing.assert_close(found, torch.autograd.grad(expected.sin().sum(), leaves))
     try:
         torch.ops.fastconv.fused(x, w, b, None, *geometry, "relu", 0.0)
     except NotImplementedError as error:

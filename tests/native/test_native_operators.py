@@ -64,7 +64,7 @@ def test_python_takes_no_part(python_calls: list[str]) -> None:
 
 
 def test_transposed(python_calls: list[str]) -> None:
-    """The library computes what autograd does not record, and hands the rest to Python."""
+    """The library computes all but calls with an epilogue that autograd records."""
     transposed = torch.ops.fastconv.transposed.default
     input, weight, bias = tensors((2, 4, 5, 6), (4, 3, 3, 2), (6,))
     native.load()
@@ -85,6 +85,8 @@ def test_transposed(python_calls: list[str]) -> None:
     assert output.grad_fn is not None
     assert output.grad_fn.name() == "FastconvConvTransposeBackward"
     output.sum().backward()
+    assert not python_calls
+    transposed(input, weight, bias, None, (0, 0), *geometry, "relu", 0.0).sum().backward()
     assert python_calls
 
 

@@ -26,6 +26,8 @@ SERVED: dict[str, dict[str, Any]] = {
     "valid": {"padding": "valid"},
     "same": {"padding": "same", "dilation": 2},
     "sides": {"padding": SIDES},
+    "lists": {"stride": [2], "padding": [1], "dilation": [2]},
+    "sides in lists": {"padding": [[1, 1]]},
     "activation": {"activation": "relu"},
 }
 
@@ -33,15 +35,17 @@ SERVED: dict[str, dict[str, Any]] = {
 def _theirs(some: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
     options = dict(options)
     act = options.pop("activation", None)
-    if options.get("padding") is SIDES:
-        options["padding"], some = 0, [F.pad(some[0], SIDES[0]), *some[1:]]
+    padding = options.get("padding", 0)
+    if not isinstance(padding, str) and padding not in (0, 1, (1,), [1]):
+        options["padding"], some = 0, [F.pad(some[0], tuple(padding[0])), *some[1:]]
     output = F.conv1d(*some, **options)
     return output if act is None else output.relu()
 
 
+@pytest.mark.parametrize("batched", [True, False], ids=["", "unbatched"])
 @pytest.mark.parametrize("options", SERVED.values(), ids=SERVED)
-def test_calls_that_are_served(host: Host, options: dict[str, Any]) -> None:
-    some = tensors(INPUT, WEIGHT, BIAS)
+def test_calls_that_are_served(host: Host, options: dict[str, Any], batched: bool) -> None:
+    some = tensors(INPUT if batched else INPUT[1:], WEIGHT, BIAS)
     close(fastconv.conv1d(*some, **options), _theirs(some, options))
     assert len(host.filled) == 1
     fastconv.conv1d(*some, **options)
@@ -51,7 +55,9 @@ def test_calls_that_are_served(host: Host, options: dict[str, Any]) -> None:
 # Python serves these, or raises their errors.
 OTHERS: dict[str, Any] = {
     "two numbers": {"padding": (1, 2)},
-    "a list": {"stride": [1]},
+    "a name in a tuple": {"padding": ("same",)},
+    "a pair in a pair": {"padding": ((1,),)},
+    "an array": {"stride": torch.ones(1, dtype=torch.int64).numpy()},
     "three pairs": {"padding": ((1, 0), (1, 0), (1, 0))},
     "unknown name": {"padding": "full"},
     "same, strided": {"padding": "same", "stride": 2},
@@ -65,8 +71,8 @@ def test_calls_that_are_not_served(host: Host, options: dict[str, Any]) -> None:
     assert native.conv2d is not None
     rest = (None, None, None, True)  # precision, activation, residual
     assert native.conv2d(*some, *given.values(), *rest) is NotImplemented
-    unbatched = (some[0][0], *some[1:])
-    assert native.conv2d(*unbatched, 1, 0, 1, 1, *rest) is NotImplemented
+    for dimensions in (some[0][0, 0], some[0][None]):
+        assert native.conv2d(dimensions, *some[1:], 1, 0, 1, 1, *rest) is NotImplemented
     assert host.filled == []
 
 

@@ -11,13 +11,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastconv
+from fastconv.fused import Fused
 from fastconv.jit import cache, compile
-from fastconv.modules import FusedConv2d
 from fastconv.network import calls
 from fastconv.network.calls import Call, Times, Trial
 from fastconv.network.report import Optimization
 
 EXAMPLE = torch.randn(2, 3, 10, 10)
+SEQUENCES = torch.randn(2, 3, 10)
+
+KINDS = {
+    "Conv1d": SEQUENCES,
+    "Conv2d": EXAMPLE,
+    "ConvTranspose1d": SEQUENCES,
+    "ConvTranspose2d": EXAMPLE,
+}
+"""The layers that fastconv computes, by their names in PyTorch and in fastconv; and examples."""
+
+NORMS = {"1d": nn.BatchNorm1d, "2d": nn.BatchNorm2d}
+LAYERS = tuple(getattr(fastconv, kind) for kind in KINDS)
+
+
+def layer_of(kind: str, *args: Any, **named: Any) -> Any:
+    """A layer of PyTorch's, of any of these kinds."""
+    return getattr(nn, kind)(*args, **named)
+
+
+def norm_for(kind: str, channels: int, **named: Any) -> Any:
+    """A BatchNorm that may follow a layer."""
+    return NORMS[kind[-2:]](channels, **named)
 
 
 def times(theirs: float, ours: float, error: float = 0.0) -> Times:
@@ -115,6 +137,30 @@ class ResNet(nn.Module):
         return self.head(self.drop(out.mean((2, 3))))
 
 
+class Vocoder(nn.Module):
+    """Sequences go down and up again, and become images: every kind of layer is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(3, 8, 5, stride=2, padding=2, bias=False)
+        self.norm = nn.BatchNorm1d(8)
+        self.along = nn.Conv1d(8, 8, 3, padding=2, dilation=2, groups=4)
+        self.up = nn.ConvTranspose1d(8, 4, 4, stride=2, padding=1, groups=2)
+        self.up_norm = nn.BatchNorm1d(4)
+        self.smooth = nn.ConvTranspose1d(4, 4, 3, padding=1)
+        self.look = nn.Conv2d(4, 6, 3, padding=1)
+        self.widen = nn.ConvTranspose2d(6, 4, 2, stride=2, groups=2, bias=False)
+        self.widen_norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        x = torch.relu(self.along(x) + x)
+        x = F.leaky_relu(self.up_norm(self.up(x)), 0.2)
+        x = torch.tanh(self.smooth(x) + x)
+        x = torch.relu(self.look(x.unflatten(-1, (5, -1))))
+        return torch.sigmoid(self.widen_norm(self.widen(x)))
+
+
 DISTINCT = 5  # how many distinct calls its layers have
 NAMES = [name for name, one in ResNet().named_modules() if type(one) is nn.Conv2d]
 
@@ -126,7 +172,7 @@ def report(model: nn.Module) -> Optimization:
 
 
 def ours(model: nn.Module) -> list[str]:
-    return [name for name, one in model.named_modules() if isinstance(one, fastconv.Conv2d)]
+    return [name for name, one in model.named_modules() if isinstance(one, LAYERS)]
 
 
 def fused(model: nn.Module, *example: Any, **named: Any) -> nn.Module:
@@ -140,16 +186,19 @@ def fused(model: nn.Module, *example: Any, **named: Any) -> nn.Module:
 
 
 def activations(model: nn.Module) -> dict[str, Any]:
-    return {n: one.activation for n, one in model.named_modules() if isinstance(one, FusedConv2d)}
+    return {n: one.activation for n, one in model.named_modules() if isinstance(one, Fused)}
 
 
 class Followed(nn.Module):
     """A layer, a BatchNorm if asked for, and a function of their result."""
 
-    def __init__(self, follower: Callable[..., Tensor], norm: bool = False) -> None:
+    def __init__(
+        self, follower: Callable[..., Tensor], norm: bool = False, kind: str = "Conv2d"
+    ) -> None:
         super().__init__()
-        self.layer = nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect" if norm else "zeros")
-        self.norm = nn.BatchNorm2d(3) if norm else nn.Identity()
+        mode = "reflect" if norm and "Transpose" not in kind else "zeros"
+        self.layer = layer_of(kind, 3, 3, 3, padding=1, padding_mode=mode)
+        self.norm = norm_for(kind, 3) if norm else nn.Identity()
         self.with_norm, self.follower = norm, follower
 
     def forward(self, x: Tensor) -> Tensor:

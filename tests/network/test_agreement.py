@@ -72,6 +72,9 @@ LAYERS = [
     nn.Conv2d(64, 8, 1),
     nn.Conv2d(8, 8, 5, stride=2, groups=8),
     nn.Conv2d(4, 6, 3, padding=2, dilation=2, padding_mode="reflect"),
+    nn.Conv1d(16, 24, 5, padding=2),
+    nn.ConvTranspose1d(8, 4, 4, stride=2, groups=4, output_padding=1),
+    nn.ConvTranspose2d(8, 6, 3, stride=2, dilation=2, groups=2),  # some positions have no tap
 ]
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -88,7 +91,8 @@ def rounded(layer: nn.Module, input: Tensor, dtype: torch.dtype) -> tuple[Tensor
 @pytest.mark.parametrize("kind", ["normal", "positive", "small", "one large"])
 @torch.no_grad()
 def test_roundings_pass_and_errors_do_not(layer: Any, dtype: torch.dtype, kind: str) -> None:
-    input = torch.randn(3, layer.in_channels, 13, 13)
+    axes = len(layer.kernel_size)
+    input = torch.randn(3, layer.in_channels, *(13,) * axes)
     input = {
         "normal": input,
         "positive": input.abs(),
@@ -102,10 +106,10 @@ def test_roundings_pass_and_errors_do_not(layer: Any, dtype: torch.dtype, kind: 
     assert rounding.disagreement(expected, found, *given) is None
     off = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.2}
     assert rounding.disagreement(expected, found * (1 + off[dtype]), *given) is not None
-    wrong = found.clone()
-    wrong[1, 2, 3, 3] = wrong.abs().max() * 1.5 + 1
+    wrong, place = found.clone(), (1, 2, *(3,) * axes)
+    wrong[place] = wrong.abs().max() * 1.5 + 1
     assert rounding.disagreement(expected, wrong, *given) is not None
-    wrong[1, 2, 3, 3] = NAN
+    wrong[place] = NAN
     assert "NaN" in (rounding.disagreement(expected, wrong, *given) or "")
     nothing = torch.zeros_like(found)
     assert rounding.disagreement(expected, nothing, *given) is not None
@@ -137,6 +141,28 @@ def test_many_images_are_compared_a_few_at_a_time(monkeypatch: pytest.MonkeyPatc
             wrong[image] *= 1.01
             assert rounding.disagreement(expected, wrong, input, other)
     assert rounding.disagreement(expected[:0], expected[:0], input[:0], None) is None
+
+
+@pytest.mark.parametrize(
+    ("layer", "terms"),
+    [
+        (nn.Conv2d(8, 4, 3, groups=2), 4 * 9),
+        (nn.ConvTranspose2d(8, 4, 3, groups=2), 4 * 9),
+        (nn.ConvTranspose2d(8, 4, 3, stride=2), 8 * 2 * 2),
+        (nn.ConvTranspose1d(8, 4, 8, stride=4, dilation=3), 8 * 2),
+        (nn.ConvTranspose1d(8, 4, 8, stride=4, dilation=2), 8 * 4),
+        (nn.ConvTranspose1d(8, 4, 2, stride=4), 8),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_how_many_terms_there_are(layer: Any, terms: int) -> None:
+    """As many as an output has where all inputs and weights are one."""
+    nn.init.ones_(layer.weight)
+    layer.bias = None
+    assert agreement._terms(layer) == terms
+    input = torch.ones(1, layer.in_channels, *(13,) * len(layer.kernel_size))
+    assert int(layer(input).max()) == terms
 
 
 def test_tf32_counts_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:

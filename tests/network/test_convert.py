@@ -23,7 +23,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import fastconv
 from fastconv.network.exchange import reason_to_leave
-from network.helpers import EXAMPLE, Clock, ResNet, fused, ours, times
+from network.helpers import EXAMPLE, KINDS, Clock, ResNet, fused, layer_of, ours, times
 
 INPUT = torch.randn(2, 3, 8, 8)
 
@@ -35,8 +35,8 @@ class Own(nn.Conv2d):
         return super().forward(input) + 1
 
 
-def _layer(**arguments: Any) -> nn.Conv2d:
-    return nn.Conv2d(3, 3, 3, padding=1, **arguments)
+def _layer(kind: str = "Conv2d", **arguments: Any) -> Any:
+    return layer_of(kind, 3, 3, 3, padding=1, **arguments)
 
 
 def _left(model: nn.Module) -> dict[str, str]:
@@ -167,21 +167,13 @@ def test_what_is_left_and_why() -> None:
     assert fastconv.Conversion.of(fastconv.convert(converted)).exchanged == ("lazy",)
 
 
-KINDS = {
-    "Conv1d": (2, 3, 9),
-    "Conv2d": (2, 3, 9, 8),
-    "ConvTranspose1d": (2, 3, 9),
-    "ConvTranspose2d": (2, 3, 9, 8),
-}
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_layer(name: str) -> None:
     pytorchs, ours = getattr(nn, name), getattr(fastconv, name)
     model = nn.Sequential(pytorchs(3, 3, 3, stride=2), parametrizations.weight_norm(
         pytorchs(3, 3, 2)
     ))  # fmt: skip
-    input = torch.randn(KINDS[name])
+    input = KINDS[name]
     expected = model(input)
     converted = fastconv.convert(model)
     assert fastconv.Conversion.of(converted).exchanged == ("0", "1")
@@ -273,20 +265,21 @@ NORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
-def test_weights_that_are_computed(norm: Callable[[nn.Module], nn.Module]) -> None:
-    model = nn.Sequential(norm(_layer())).eval()
-    keys, expected = list(model.state_dict()), model(INPUT).detach()
+def test_weights_that_are_computed(norm: Callable[[nn.Module], nn.Module], kind: str) -> None:
+    model, input = nn.Sequential(norm(_layer(kind))).eval(), KINDS[kind]
+    keys, expected = list(model.state_dict()), model(input).detach()
     converted = fastconv.convert(model, inplace=True)
     assert ours(converted) == ["0"]
     assert list(converted.state_dict()) == keys
-    output = converted(INPUT)
+    output = converted(input)
     torch.testing.assert_close(output, expected)
     output.sum().backward()
     assert all(one.grad is not None for one in converted.parameters())
     restored = fastconv.restore(converted)
     assert ours(restored) == []
-    torch.testing.assert_close(restored(INPUT), expected)
+    torch.testing.assert_close(restored(input), expected)
 
 
 def test_parametrizations_are_removed_as_before() -> None:

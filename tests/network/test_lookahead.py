@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -22,7 +24,6 @@ from fastconv.jit import launch, pool
 from fastconv.jit.workers import Workers
 from fastconv.kernels import planner
 from fastconv.kernels.gpus import H200
-from fastconv.modules import FusedConv2d
 from fastconv.network import lookahead
 from fastconv.network.lookahead import compile_gradients  # conftest patches it elsewhere
 from fastconv.ops import devices, entries, hooks
@@ -52,7 +53,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passes]:
     monkeypatch.setattr(native, "conv2d", None)
     monkeypatch.setattr(native, "start_build", lambda: None)
     monkeypatch.setattr(lookahead, "compile_gradients", compile_gradients)
-    monkeypatch.setattr(cuda, "before_forward", lookahead.compile_next_layers)
+    monkeypatch.setattr(cuda, "before_layer", lookahead.compile_next_layers)
     monkeypatch.setattr(cuda, "planned", needed)
     monkeypatch.setattr(cuda, "gpu", lambda index: H200)
     monkeypatch.setattr(cuda, "_made", {})
@@ -62,6 +63,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passes]:
         ("forward", devices.forward_kernels, devices._forward_on),
         ("input_grad", devices.input_grad_kernels, devices._input_grad_on),
         ("weight_grad", devices.weight_grad_kernels, devices._weight_grad_on),
+        ("transposed", devices.transposed_kernels, devices._transposed_on),
     ):
         describe = partial(OPERATORS[name].describe, OPERATORS[name].known)
         monkeypatch.setitem(kernels, "cpu", on(cuda, describe))
@@ -92,6 +94,47 @@ def test_begun_passes_are_those_that_are_needed(
     assert not passes.gradients
     output.backward(torch.empty_like(output))
     assert sorted(passes.begun, key=str) == sorted(passes.gradients, key=str)
+
+
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("size", [12, 1])
+@pytest.mark.parametrize("stride", [1, 2, 4])  # one kernel size, and positions without a tap
+def test_gradients_of_transposed_layers(
+    passes: Passes, format: torch.memory_format, size: int, stride: int
+) -> None:
+    _, weight, _ = _tensors(format)
+    input = torch.randn(2, 32, size, size).to(memory_format=format).requires_grad_()
+    bias = torch.randn(16, requires_grad=True)
+    output = fastconv.conv_transpose2d(input, weight, bias, stride)
+    assert [need.plan for need in passes.needed] == [planner.input_grad]
+    assert len(passes.begun) == 2
+    output.backward(torch.empty_like(output))
+    assert sorted(passes.begun, key=str) == sorted(passes.needed[1:], key=str)
+    assert {need.plan for need in passes.begun} == {planner.forward, planner.weight_grad}
+
+
+@pytest.mark.parametrize("function", [fastconv.conv1d, fastconv.conv_transpose1d])
+@pytest.mark.parametrize("view", [False, True])
+def test_gradients_of_sequences(
+    passes: Passes, function: Callable[..., Tensor], view: bool
+) -> None:
+    """Also of sequences that are views of (batch, length, channels)."""
+    input = torch.randn((2, 40, 16)).mT if view else torch.randn((2, 16, 40))
+    weight = torch.randn(16, 16, 5, requires_grad=True)
+    output = function(input.requires_grad_(), weight, padding=2)
+    assert len(passes.begun) == 2
+    output.backward(torch.empty_like(output))
+    assert sorted(passes.begun, key=str) == sorted(passes.needed[1:], key=str)
+
+
+def test_an_input_gradient_begins_nothing(passes: Passes) -> None:
+    """It is planned as a transposed layer is, but belongs to a backward pass."""
+    tensors = _tensors()
+    output = fastconv.conv2d(*tensors)
+    output.backward(torch.empty_like(output))
+    begun = len(passes.begun)
+    fastconv.conv2d(*tensors)
+    assert len(passes.begun) == begun
 
 
 @pytest.mark.parametrize("wanted", [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2)], ids=str)
@@ -158,7 +201,7 @@ def test_no_background_work(passes: Passes, monkeypatch: pytest.MonkeyPatch, rea
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     args = (*_tensors(), (1, 1), (0, 0, 0, 0), (1, 1), 1, None)
     result = OPERATORS["forward"].describe(OPERATORS["forward"].known, *args)
-    compile_gradients(args, result, (True, True, True), planner.EVERY)
+    compile_gradients("forward", args, result, (True, True, True), planner.EVERY)
     assert not passes.begun
 
 
@@ -190,18 +233,53 @@ def test_transforms(passes: Passes) -> None:
     assert not passes.begun
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        fastconv.Conv1d(16, 16, 3, padding=1),
+        fastconv.ConvTranspose1d(16, 16, 4, stride=2, padding=1),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_a_first_step_keeps_no_graph(passes: Passes, layer: Any) -> None:
+    """Planning must not hold the callers' frames, with tensors in them: see ``Declined``."""
+
+    def step() -> weakref.ref[Any]:
+        def hook(*_: Any) -> None:
+            pass
+
+        torch.autograd.graph.get_gradient_edge(layer.weight).node.register_hook(hook)
+        torch.autograd.grad(layer(torch.randn(4, 16, 500)).sum(), list(layer.parameters()))
+        return weakref.ref(hook)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert step()() is None
+    finally:
+        gc.enable()
+    assert {need.plan for need in passes.needed} > {planner.weight_grad}
+
+
 @pytest.mark.parametrize("recorded", [False, True])
-def test_entries_of_the_native_host_path(monkeypatch: pytest.MonkeyPatch, recorded: bool) -> None:
+@pytest.mark.parametrize("name", ["forward", "transposed"])
+def test_entries_of_the_native_host_path(
+    monkeypatch: pytest.MonkeyPatch, name: str, recorded: bool
+) -> None:
     begun: list[Any] = []
     entry = entries.Entry((), False, 0, launches=[()])
     monkeypatch.setattr(entries, "_entry", lambda *_: entry)
-    monkeypatch.setattr(hooks, "forward_prepared", lambda *told: begun.append(told))
+    monkeypatch.setattr(hooks, "layer_prepared", lambda *told: begun.append(told))
     input, weight, bias = _tensors()
-    args = (input.detach(), weight, bias, (1, 1), (0, 0, 0, 0), (1, 1), 1, "tf32")
+    geometry = ((1, 1), (0, 0, 0, 0), (1, 1), 1, "tf32")
+    args: tuple[Any, ...] = (input.detach(), weight, bias, *geometry)
+    if name == "transposed":
+        weight = weight.transpose(0, 1)
+        args = (input.detach(), weight, bias, None, (0, 0), *geometry, "identity", 0.0)
     with torch.set_grad_enabled(recorded):
-        assert entries.make_entry("forward", *args) is entry
-    result = OPERATORS["forward"].describe(OPERATORS["forward"].known, *args)
-    told = [(args, result, [False, True, True], planner.of_process())]
+        assert entries.make_entry(name, *args) is entry
+    result = OPERATORS[name].describe(OPERATORS[name].known, *args)
+    told = [(name, args, result, [False, True, True], planner.of_process())]
     assert begun == (told if recorded else [])
 
 
@@ -296,6 +374,59 @@ def test_next_layers(
     assert {need.dtype for need in needed} == {torch.bfloat16 if half else torch.float32}
 
 
+SEQUENCES = nn.Sequential(
+    fastconv.Conv1d(3, 16, 7, stride=2, padding=((6, 0),)),
+    nn.MaxPool1d(2),
+    fastconv.Conv1d(16, 24, 3, padding="same", dilation=2),
+    nn.AvgPool1d(3, 1, 1),
+    fastconv.ConvTranspose1d(24, 8, 4, stride=2, padding=1, output_padding=1),
+    fastconv.ConvTranspose1d(8, 12, 3, groups=4),
+    fastconv.Conv1d(12, 4, 5),
+)
+IMAGES = nn.Sequential(
+    fastconv.Conv2d(3, 16, 3, padding=1),
+    nn.MaxPool2d(2),
+    fastconv.ConvTranspose2d(16, 8, 2, stride=2),
+    fastconv.ConvTranspose2d(8, 12, (3, 1), padding=((1, 0), (0, 0)), dilation=2),
+    fastconv.Conv2d(12, 4, 5),
+)
+
+
+@pytest.mark.parametrize(("half", "recorded"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("model", "example"),
+    [
+        (SEQUENCES, torch.randn(2, 3, 90)),
+        (SEQUENCES[4:], torch.randn(2, 90, 24).mT),
+        (IMAGES, torch.randn(2, 3, 20, 30)),
+        (IMAGES, torch.randn(2, 3, 20, 30).to(memory_format=torch.channels_last)),
+    ],
+    ids=["sequences", "views", "images", "channels last"],
+)
+def test_next_layers_of_other_kinds(
+    passes: Passes, model: nn.Sequential, example: Tensor, half: bool, recorded: bool
+) -> None:
+    """All layers but the first are begun before their calls, and nothing else is."""
+    model = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=half), torch.set_grad_enabled(recorded):
+        model(example)
+    assert len(passes.needed) == sum("Pool" not in type(one).__name__ for one in model)
+    guesses = [need for need in passes.begun if need in passes.needed]
+    assert set(guesses) == set(passes.needed[1:])
+    if not recorded:
+        assert set(passes.begun) == set(guesses)
+
+
+def test_layers_along_other_axes_are_not_guessed(passes: Passes) -> None:
+    model = nn.Sequential(
+        fastconv.Conv2d(8, 8, 1), nn.Flatten(2), fastconv.Conv1d(8, 8, 1),
+        fastconv.ConvTranspose1d(8, 8, 2),
+    )  # fmt: skip
+    with torch.no_grad():
+        model(torch.randn(1, 8, 6, 6))
+    assert passes.begun == passes.needed[2:]
+
+
 def test_how_far_it_looks(passes: Passes, monkeypatch: pytest.MonkeyPatch) -> None:
     """It begins a few passes that are not ready; the next one last, to be compiled first."""
     model = nn.Sequential(*(fastconv.Conv2d(8 * i, 8 * i + 8, 1) for i in range(1, 9)))
@@ -318,7 +449,7 @@ def test_layers_that_cannot_be_guessed(passes: Passes, other: str) -> None:
         "channels": lambda: fastconv.Conv2d(16, 8, 1),
         "copied": lambda: fastconv.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"),
         "class": lambda: Other(8, 8, 1),
-        "fused": lambda: FusedConv2d(8, 8, 1),
+        "fused": lambda: fastconv.FusedConv2d(8, 8, 1),
         "computed": lambda: nn.utils.parametrizations.spectral_norm(fastconv.Conv2d(8, 8, 1)),
     }[other]()
     before = [tensor.clone() for tensor in layer.buffers()]

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 import fastconv
 from network.helpers import (
     EXAMPLE,
+    KINDS,
     Clock,
     Followed,
     ResNet,
     activations,
     fused,
+    norm_for,
     ours,
     report,
     times,
@@ -177,6 +179,19 @@ def test_activations(follower: Callable[[Tensor], Tensor], name: Any) -> None:
     assert activations(optimized) == ({} if name is None else {"layer": name})
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_of_every_kind(kind: str) -> None:
+    for follower, name in (
+        (nn.GELU("tanh"), "gelu_tanh"),
+        (nn.LeakyReLU(0.2), ("leaky_relu", 0.2)),
+    ):
+        optimized = fused(Followed(follower, norm=True, kind=kind), KINDS[kind])
+        assert activations(optimized) == {"layer": name}
+        assert type(optimized.layer) is getattr(fastconv, f"Fused{kind}")
+        assert report(optimized).folded == 1
+        assert f"{kind} " in str(report(optimized))
+
+
 class Added(Followed):
     def forward(self, x: Tensor) -> Tensor:
         return self.follower(self.layer(x), x)
@@ -191,7 +206,7 @@ class Added(Followed):
         (lambda out, x: out.add(x), True),
         (lambda out, x: out.add_(x), True),
         (lambda out, x: torch.add(out, x, alpha=2), False),
-        (lambda out, x: out + x.mean((2, 3), keepdim=True), False),  # broadcast
+        (lambda out, x: out + x.mean(-1, keepdim=True), False),  # broadcast
         (lambda out, x: out + 1, False),
         (lambda out, x: out + out, False),
         (lambda out, x: out + x.double(), False),
@@ -200,8 +215,9 @@ class Added(Followed):
         (lambda out, x: out + (x * 2).relu_(), False),  # the layer would move behind a writer
     ],
 )
-def test_additions(follower: Callable[..., Tensor], fuses: bool, clock: Clock) -> None:
-    optimized = fused(Added(follower), EXAMPLE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_additions(follower: Callable[..., Tensor], fuses: bool, kind: str, clock: Clock) -> None:
+    optimized = fused(Added(follower, kind=kind), KINDS[kind])
     assert (activations(optimized) == {"layer": None}) == fuses
     assert any(call.residual for call in clock.seen) == fuses
 
@@ -222,21 +238,23 @@ def test_two_layers_that_are_added() -> None:
     assert activations(fused(Both(), EXAMPLE)) == {"first.0": "relu"}
 
 
-def test_a_result_that_is_read_twice_is_not_fused() -> None:
-    optimized = fused(Followed(lambda out: out.relu() + out.sum()), EXAMPLE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_result_that_is_read_twice_is_not_fused(kind: str) -> None:
+    optimized = fused(Followed(lambda out: out.relu() + out.sum(), kind=kind), KINDS[kind])
     assert activations(optimized) == {}
-    optimized = fused(Followed(lambda out: out.relu() * out, norm=True), EXAMPLE)
+    optimized = fused(Followed(lambda out: out.relu() * out, norm=True, kind=kind), KINDS[kind])
     assert activations(optimized) == {}
     assert ours(optimized) == ["layer"]
     assert report(optimized).folded == 1  # the BatchNorm alone
 
 
-def test_a_norm_in_training_mode_is_not_folded() -> None:
-    model = Followed(torch.relu, norm=True).eval()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_norm_in_training_mode_is_not_folded(kind: str) -> None:
+    model = Followed(torch.relu, norm=True, kind=kind).eval()
     model.norm.train()
     before = copy.deepcopy(model.norm.state_dict())
     with torch.no_grad():
-        optimized = fastconv.optimize(model, EXAMPLE)
+        optimized = fastconv.optimize(model, KINDS[kind])
     assert "no convolution is followed by anything that can be fused" in str(report(optimized))
     assert ours(optimized) == ["layer"]
     assert optimized.norm.training
@@ -246,16 +264,18 @@ def test_a_norm_in_training_mode_is_not_folded() -> None:
 
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_folding(affine: bool, dtype: torch.dtype) -> None:
-    model = Followed(torch.relu, norm=True).to(dtype).eval()
-    model.norm = nn.BatchNorm2d(3, affine=affine, dtype=dtype).eval()
+@pytest.mark.parametrize("kind", KINDS)
+def test_folding(affine: bool, dtype: torch.dtype, kind: str) -> None:
+    model = Followed(torch.relu, norm=True, kind=kind).to(dtype).eval()
+    model.norm = norm_for(kind, 3, affine=affine, dtype=dtype).eval()
+    example = KINDS[kind].to(dtype)
     model.norm.running_mean.normal_()
     model.norm.running_var.uniform_(0.5, 2)
     with torch.no_grad():
-        optimized = fastconv.optimize(model, EXAMPLE.to(dtype))
+        optimized = fastconv.optimize(model, example)
         assert activations(optimized) == {"layer": "relu"}
-        expected = model(EXAMPLE.to(dtype))
-        found = optimized(EXAMPLE.to(dtype))
+        expected = model(example)
+        found = optimized(example)
     assert optimized.layer.weight.dtype == dtype
     error = (found - expected).abs().max() / expected.abs().max()
     assert error < {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03}[dtype]
@@ -348,17 +368,17 @@ def test_a_fused_layer_says_so() -> None:
 
 
 class UpAndDown(nn.Module):
-    """A network with layers that stay as they are, of PyTorch's and of fastconv's."""
+    """A network with layers that are fastconv's already."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
-        self.up = nn.ConvTranspose2d(4, 4, 2, stride=2)
+        self.up = nn.ConvTranspose3d(4, 4, (1, 2, 2), stride=(1, 2, 2))
         self.ours = fastconv.ConvTranspose2d(4, 3, 2, stride=2)
         self.along = fastconv.Conv1d(3, 2, 3, padding=((2, 0),))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.up(torch.relu(self.norm(self.conv(x))))
+        x = self.up(torch.relu(self.norm(self.conv(x)))[:, :, None])[:, :, 0]
         return self.along(self.ours(x).relu().flatten(2))
 
 
@@ -367,7 +387,7 @@ def test_other_layers_stay_as_they_are() -> None:
     expected = model(EXAMPLE)
     optimized = fused(model, EXAMPLE)
     assert activations(optimized) == {"conv": "relu"}
-    assert type(optimized.up) is nn.ConvTranspose2d
+    assert type(optimized.up) is nn.ConvTranspose3d
     assert type(optimized.ours) is fastconv.ConvTranspose2d
     assert type(optimized.along) is fastconv.Conv1d
     torch.testing.assert_close(optimized(EXAMPLE), expected, rtol=1e-4, atol=1e-4)

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastconv
-from fastconv.modules import FusedConv2d
+from fastconv.fused import FusedConv2d
 from network.helpers import (
     EXAMPLE,
+    KINDS,
     NAMES,
     Followed,
     ResNet,
@@ -30,40 +31,42 @@ from network.helpers import (
 pytestmark = pytest.mark.usefixtures("clock")
 
 
-def test_a_layer_that_is_called_twice_is_not_fused() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_that_is_called_twice_is_not_fused(kind: str) -> None:
     class Twice(Followed):
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(self.layer(x).relu()).relu()
 
-    optimized = fused(Twice(torch.relu), EXAMPLE)
+    optimized = fused(Twice(torch.relu, kind=kind), KINDS[kind])
     assert activations(optimized) == {}
     assert ours(optimized) == ["layer"]
 
 
-def test_a_layer_whose_weight_is_read_is_not_fused() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_whose_weight_is_read_is_not_fused(kind: str) -> None:
     class Reads(Followed):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * self.layer.weight.sum()
 
-    assert activations(fused(Reads(torch.relu, norm=True), EXAMPLE)) == {}
+    assert activations(fused(Reads(torch.relu, norm=True, kind=kind), KINDS[kind])) == {}
 
 
-def test_layers_with_hooks_are_not_fused() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_with_hooks_are_not_fused(kind: str) -> None:
     ran: list[str] = []
-    model = nn.Sequential(
-        Followed(torch.relu), Followed(torch.relu, norm=True), Followed(torch.relu)
-    )
+    example = KINDS[kind]
+    model = nn.Sequential(*(Followed(torch.relu, norm, kind) for norm in (False, True, False)))
     model[0].layer.register_forward_hook(lambda *_: ran.append("layer"))
     model[1].norm.register_forward_hook(lambda *_: ran.append("norm"))
     model[2].register_forward_hook(lambda *_: ran.append("container"))
-    optimized = fused(model, EXAMPLE)
+    optimized = fused(model, example)
     assert activations(optimized) == {}
     model[2]._forward_hooks.clear()
-    optimized = fused(model, EXAMPLE)
+    optimized = fused(model, example)
     assert activations(optimized) == {"2.layer": "relu"}
     assert ours(optimized) == ["0.layer", "1.layer", "2.layer"]
     ran.clear()
-    optimized(EXAMPLE)
+    optimized(example)
     assert ran == ["layer", "norm"]
 
 

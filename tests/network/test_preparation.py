@@ -122,6 +122,25 @@ def test_epilogues_of_transposed_layers(loads: Loads) -> None:
     }
 
 
+def test_fused_layers(loads: Loads) -> None:
+    """They are those that ``optimize`` makes; an output size is part of the problem."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.along = fastconv.FusedConv1d(16, 32, 5, padding=2)
+            self.up = fastconv.FusedConvTranspose1d(32, 8, 4, stride=2, padding=1)
+            self.along.activation, self.up.activation = "gelu", "tanh"
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(self.along(x, x.repeat(1, 2, 1)), output_size=[1001])
+
+    with torch.no_grad():
+        found = fastconv.prepare(Model(), torch.empty(4, 16, 500))
+    assert [one.label for one in found.passes] == ["forward+residual+gelu", "input_grad+tanh"]
+    assert found.passes[1].problem.input_size == (1, 1001)
+
+
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 def test_precision(loads: Loads, precision: Any) -> None:
     model = Block()

@@ -181,6 +181,9 @@ def test_sections_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         with section.planned():
             expected = "ampere:sm_80" if name == "layers-ampere" else "all"
             assert str(planner.current()) == expected
+    titles = {section.title: section for _, section in order}
+    some = titles["Transposed layers, bfloat16 NHWC"].cases(torch.device("cuda"))
+    assert {case.workload.name for case in some} == {"unet_up2", "dcgan_up4"}
     founding, step = order[0][1].cases(torch.device("cuda")), order[0][1].passes[-1]
     assert (len(founding), step) == (3 * 2 * 4, "step")
 
@@ -334,9 +337,18 @@ def test_verifying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("scale", "right"), [(1.0, 5), (1.1, 0)])
-def test_judging_exported_files(tmp_path: Path, scale: float, right: int) -> None:
+@pytest.mark.parametrize(
+    "problem",
+    [
+        kernelbench.Problem(1, "small", (1, 2, 6, 6), ("2, 3, 3, bias=False", "3, 1, 1")),
+        kernelbench.Problem(2, "sequence", (1, 2, 6), ("2, 3, 4, stride=2",), "ConvTranspose1d"),
+    ],
+    ids=lambda problem: problem.name,
+)
+def test_judging_exported_files(
+    tmp_path: Path, problem: kernelbench.Problem, scale: float, right: int
+) -> None:
     """Exported files need a GPU: here, another model stands for one."""
-    problem = kernelbench.Problem(1, "small", (1, 2, 6, 6), ("2, 3, 3, bias=False", "3, 1, 1"))
     reference, exported = kernelbench.write(problem, tmp_path)
     assert "class ModelNew" in exported.read_text(encoding="utf-8")
     text = reference.read_text(encoding="utf-8").replace("class Model(", "class ModelNew(")

@@ -248,12 +248,13 @@ def _named(workload: Workload) -> str:
     """The name of a suite's layer; the sizes of a network's."""
     if not workload.model:
         return workload.name
-    _, channels, height, width = workload.input
-    to = workload.weight[0]
+    _, channels, *size = workload.input
+    to = workload.output[1]
     kernel = "x".join(map(str, workload.weight[2:]))
-    stride = f", stride {workload.stride[0]}" if workload.stride != (1, 1) else ""
+    stride = f", stride {workload.stride[0]}" if set(workload.stride) != {1} else ""
+    transposed = ", transposed" * workload.transposed
     grown = f"{channels} channels" if to == channels else f"{channels} to {to} channels"
-    return f"{grown}, {kernel}{stride}, {height}x{width}"
+    return f"{grown}, {kernel}{stride}{transposed}, {'x'.join(map(str, size))}"
 
 
 def _wrapped(line: str) -> str:

@@ -81,7 +81,7 @@ class Job:
 _LAYER_SOURCES = (
     *_KERNELS,
     *_bench("cases", "configurations", "contestants", "limits", "measure", "mma_rate", "models"),
-    *_bench("row_timing"),
+    *_bench("row_timing", "kernel_passes", "written_networks"),
     f"{_PACKAGE}/workloads.py",
     "tools/results/layers.py",
 )
@@ -95,7 +95,9 @@ _AMPERE = File(
     _LAYER_SOURCES,
 )
 
-_NETWORK_SOURCES = (*_KERNELS, *_CALLS, f"{_PACKAGE}/network", *_bench("models"))
+_NETWORK_SOURCES = (
+    *_KERNELS, *_CALLS, f"{_PACKAGE}/network", *_bench("models", "written_networks")
+)  # fmt: skip
 _NETWORKS = File(
     "networks",
     "whole networks before and after `fastconv.optimize`",
@@ -120,6 +122,7 @@ _VERIFY = File(
         *_KERNELS,
         _OPERATORS,
         *_bench("campaign", "isolation", "judging", "population", "relations", "trials", "verify"),
+        *_bench("kernel_passes"),
     ),
 )
 _KERNELBENCH = File(

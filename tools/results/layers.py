@@ -42,13 +42,19 @@ class Section:
     modes: tuple[str, ...]  # of a Case: "float32 tf32", "bfloat16"
     formats: tuple[str, ...]
     switch: tuple[str, str] | None = None  # plans with this family alone
+    only: tuple[str, ...] = ()  # the suites' layers of these names alone; () for all
 
     def cases(self, device: torch.device) -> list[Case]:
         """All rows of the section; suites are scaled down on a CPU."""
         divisor = CPU_DIVISOR if device.type == "cpu" else 1
-        named = [one.scaled(divisor) for name in self.suites for one in SUITES[name]]
+        named = [one.scaled(divisor) for one in self._named()]
         workloads = [*named, *(one for name in self.models for one in _layers_of(name))]
         return [case for mode in self.modes for case in self._in_mode(workloads, mode)]
+
+    def _named(self) -> list[Workload]:
+        """The layers of the section's suites."""
+        every = [one for name in self.suites for one in SUITES[name]]
+        return [one for one in every if not self.only or one.name in self.only]
 
     def _in_mode(self, workloads: Sequence[Workload], mode: str) -> list[Case]:
         dtype, _, precision = mode.partition(" ")
@@ -62,7 +68,7 @@ class Section:
         )  # fmt: skip
 
     def _has(self, case: Case) -> bool:
-        named = {one.name for name in self.suites for one in SUITES[name]}
+        named = {one.name for one in self._named()}
         model = case.workload.model
         chosen = model in self.models if model else case.workload.name in named
         of_kind = case.mode in self.modes and case.format in self.formats
@@ -98,6 +104,14 @@ _OTHERS = (
     Section("Depthwise layers, float32 NCHW", ("depthwise",), (), PASSES, _IEEE, ("nchw",)),
     Section("Depthwise layers, bfloat16", ("depthwise",), (), PASSES, _BFLOAT16, ("nchw", "nhwc")),
     Section("ConvNeXt-T, bfloat16 NHWC", (), ("convnext_tiny",), PASSES, _BFLOAT16, ("nhwc",)),
+    Section("Sequences, TF32 NCHW", ("sequence",), (), PASSES, _TF32, ("nchw",)),
+    Section("Sequences, bfloat16 NCHW", ("sequence",), (), PASSES, _BFLOAT16, ("nchw",)),
+    Section("Sequences of channels-last, bfloat16", ("sequence",), (), PASSES, _BFLOAT16, ("nhwc",),
+            only=("shortconv4", "mamba4")),
+    Section("Transposed layers, TF32 NCHW", ("transposed",), (), PASSES, _TF32, ("nchw",)),
+    Section("Transposed layers, bfloat16 NCHW", ("transposed",), (), PASSES, _BFLOAT16, ("nchw",)),
+    Section("Transposed layers, bfloat16 NHWC", ("transposed",), (), PASSES, _BFLOAT16, ("nhwc",),
+            only=("unet_up2", "dcgan_up4")),
 )  # fmt: skip
 _ON_CPU = (Section("Founding workloads", ("founding",), (), PASSES, _IEEE, ("nchw",)),)
 

@@ -201,9 +201,9 @@ def _kernelbench(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
     ]
     return (
         f"\n{_versions(about)} Files of `fastconv export --reference`, on models with the sizes of "
-        "KernelBench's two-dimensional convolutions of level 1, beside PyTorch without "
-        "`cudnn.benchmark`, float32 in PyTorch's default precision. This is not KernelBench's own "
-        "evaluation, which `tests/gpu/run_kernelbench.py` runs, but follows its rules: "
+        "convolutions of KernelBench's level 1, beside PyTorch without `cudnn.benchmark`, float32 "
+        "in PyTorch's default precision. This is not KernelBench's own evaluation, which "
+        "`tests/gpu/run_kernelbench.py` runs, but follows its rules: "
         f"all elements within {TOLERANCE:g}, for {len(SEEDS)} seeds; the mean of {TRIALS} single "
         "calls, each between two CUDA events, with a cold cache.\n\n" + "\n".join(lines) + "\n"
         f"\nSlower than PyTorch: {', '.join(slower) or 'none'}.\n"

@@ -23,7 +23,7 @@ from fastconv.kernels.family import ALIGNMENT, BIAS_ALIGNMENT, Gpu, Operands, Pl
 from fastconv.kernels.planner import Pass, Switch
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
-_SCALARS = {
+SCALARS = {
     torch.float16: ("fastconv::float16", 2),
     torch.bfloat16: ("fastconv::bfloat16", 2),
     torch.float32: ("float", 4),
@@ -315,18 +315,20 @@ def _ready(need: Need) -> Ready:
     native.start_build()
     plan = _given_plans.get(need)
     if plan is None:
-        if need.plan is planner.forward and before_forward is not None:
-            before_forward(need)
+        if need.plan is not planner.weight_grad and before_layer is not None:
+            before_layer(need)
         plan = pool.claim(need) or planned(need)
     device = torch.device("cuda", need.device)
     prepared = launch.load_launches(plan.launches, device, TENSORS[need.plan])
     _note_made(need)
-    _latest.need = need if need.plan is planner.forward else None
+    _latest.need = None if need.plan is planner.weight_grad else need
     return Ready(prepared, plan.scratch_bytes, plan.family, plan.packs)
 
 
-before_forward: Callable[[Need], None] | None = None
-"""Is called before a forward pass is planned and compiled.
+before_layer: Callable[[Need], None] | None = None
+"""Is called before a forward pass, or an input gradient, is planned and compiled.
+
+A layer may need it: a transposed one is an input gradient.
 
 ``fastconv`` sets it when it is imported, to what compiles the next layers of a network in the
 background, which lies above the backends.
@@ -334,7 +336,7 @@ background, which lies above the backends.
 
 _given_plans: dict[Need, Plan] = {}  # the plans that callers of ready() have made
 _made: dict[Need, None] = {}  # the latest MOST_READY passes, the oldest first
-_latest = threading.local()  # the forward pass that a thread has made ready last
+_latest = threading.local()  # the pass of a layer that a thread has made ready last
 _lock = threading.Lock()
 
 
@@ -351,7 +353,10 @@ def is_ready(need: Need) -> bool:
 
 
 def take_latest() -> Need | None:
-    """Returns the forward pass that this thread has made ready last, if not returned before."""
+    """Returns the pass that this thread has made ready last, if not returned before.
+
+    It is the forward pass of a layer or, of a transposed one, an input gradient.
+    """
     need: Need | None = getattr(_latest, "need", None)
     if need is not None:
         _latest.need = None
@@ -430,13 +435,13 @@ def operands_of(
     aligned_bias: bool = True,
 ) -> Operands:
     """Returns operands of this type and layout."""
-    if dtype not in _SCALARS:
+    if dtype not in SCALARS:
         raise NotImplementedError(
             f"fastconv is not implemented for {dtype} on a GPU; "
             "it takes float16, bfloat16, float32, float64 and the complex types"
         )
     return Operands(
-        *_SCALARS[dtype],
+        *SCALARS[dtype],
         input_channels_last,
         output_channels_last,
         weight_strides,  # type: ignore[arg-type]  # a weight has four dimensions

@@ -271,12 +271,13 @@ def summarise(checks: Sequence[Check], asked: int, seconds: float) -> Summary:
     return Summary(asked, len(checks), wrong, flops, seconds, ordered)
 
 
-_KINDS = ("pass", "mode", "format", "memory", "data", "work", "family", "check")
+_KINDS = ("layer", "pass", "mode", "format", "memory", "data", "work", "family", "check")
 
 
 def _properties(check: Check) -> Iterator[tuple[str, str]]:
     """The properties by which a check is counted, as kinds and names."""
     trial, case = check.trial, check.trial.case
+    yield "layer", case.workload.function
     yield "pass", case.direction
     yield "mode", case.mode
     yield "format", case.format

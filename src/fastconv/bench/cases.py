@@ -94,8 +94,7 @@ class Case:
 
     def tensors(self, device: torch.device, seed: int = 0) -> Tensors:
         """Random tensors, the same for the same seed; on the device "meta", without data."""
-        problem = self.workload.problem
-        shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
+        shapes = (self.workload.input, self.workload.weight, self.workload.output)
         if device.type == "meta":
             made = [torch.empty(shape, dtype=self.torch_dtype, device="meta") for shape in shapes]
         else:
@@ -106,7 +105,17 @@ class Case:
                 for shape in shapes
             ]
         formats = zip(made, self.memory_formats, strict=True)
-        return Tensors(*(tensor.contiguous(memory_format=format) for tensor, format in formats))
+        return Tensors(*(laid_out(tensor, format) for tensor, format in formats))
+
+
+def laid_out(tensor: Tensor, format: torch.memory_format) -> Tensor:
+    """The tensor of images or sequences in a memory format.
+
+    Sequences with channels last are the transposed view of (batch, length, channels).
+    """
+    if tensor.dim() == 4:
+        return tensor.contiguous(memory_format=format)
+    return tensor.unsqueeze(2).contiguous(memory_format=format).squeeze(2)
 
 
 def check_memory(

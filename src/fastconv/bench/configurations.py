@@ -13,10 +13,11 @@ from torch import Tensor
 
 from fastconv import jit
 from fastconv.backends import cuda
-from fastconv.bench import contestants
+from fastconv.bench import contestants, kernel_passes
 from fastconv.bench.cases import PASSES, STEP, Case, reason
 from fastconv.kernels import planner
 from fastconv.kernels.family import Gpu, Kernel, Launch, Operands, Plan
+from fastconv.workloads import workload_of
 
 # Only these constants of a kernel are shown: they are choices of the planner, such as tile sizes,
 # whereas the others follow from the problem.
@@ -36,22 +37,32 @@ _CHOSEN = (
 
 @dataclass(frozen=True)
 class Configuration:
-    """The plan of one pass on one GPU."""
+    """The plan of one pass on one GPU.
+
+    It is the plan of the pass ``kernel_pass`` of the convolution ``problem``, a shape as text. Only
+    those of a layer that convolves images are the layer's own (:mod:`.kernel_passes`).
+    """
 
     direction: str
     plan: Plan
+    kernel_pass: str
+    problem: str
+    is_own: bool
 
     def lines(self, explain: bool = False) -> list[str]:
         """The plan as text: a line for each launch and, with ``explain``, why it was chosen."""
         workspace = f"{self.plan.scratch_bytes / 2**20:.1f} MiB of workspace"
         launches = dict.fromkeys(map(_describe, self.plan.launches))
         explanation = [f"    {line}" for line in self.plan.explanation] if explain else []
-        head = f"{self.direction}: {self.plan.family}, {workspace} ({self.plan.why})"
+        means = "" if self.is_own else f", computed as {self.kernel_pass} of {self.problem}"
+        head = f"{self.direction}{means}: {self.plan.family}, {workspace} ({self.plan.why})"
         return [head, *launches, *explanation]
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "direction": self.direction,
+            "kernel_pass": self.kernel_pass,
+            "problem": self.problem,
             "family": self.plan.family,
             "why": self.plan.why,
             "explanation": self.plan.explanation,
@@ -132,20 +143,32 @@ def operands(case: Case, tensors: Sequence[Tensor]) -> Operands:
 
 
 def planner_and_tensors(case: Case, direction: str) -> tuple[planner.Planner, Sequence[Tensor]]:
-    """The planner of a pass, and tensors without data that have the layouts of its operands."""
-    at = case.tensors(torch.device("meta"))
+    """The planner of a pass, and tensors without data that have the layouts of its operands.
+
+    Both are those of the layer's problem (:mod:`.kernel_passes`).
+    """
+    layer = case.tensors(torch.device("meta"))
     one = Case(case.workload, direction, case.dtype, case.precision, case.format)
-    result: Tensor = contestants.ours(one)(at)
-    if direction == "forward":
+    result: Tensor = kernel_passes.as_images(contestants.ours(one)(layer))
+    at = kernel_passes.of_problem(case.workload, layer)
+    which = kernel_passes.kernel_pass(case.workload, direction)
+    if which == "forward":
         return planner.forward, (at.input, result, at.weight)
-    if direction == "input_grad":
+    if which == "input_grad":
         return planner.input_grad, (at.grad_output, result, at.weight)
     return planner.weight_grad, (at.input, at.grad_output, result)
 
 
 def _plan_pass(case: Case, direction: str, gpu: Gpu) -> Configuration:
     plan, tensors = planner_and_tensors(case, direction)
-    return Configuration(direction, plan(case.workload.problem, operands(case, tensors), gpu))
+    workload, problem = case.workload, case.workload.problem
+    return Configuration(
+        direction,
+        plan(problem, operands(case, tensors), gpu),
+        kernel_passes.kernel_pass(workload, direction),
+        workload_of(problem).shape,
+        workload.function == "conv2d",
+    )
 
 
 def _describe(launch: Launch) -> str:

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv2d as torch_conv2d
 from torch.nn.functional import pad
 
+import fastconv
 from fastconv import native, ops
-from fastconv.bench.cases import FORMATS, GRADIENTS, STEP, Case, Tensors
+from fastconv.bench import kernel_passes
+from fastconv.bench.cases import FORMATS, GRADIENTS, STEP, Case, Tensors, laid_out
 from fastconv.workloads import Workload
 
 Pass = Callable[[Tensors], Any]
@@ -25,9 +26,42 @@ Wrap = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
 
 def ours(case: Case) -> Pass:
     """The case's pass through fastconv."""
+    if case.direction in GRADIENTS:
+        return _our_gradient(case)
+    layer = _our_layer(case)
+    return _step(layer) if case.direction == STEP else lambda at: layer(at.input, at.weight)
+
+
+def _our_layer(case: Case) -> Callable[[Tensor, Tensor], Tensor]:
+    """The case's layer: the operator for images, fastconv's function for all others."""
     workload = case.workload
+    geometry = (workload.stride, workload.sides, workload.dilation, workload.groups)
+    if workload.function == "conv2d":
+        return lambda input, weight: ops.forward(input, weight, None, *geometry, case.precision)
+    return partial(our_function(workload), precision=case.precision)
+
+
+def our_function(workload: Workload) -> Callable[..., Tensor]:
+    """The function of fastconv for the layer, with the layer's geometry: it takes the tensors."""
+    sides = workload.sides
+    given: dict[str, Any] = {
+        "stride": workload.stride,
+        "padding": tuple(zip(sides[::2], sides[1::2], strict=True)),
+        "dilation": workload.dilation,
+        "groups": workload.groups,
+    }
+    if workload.transposed:
+        given["output_padding"] = workload.output_padding
+    function: Callable[..., Tensor] = getattr(fastconv, workload.function)
+    return partial(function, **given)
+
+
+def _our_gradient(case: Case) -> Pass:
+    """A gradient by the operator that computes it for the layer's problem."""
+    workload, problem = case.workload, case.workload.problem
+    which = kernel_passes.kernel_pass(workload, case.direction)
     geometry = (
-        workload.stride, workload.sides, workload.dilation, workload.groups, case.precision
+        problem.stride, problem.padding, problem.dilation, problem.groups, case.precision
     )  # fmt: skip
 
     def forward(at: Tensors) -> Tensor:
@@ -40,12 +74,11 @@ def ours(case: Case) -> Pass:
         size = at.weight.shape[2:]
         return ops.weight_grad(at.grad_output, at.input, size, *geometry, False)[0]
 
-    def layer(input: Tensor, weight: Tensor) -> Tensor:
-        return ops.forward(input, weight, None, *geometry)
-
-    step = _step(layer)
-    passes = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, STEP: step}
-    return passes[case.direction]
+    compute = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad}[which]
+    if workload.function == "conv2d":
+        return compute
+    images = kernel_passes.of_problem
+    return lambda at: kernel_passes.as_given(workload, compute(images(workload, at)))
 
 
 def pytorch(case: Case, wrap: Wrap = lambda function: function) -> Pass:
@@ -67,7 +100,7 @@ def other_format(case: Case) -> Pass:
 
     def run(at: Tensors) -> Any:
         if id(at) not in converted:
-            converted[id(at)] = Tensors(*(t.contiguous(memory_format=format) for t in at))
+            converted[id(at)] = Tensors(*(laid_out(tensor, format) for tensor in at))
         return compute(converted[id(at)])
 
     return run
@@ -122,52 +155,61 @@ def _step(layer: Callable[[Tensor, Tensor], Tensor]) -> Pass:
 
 
 def _torch_layer(workload: Workload) -> Callable[[Tensor, Tensor], Tensor]:
-    symmetric, before = _split_padding(workload)
+    symmetric, apart = _split_padding(workload)
+    function: Callable[..., Tensor] = getattr(torch.nn.functional, workload.function)
+    compute = partial(
+        function, stride=workload.stride, padding=symmetric, dilation=workload.dilation,
+        groups=workload.groups,
+    )  # fmt: skip
 
     def layer(input: Tensor, weight: Tensor) -> Tensor:
-        if before is not None:
-            input = pad(input, before)
-        return torch_conv2d(
-            input, weight, None, workload.stride, symmetric, workload.dilation, workload.groups
-        )
+        return compute(input if apart is None else pad(input, apart), weight)
 
-    return layer
+    def transposed_layer(input: Tensor, weight: Tensor) -> Tensor:
+        output = compute(input, weight, output_padding=workload.output_padding)
+        return output if apart is None else pad(output, [-amount for amount in apart])
+
+    return transposed_layer if workload.transposed else layer
 
 
 def _torch_gradient(workload: Workload, direction: str, wrap: Wrap) -> Pass:
-    symmetric, before = _split_padding(workload)
+    symmetric, apart = _split_padding(workload)
     wanted = (direction == "input_grad", direction == "weight_grad", False)
 
     def compute(grad_output: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+        if apart is not None and workload.transposed:
+            grad_output = pad(grad_output, apart)
         grads = torch.ops.aten.convolution_backward(
-            grad_output, input, weight, None, workload.stride, symmetric,
-            workload.dilation, False, (0, 0), workload.groups, wanted,
+            grad_output, input, weight, None, workload.stride, symmetric, workload.dilation,
+            workload.transposed, workload.output_padding, workload.groups, wanted,
         )  # fmt: skip
         grad: Tensor = grads[wanted.index(True)]
-        if before is not None and wanted[0]:
-            grad = pad(grad, [-amount for amount in before])
+        if apart is not None and wanted[0] and not workload.transposed:
+            grad = pad(grad, [-amount for amount in apart])
         return grad
 
     gradient = wrap(compute)
-    if before is None:
+    if apart is None or workload.transposed:
         return lambda at: gradient(at.grad_output, at.input, at.weight)
     # In training, autograd keeps the padded input of the forward pass: padding it is not timed.
     padded: dict[int, Tensor] = {}
 
     def run(at: Tensors) -> Tensor:
         if id(at) not in padded:
-            padded[id(at)] = pad(at.input, before)
+            padded[id(at)] = pad(at.input, apart)
         return gradient(at.grad_output, padded[id(at)], at.weight)
 
     return run
 
 
-def _split_padding(workload: Workload) -> tuple[tuple[int, int], list[int] | None]:
-    """The padding argument of PyTorch's convolution, and that of a ``pad`` before it, if needed.
+def _split_padding(workload: Workload) -> tuple[tuple[int, ...], list[int] | None]:
+    """The padding argument of PyTorch's convolution, and that of a ``pad``, if one is needed.
 
-    PyTorch's convolution pads opposite sides alike; if they differ, ``pad`` does it all.
+    PyTorch's convolution pads opposite sides alike; if they differ, ``pad`` does it all: it pads
+    the input, or cuts the output of a transposed convolution. It takes the last axis first.
     """
-    top, bottom, left, right = workload.sides
-    if top == bottom and left == right:
-        return (top, left), None
-    return (0, 0), [left, right, top, bottom]
+    before, after = workload.sides[::2], workload.sides[1::2]
+    if before == after:
+        return before, None
+    axes = zip(reversed(before), reversed(after), strict=True)
+    return (0,) * workload.axes, [amount for both in axes for amount in both]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,32 @@ from fastconv.bench.results import HostRow, HostTiming
 # calls keep the tests short.
 CALLS = {"cuda": 50, "cpu": 5}
 NETWORK_INPUTS = {"cuda": (64, 3, 224, 224), "cpu": (2, 3, 32, 32)}
-SMALL = "3x3, 16 to 16 channels, 1x16x16x16"
 MOST_SAMPLES = 100  # At most this many samples are taken of each contestant.
 WARM_UPS = 3  # Dropped samples, which compile, try algorithms out and fill the allocator.
 LAYERS = 20  # Layers of the network of small convolutions.
+
+
+class Form(NamedTuple):
+    """A convolution so small that nearly all of its time is host time; it has a bias."""
+
+    function: str  # of fastconv, and of torch.nn.functional
+    about: str
+    input: tuple[int, ...]
+    weight: tuple[int, ...]
+    geometry: dict[str, int]
+
+
+SMALL = Form(
+    "conv2d", "3x3, 16 to 16 channels, 1x16x16x16", (1, 16, 16, 16), (16, 16, 3, 3), {"padding": 1}
+)
+SEQUENCE = Form(
+    "conv1d", "1-D of 3 taps, 16 to 16 channels, 1x16x256", (1, 16, 256), (16, 16, 3),
+    {"padding": 1},
+)  # fmt: skip
+TRANSPOSED = Form(
+    "conv_transpose2d", "transposed 4x4 of stride 2, 16 to 16 channels, 1x16x16x16",
+    (1, 16, 16, 16), (16, 16, 4, 4), {"stride": 2, "padding": 1},
+)  # fmt: skip
 
 Run = Callable[[], object]
 """Makes the calls of a sample, which are timed."""
@@ -64,17 +86,23 @@ def cases(device: torch.device) -> list[HostCase]:
 
 def _small_cases(device: torch.device) -> list[HostCase]:
     calls = CALLS[device.type]
-    passes: list[tuple[str, str, Callable[[_Small], Run]]] = [
-        ("small_forward", "forward, no_grad", _Small.forward),
-        ("small_forward_recorded", "forward, recorded", _Small.recorded),
-        ("small_backward", "backward, three gradients", _Small.backward),
-        ("small_input_grad", "backward, the input's gradient", _Small.input_grad),
+    forward = ("forward, no_grad", _Small.forward)
+    recorded = ("forward, recorded", _Small.recorded)
+    passes: list[tuple[str, Form, tuple[str, Callable[[_Small], Run]]]] = [
+        ("small_forward", SMALL, forward),
+        ("small_forward_recorded", SMALL, recorded),
+        ("small_backward", SMALL, ("backward, three gradients", _Small.backward)),
+        ("small_input_grad", SMALL, ("backward, the input's gradient", _Small.input_grad)),
+        ("small_conv1d", SEQUENCE, forward),
+        ("small_conv1d_recorded", SEQUENCE, recorded),
+        ("small_transposed", TRANSPOSED, forward),
+        ("small_transposed_recorded", TRANSPOSED, recorded),
     ]
-    operator = f"{SMALL}: the operator, by PyTorch's dispatcher, no_grad"
+    operator = f"{SMALL.about}: the operator, by PyTorch's dispatcher, no_grad"
     return [
         *(
-            HostCase(name, f"{SMALL}: {about}", calls, partial(_small, device, make))
-            for name, about, make in passes
+            HostCase(name, f"{form.about}: {what}", calls, partial(_small, device, form, make))
+            for name, form, (what, make) in passes
         ),
         HostCase("small_operator", operator, calls, partial(_operator, device)),
     ]
@@ -82,18 +110,19 @@ def _small_cases(device: torch.device) -> list[HostCase]:
 
 def _network_cases(device: torch.device) -> list[HostCase]:
     batch, _, height, width = NETWORK_INPUTS[device.type]
+    layers = f"{LAYERS} layers {SMALL.about}"
     resnet50 = f"ResNet-50, bfloat16 autocast, NHWC, {batch}x3x{height}x{width}"
     networks: list[tuple[str, str, Callable[[], tuple[Contestant, Contestant]]]] = [
         (
-            "layers20_step", f"{LAYERS} layers {SMALL}: forward, backward",
+            "layers20_step", f"{layers}: forward, backward",
             partial(_layers, device, _step),
         ),
         (
-            "layers20_compiled_step", f"{LAYERS} layers {SMALL}, compiled: forward, backward",
+            "layers20_compiled_step", f"{layers}, compiled: forward, backward",
             partial(_compiled_layers, device, _step),
         ),
         (
-            "layers20_compiled_inference", f"{LAYERS} layers {SMALL}, compiled: forward, no_grad",
+            "layers20_compiled_inference", f"{layers}, compiled: forward, no_grad",
             partial(_compiled_layers, device, _forward),
         ),
         (
@@ -160,19 +189,16 @@ def _sample_us(prepare: Contestant, device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class _Small:
-    """A convolution so small that nearly all of its time is host time."""
+    """Calls of a small convolution by one contestant."""
 
-    input: Tensor
-    weight: Tensor
-    bias: Tensor
-    grad_output: Tensor
-    conv2d: Callable[..., Tensor]
+    tensors: Sequence[Tensor]  # input, weight and bias
+    function: Callable[..., Tensor]
     calls: int
 
     def recorded(self) -> Run:
         def run() -> None:
             for _ in range(self.calls):
-                self._call()
+                self.function(*self.tensors)
 
         return run
 
@@ -180,40 +206,41 @@ class _Small:
         return torch.no_grad()(self.recorded())
 
     def backward(self) -> Run:
-        return self._gradients(self.input, self.weight, self.bias)
+        return self._gradients(*self.tensors)
 
     def input_grad(self) -> Run:
-        return self._gradients(self.input)
-
-    def _call(self) -> Tensor:
-        return self.conv2d(self.input, self.weight, self.bias, padding=1)
+        return self._gradients(self.tensors[0])
 
     def _gradients(self, *wanted: Tensor) -> Run:
-        outputs = [self._call() for _ in range(self.calls)]  # Each graph serves one backward pass.
+        # Each graph serves one backward pass.
+        outputs = [self.function(*self.tensors) for _ in range(self.calls)]
+        grad_output = torch.randn_like(outputs[0])
 
         def run() -> None:
             for output in outputs:
-                torch.autograd.grad(output, wanted, self.grad_output)
+                torch.autograd.grad(output, wanted, grad_output)
 
         return run
 
 
-def _small(device: torch.device, make: Callable[[_Small], Run]) -> tuple[Contestant, Contestant]:
-    """The small convolution by fastconv.conv2d and by PyTorch's, on the same tensors."""
-    image, kernel = (1, 16, 16, 16), (16, 16, 3, 3)
-    input, weight, bias = (
-        torch.randn(shape, device=device, requires_grad=True) for shape in (image, kernel, (16,))
-    )
-    tensors, calls = (input, weight, bias, torch.randn(image, device=device)), CALLS[device.type]
-    ours = _Small(*tensors, fastconv.conv2d, calls)
-    peer = _Small(*tensors, functional.conv2d, calls)
-    return partial(make, ours), partial(make, peer)
+def _small(
+    device: torch.device, form: Form, make: Callable[[_Small], Run]
+) -> tuple[Contestant, Contestant]:
+    """A small convolution by fastconv's function and by PyTorch's, on the same tensors."""
+    shapes = (form.input, form.weight, (form.weight[1],))  # as many channels come out as go in
+    tensors = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+
+    def contestant(module: Any) -> Contestant:
+        function = partial(getattr(module, form.function), **form.geometry)
+        return partial(make, _Small(tensors, function, CALLS[device.type]))
+
+    return contestant(fastconv), contestant(functional)
 
 
 def _operator(device: torch.device) -> tuple[Contestant, Contestant]:
     """The small convolution by the operators that compiled graphs call, on the same tensors."""
     input, weight, bias = (
-        torch.randn(shape, device=device) for shape in ((1, 16, 16, 16), (16, 16, 3, 3), (16,))
+        torch.randn(shape, device=device) for shape in (SMALL.input, SMALL.weight, (16,))
     )
 
     def contestant(operator: Callable[..., Tensor], *geometry: object) -> Contestant:
@@ -235,7 +262,7 @@ def _layers(
     device: torch.device, contestant: Callable[[nn.Module, Tensor], Contestant]
 ) -> tuple[Contestant, Contestant]:
     peer = nn.Sequential(*(nn.Conv2d(16, 16, 3, padding=1) for _ in range(LAYERS))).to(device)
-    image = torch.randn(1, 16, 16, 16, device=device)
+    image = torch.randn(SMALL.input, device=device)
     return contestant(with_fastconv(peer), image), contestant(peer, image)
 
 

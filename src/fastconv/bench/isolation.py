@@ -67,7 +67,7 @@ class Pattern:
     """Rows and columns of the result that read any element; the others read only padding."""
 
     quiet_bias: Tensor | None
-    """Output channels whose bias is quiet, in a forward pass."""
+    """The result's channels whose bias is quiet: forward passes and input gradients may add one."""
 
     unchanged_bias_grad: Tensor
     """Output channels whose bias gradient may not change."""
@@ -142,7 +142,7 @@ def drawn(
         regions,
         unchanged,
         (sides[0].reading, sides[1].reading),
-        outs if direction == "forward" else None,
+        {"forward": outs, "input_grad": ins}.get(direction),
         outs & whole,
     )
 
@@ -418,7 +418,7 @@ def check(trial: Trial, device: torch.device) -> Outcome:
 
 def _check_patterns(trial: Trial, given: _Given, before: Results, draw: Random) -> str | None:
     device = before.main.device
-    for pattern, is_nan in patterns(trial.problem, trial.case.direction, draw):
+    for pattern, is_nan in patterns(trial.problem, trial.direction, draw):
         factor = math.nan if is_nan else loudness(trial.case.torch_dtype)
         loud = _data(trial, given, _masks(pattern, device), factor)
         found = _judged(trial, pattern, loud, before, trials.compute(trial, loud))
@@ -436,17 +436,17 @@ class _Given(NamedTuple):
 
 
 def _given(trial: Trial, device: torch.device, draw: Random) -> _Given:
-    roles, problem = trial.roles, trial.problem
+    roles = trial.roles
     shapes = {role: trial.shape(role) for role in roles[:2]}
     powers = dict(zip(roles[:2], exponents(trial.terms), strict=True))
     activation = "identity"
     if trial.case.direction == "forward":
         if trial.bias:
-            shapes["bias"] = (problem.out_channels,)
+            shapes["bias"] = trial.shape(roles.result)[1:2]
         if draw.random() < 0.5:
             activation = draw.choice(ACTIVATIONS)
             if draw.random() < 0.7:
-                shapes["residual"] = problem.output_shape
+                shapes["residual"] = trial.shape(roles.result)
     dtype = trial.case.torch_dtype
     tensors = {
         role: positive(shape, dtype, powers.get(role, 0), 8 * trial.seed + at, device)
@@ -478,7 +478,7 @@ def _surrounded(trial: Trial, role: str, tensor: Tensor, around: float) -> Tenso
     """The tensor with the trial's layout and alignment, between margins filled with ``around``."""
     dense = tensor.contiguous(memory_format=trial.memory_format(role))
     storage = tensor.new_full((2 * _MARGIN + tensor.numel(),), around)
-    at = _MARGIN + (role in trial.misaligned)
+    at = _MARGIN + trial.is_misaligned(role)
     return storage.as_strided(dense.shape, dense.stride(), at).copy_(dense)
 
 
@@ -499,7 +499,7 @@ def _judged(
         if need is None:
             changes = _may_change_on_cpu(trial, data)
         else:
-            changes = may_change_arithmetic(cuda.planned(need), trial.case.direction, pattern)
+            changes = may_change_arithmetic(cuda.planned(need), trial.direction, pattern)
         return 2 * judging.tolerance(trial) if changes else None
 
     # In the longest sums of 16-bit types, a single loud number may be lost in rounding.

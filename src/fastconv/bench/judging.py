@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastconv.bench import contestants
+from fastconv.bench import contestants, kernel_passes
 from fastconv.bench.cases import Tensors
 from fastconv.bench.trials import NORMAL, Data, Results, Trial
 
@@ -68,9 +68,9 @@ def tolerance(trial: Trial) -> float:
 def _chained_mmas(trial: Trial) -> float:
     """How many MMAs may add to the same accumulators: each is of 8 channels or fewer of a tap."""
     problem = trial.problem
-    if trial.case.direction == "weight_grad":
+    if trial.direction == "weight_grad":
         return min(trial.terms, _TRUNCATED_CHAIN) / 8
-    forward = trial.case.direction == "forward"
+    forward = trial.direction == "forward"
     channels = problem.in_channels if forward else problem.out_channels
     return math.prod(problem.kernel_size) * math.ceil(channels / problem.groups / 8)
 
@@ -200,8 +200,7 @@ class Reference:
         self._size = size_of(trial)
         self.selection = select(trial, data.first.device)
         self._chunks = self._compute(data)
-        has_bias_grad = trial.bias and trial.case.direction == "weight_grad"
-        self._bias_grad = self._compute_bias_grad(data.second) if has_bias_grad else None
+        self._bias_grad = self._compute_bias_grad(data.second) if trial.has_bias_grad else None
 
     def judge(self, *parts: Part, slack: float = 1.0) -> Verdict:
         """Compares the sum of the parts with the reference.
@@ -256,33 +255,32 @@ class Reference:
         sizes = self._convolved(size.term(first, channel), rows)
         if data.bias is not None:
             bias = data.bias.double()[None, :, None, None]
-            expected += selection.of_row("grad_output", "k", bias, signs)
-            sizes += selection.of_row("grad_output", "k", size.term(bias, 0.0), ones)
+            expected += selection.of_row(roles.result, roles.rows, bias, signs)
+            sizes += selection.of_row(roles.result, roles.rows, size.term(bias, 0.0), ones)
         return expected, sizes
 
     def _convolved(self, first: Tensor, second: Tensor) -> Tensor:
-        """The pass of the given channels in float64, by PyTorch."""
-        trial, selection, case = self._trial, self.selection, self._trial.case
-        problem, groups = trial.problem, len(selection.groups)
+        """The pass of the given channels in float64, by PyTorch's function of the layer."""
+        trial, case, groups = self._trial, self._trial.case, len(self.selection.groups)
         given = {trial.roles.first: first, trial.roles.second: second}
         in_channels, out_channels = {
             "forward": (first.shape[1], second.shape[0]),
             "input_grad": (second.shape[1] * groups, first.shape[1]),
             "weight_grad": (first.shape[1], second.shape[1]),
-        }[case.direction]
-        workload = replace(
-            case.workload,
-            input=(first.shape[0], in_channels, *problem.input_size),
-            weight=(out_channels, in_channels // groups, *problem.kernel_size),
-            groups=groups,
+        }[trial.direction]
+        workload = kernel_passes.with_channels(
+            case.workload, first.shape[0], in_channels, out_channels, groups
         )
-        shapes = (workload.input, workload.weight, workload.problem.output_shape)
+        problem = workload.problem
+        shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
         nothing = first.new_zeros(1)  # stands for the tensor that the pass does not read
         named = zip(Tensors._fields, shapes, strict=True)
         tensors = Tensors(*(given.get(role, nothing.expand(shape)) for role, shape in named))
         exact = replace(case, workload=workload, dtype="float64", precision=None)
+        layers = kernel_passes.of_layer(workload, tensors)
         with contestants.settings(None, benchmark=False):  # Trying float64 algorithms takes long.
-            return _without_cudnn_gaps(contestants.pytorch(exact), tensors)
+            found = _without_cudnn_gaps(contestants.pytorch(exact), layers)
+        return kernel_passes.as_images(found)
 
     def _compute_bias_grad(self, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         size, pixels = self._size, (1, 2)

@@ -1,7 +1,8 @@
-"""The convolutions of torchvision's and timm's networks, as workloads.
+"""The convolutions of torchvision's, timm's and the bench's own networks, as workloads.
 
 A network is built without trained weights and run once on tensors without data. Every call of
-``conv2d`` is recorded, whichever module or function makes it.
+``conv1d``, ``conv2d``, ``conv_transpose1d`` and ``conv_transpose2d`` is recorded, whichever module
+or function makes it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from _fastconv_command.choices import BATCH as BATCH
+from fastconv.bench import written_networks
 from fastconv.bench.console import MissingExtra
 from fastconv.workloads import Workload, WorkloadError
 
@@ -27,14 +29,14 @@ IMAGE = (3, 224, 224)  # channels, height and width for networks that do not sta
 
 
 def workloads(name: str, batch: int = BATCH, side: int | None = None) -> list[Workload]:
-    """The distinct convolutions of the model ``name`` of torchvision, or else of timm.
+    """The distinct convolutions of the model ``name`` (:func:`build`).
 
-    Images have the model's own size, or height and width ``side``. Raises a WorkloadError if there
-    is no such model, or if it cannot be run on a batch of images.
+    Images have the model's own size, or height and width ``side``; sequences, the length ``side``.
+    Raises a WorkloadError if there is no such model, or if it cannot be run on a batch of images.
     """
     network, (channels, *size) = build(name)
     if side is not None:
-        size = [side, side]
+        size = [side] * len(size)
     return layers(network, name, (batch, channels, *size))
 
 
@@ -45,12 +47,14 @@ def layers(network: nn.Module, name: str, images: Sequence[int]) -> list[Workloa
     try:
         with torch.enable_grad(), recorder:
             network(torch.empty(*images, device="meta"))
+    except WorkloadError:
+        raise
     except Exception as error:  # A network may raise anything for unsuitable images.
         words = (str(error).splitlines() or [type(error).__name__])[0]
         shape = "x".join(map(str, images))
         raise WorkloadError(f"{name} cannot be run on images of {shape}: {words}") from error
     if not recorder.calls:
-        raise WorkloadError(f"{name} has no 2-D convolution")
+        raise WorkloadError(f"{name} has no 1-D, 2-D or transposed convolution")
     return [
         replace(
             layer, name=f"{name}_{number:02}", about=recorder.paths[layer], model=name,
@@ -61,7 +65,7 @@ def layers(network: nn.Module, name: str, images: Sequence[int]) -> list[Workloa
 
 
 class _Recorder(TorchFunctionMode):
-    """Records calls of ``conv2d`` as workloads without names."""
+    """Records calls of :data:`_FUNCTIONS` as workloads without names."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -74,12 +78,14 @@ class _Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.conv2d:  # nn.functional.conv2d is the same function.
-            self._record(*args, **kwargs)
+        if func in _FUNCTIONS:
+            given = dict(zip(_FUNCTIONS[func], args, strict=False)) | kwargs
+            self._record(func in _TRANSPOSED, **given)
         return func(*args, **kwargs)
 
     def _record(
         self,
+        transposed: bool,
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
@@ -87,13 +93,22 @@ class _Recorder(TorchFunctionMode):
         padding: Any = 0,
         dilation: Any = 1,
         groups: int = 1,
+        output_padding: Any = 0,
     ) -> None:
-        dilation = _pair(dilation)
-        shape = (1,) * (4 - input.dim()) + tuple(input.shape)  # The input may be a single image.
-        sides = _padding(padding, tuple(weight.shape[2:]), dilation)
+        kernel = tuple(weight.shape[2:])
+        axes = len(kernel)
+        dilation = _each(dilation, axes)
+        # The input may be a single image or sequence.
+        shape = (1,) * (axes + 2 - input.dim()) + tuple(input.shape)
         layer = Workload(
-            "", "", shape, tuple(weight.shape), _pair(stride), sides, dilation, groups
+            "", "", shape, tuple(weight.shape), _each(stride, axes),
+            _padding(padding, kernel, dilation), dilation, groups,
+            transposed=transposed, output_padding=_each(output_padding, axes),
         )  # fmt: skip
+        try:
+            layer.check()
+        except ValueError as error:
+            raise WorkloadError(f"{self._path(weight) or 'a layer'}: {error}") from error
         self.calls[layer] += 1
         self.first[layer] += not input.requires_grad
         self.paths.setdefault(layer, self._path(weight))
@@ -104,29 +119,43 @@ class _Recorder(TorchFunctionMode):
         return next((path.rpartition(".")[0] for path, one in named if one is weight), "")
 
 
-def _pair(value: Any) -> tuple[int, int]:
-    first, *rest = (value,) if isinstance(value, int) else value
-    return first, rest[0] if rest else first
+# The functions that are recorded, also those of nn.functional, which are the same, and the names of
+# their arguments.
+_TENSORS = ("input", "weight", "bias", "stride", "padding")
+_TRANSPOSED = (torch.conv_transpose1d, torch.conv_transpose2d)
+_FUNCTIONS: dict[Any, tuple[str, ...]] = {
+    **dict.fromkeys((torch.conv1d, torch.conv2d), (*_TENSORS, "dilation", "groups")),
+    **dict.fromkeys(_TRANSPOSED, (*_TENSORS, "output_padding", "groups", "dilation")),
+}
 
 
-def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, int]) -> tuple[int, ...]:
+def _each(value: Any, axes: int) -> tuple[int, ...]:
+    """One number for each axis of a value that may be a single number, also in a list."""
+    given = (value,) if isinstance(value, int) else tuple(value)
+    return given * axes if len(given) == 1 else given
+
+
+def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[int, ...]:
     """Converts any form of PyTorch's padding argument to a workload's."""
     if padding == "valid":
-        return (0, 0)
+        return (0,) * len(kernel)
     if padding != "same":
-        return _pair(padding)
-    rows, columns = (step * (size - 1) for step, size in zip(dilation, kernel, strict=True))
-    if rows % 2 == columns % 2 == 0:
-        return (rows // 2, columns // 2)
-    return (rows // 2, rows - rows // 2, columns // 2, columns - columns // 2)
+        return _each(padding, len(kernel))
+    extents = [step * (size - 1) for step, size in zip(dilation, kernel, strict=True)]
+    if all(extent % 2 == 0 for extent in extents):
+        return tuple(extent // 2 for extent in extents)
+    return tuple(side for extent in extents for side in (extent // 2, extent - extent // 2))
 
 
 def build(name: str) -> tuple[nn.Module, tuple[int, ...]]:
-    """Builds a model of torchvision, or else of timm; also returns channels, height and width.
+    """Builds one of the bench's own networks, or a model of torchvision, or else of timm.
 
-    The model is built on the CPU, for constructors may need values of tensors. Raises a
-    WorkloadError if there is no such model, and a MissingExtra if neither library is installed.
+    Also returns the shape of its input: channels, height and width, or channels and length. The
+    model is built on the CPU, for constructors may need values of tensors. Raises a WorkloadError
+    if there is no such model, and a MissingExtra if neither library is installed.
     """
+    if (written := written_networks.NETWORKS.get(name)) is not None:
+        return written.build(), written.input
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # It concerns initial weights.
         return _build(name)
@@ -144,8 +173,11 @@ def _build(name: str) -> tuple[nn.Module, tuple[int, ...]]:
         raise MissingExtra(f"{name} needs torchvision or timm: pip install torchvision")
     known = {one for library in (torchvision, timm) if library for one in library.list_models()}
     raise WorkloadError(
-        _unknown_model(name, sorted(known), torchvision is not None, timm is not None)
-    )
+        _unknown_model(
+            name, sorted(known | written_networks.NETWORKS.keys()), torchvision is not None,
+            timm is not None,
+        )
+    )  # fmt: skip
 
 
 def _library(module: str) -> Any:

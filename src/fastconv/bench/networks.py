@@ -15,7 +15,6 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,20 +23,22 @@ from torch import Tensor, nn
 import fastconv
 from _fastconv_command.choices import MODES as MODES
 from _fastconv_command.choices import NETWORKS as NETWORKS
-from _fastconv_command.choices import UNET as UNET
 from fastconv import timing
-from fastconv.bench import contestants, models
-from fastconv.bench.cases import FORMATS, reason
+from fastconv.bench import contestants, models, written_networks
+from fastconv.bench.cases import FORMATS, laid_out, reason
 from fastconv.bench.console import MissingExtra
 from fastconv.bench.network_results import COMPILE_MODES, CompiledPair, NetworkRow, Optimized
 from fastconv.bench.row_timing import Timing, extra_mib, first_call_ms
 from fastconv.network.dry_run import tensors_of
+from fastconv.network.exchange import kind_of
 from fastconv.network.report import Optimization
 from fastconv.timing import Effort
 
-UNET_IMAGE = (3, 256, 256)
-# Networks whose outputs are images have smaller batches than models.BATCH.
-BATCHES = {UNET: 16, "deeplabv3_resnet50": 16}
+# Networks whose outputs are images or sound have smaller batches than models.BATCH.
+BATCHES = {
+    "deeplabv3_resnet50": 16,
+    **{name: one.batch for name, one in written_networks.NETWORKS.items() if one.batch},
+}
 TRAINING, INFERENCE = MODES
 GRAPHS = "reduce-overhead"  # the mode of torch.compile that replays CUDA graphs
 # Steps of a compiled network before its samples: one compiles, and where there are CUDA graphs, the
@@ -70,7 +71,7 @@ class NetworkCase:
     mode: str
     configuration: Configuration
     batch: int
-    side: int | None  # height and width of the images; None for the network's own
+    side: int | None  # height and width of the images, or their length; None for the network's own
 
     @property
     def label(self) -> str:
@@ -163,17 +164,14 @@ def _measured(case: NetworkCase, device: torch.device, effort: Effort, compile: 
 
 
 def _made(case: NetworkCase, device: torch.device) -> tuple[nn.Module, Tensor]:
-    """Makes the case's network and a batch of images."""
-    network, (channels, *size) = _build(case.network)
+    """Makes the case's network and a batch of images or sequences."""
+    network: Any  # nn.Module.to is incompletely typed.
+    network, (channels, *size) = models.build(case.network)
     if case.side is not None:
-        size = [case.side, case.side]
+        size = [case.side] * len(size)
     format = case.configuration.format
-    images = torch.randn(case.batch, channels, *size, device=device).to(memory_format=format)
+    images = laid_out(torch.randn(case.batch, channels, *size, device=device), format)
     return network.train(case.mode == TRAINING).to(device=device, memory_format=format), images
-
-
-def _build(name: str) -> tuple[Any, tuple[int, ...]]:  # Any: nn.Module.to is incompletely typed.
-    return (UNet(), UNET_IMAGE) if name == UNET else models.build(name)
 
 
 class _Contestant:
@@ -299,7 +297,7 @@ def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
 def _summary(network: nn.Module, report: Optimization) -> Optimized:
     timed = [(layer, layer.times) for layer in report.layers if layer.times is not None]
     return Optimized(
-        layers=sum(isinstance(module, nn.Conv2d) for module in network.modules()),
+        layers=sum(kind_of(module) is not None for module in network.modules()),
         exchanged=len(report.exchanged),
         folded=report.folded,
         fused=report.fused,
@@ -308,48 +306,4 @@ def _summary(network: nn.Module, report: Optimization) -> Optimized:
         before_ms=sum(layer.calls * times.theirs for layer, times in timed),
         after_ms=sum(layer.chosen_ms(times) for layer, times in timed),
         notes="; ".join(report.notes),
-    )
-
-
-class UNet(nn.Module):
-    """The usual U-Net: each level has twice the channels of the one above, the top ``width``."""
-
-    def __init__(self, width: int = 64, levels: int = 5, classes: int = 2) -> None:
-        super().__init__()
-        widths = [width << level for level in range(levels)]
-        steps = list(pairwise(widths))
-        self.top = _double_convolution(UNET_IMAGE[0], width)
-        self.down = nn.ModuleList(_double_convolution(narrow, wide) for narrow, wide in steps)
-        self.pool = nn.MaxPool2d(2)
-        self.widen = nn.ModuleList(
-            nn.ConvTranspose2d(wide, narrow, 2, stride=2) for narrow, wide in reversed(steps)
-        )
-        self.up = nn.ModuleList(
-            _double_convolution(wide, narrow) for narrow, wide in reversed(steps)
-        )
-        self.classify = nn.Conv2d(width, classes, 1)
-
-    def forward(self, images: Tensor) -> Tensor:
-        passed = [self.top(images)]
-        for level in self.down:
-            passed.append(level(self.pool(passed[-1])))
-        found = passed.pop()
-        for widen, level in zip(self.widen, self.up, strict=True):
-            found = level(torch.cat([passed.pop(), widen(found)], dim=1))
-        classified: Tensor = self.classify(found)
-        return classified
-
-
-def _double_convolution(channels: int, width: int) -> nn.Sequential:
-    """Two 3x3 convolutions, each with BatchNorm and ReLU."""
-    return nn.Sequential(
-        *(
-            layer
-            for inputs in (channels, width)
-            for layer in (
-                nn.Conv2d(inputs, width, 3, padding=1, bias=False),
-                nn.BatchNorm2d(width),
-                nn.ReLU(inplace=True),
-            )
-        )
     )

@@ -16,9 +16,10 @@ from typing import Any
 
 from fastconv.problem import Pair, Problem
 from fastconv.workloads import SUITES, Workload, unique
+from fastconv.workloads import workload_of as workload_of
 
 LEAST_FLOPS = 1e4  # The smallest problems that are drawn have about this many operations.
-KNOWN = unique(workload for suite in SUITES.values() for workload in suite)
+KNOWN = unique(one for suite in SUITES.values() for one in suite if one.function == "conv2d")
 _KNOWN_SHARE = 0.1  # The share of convolutions that are drawn from KNOWN.
 _SIZES = (7, 8, 14, 16, 17, 28, 32, 33, 56, 64, 65, 112, 128, 224, 256, 512)
 _CHANNELS = (3, 4, 8, 16, 24, 32, 48, 64, 72, 96, 128, 192, 256, 320, 512, 1024, 2048)
@@ -110,6 +111,50 @@ def practical(draw: Random, most_flops: float, most_elements: float = math.inf) 
         )  # fmt: skip
         with suppress(RuntimeError):  # The kernel exceeds the image, or the problem its limits.
             return workload_of(_with_fewer(draw, made.problem, most_flops, most_elements))
+
+
+def sequence(draw: Random, most_flops: float, most_elements: float = math.inf) -> Workload:
+    """Draws a convolution of sequences: long ones, causal ones, with strides or with many taps.
+
+    To stay within the limits, half of them get fewer sequences and channels and keep their length.
+    """
+    while True:
+        is_known = draw.random() < _KNOWN_SHARE
+        drawn = draw.choice(SUITES["sequence"]) if is_known else _drawn_sequence(draw)
+        smaller = draw.choice((_with_fewer, _shrunk))
+        with suppress(RuntimeError):  # The kernel exceeds the sequence, or the problem its limits.
+            return workload_of(smaller(draw, drawn.problem, most_flops, most_elements), axes=1)
+
+
+def _drawn_sequence(draw: Random) -> Workload:
+    taps = draw.choice((1, 2, 3, 3, 4, 4, 5, 7, 11, _small(draw, 32), _small(draw, 160)))
+    stride = draw.choice((1, 1, 1, 2, 2, taps, (taps + 1) // 2, _small(draw, 12)))
+    dilation = draw.choice((1, 1, 1, 1, _small(draw, 12), 2 ** draw.randrange(8)))
+    ins, outs, groups = draw.choice((_practical_channels, _channels, _narrow_channels))(draw)
+    length = draw.choice((_small(draw, 200), _small(draw, 40_000), 2 ** draw.randint(5, 17)))
+    extent = dilation * (taps - 1)
+    padding = draw.choice(
+        ((0,), (extent // 2,), (extent // 2,), (extent, 0), (extent,),
+         (draw.randint(0, extent + 2), draw.randint(0, extent + 2)))
+    )  # fmt: skip
+    batch = draw.choice((1, 2, _small(draw, 64)))
+    return Workload(
+        "", "", (batch, ins, length), (outs, ins // groups, taps), (stride,), padding, (dilation,),
+        groups,
+    )  # fmt: skip
+
+
+def transposed(draw: Random, most_flops: float, most_elements: float = math.inf) -> Workload:
+    """Draws a transposed convolution along one axis or two, often with a stride.
+
+    Every convolution is the problem of one, whose output padding follows from its sizes.
+    """
+    kind = draw.choice((workload, practical, narrow, sequence, sequence))
+    has_stride = draw.random() < 0.7
+    while True:
+        drawn = kind(draw, most_flops, most_elements)
+        if not has_stride or max(drawn.stride) > 1:
+            return workload_of(drawn.problem, drawn.axes, transposed=True)
 
 
 def far(draw: Random, most_flops: float, most_elements: float = math.inf) -> Workload:
@@ -206,17 +251,6 @@ def _with_fewer(draw: Random, problem: Problem, flops: float, elements: float) -
             raise RuntimeError("a single channel of a single image exceeds the limits")
         problem = draw.choice(changed)
     return problem
-
-
-def workload_of(problem: Problem) -> Workload:
-    """The problem as a workload, named by its shape."""
-    top, bottom, left, right = problem.padding
-    padding = (top, left) if (top, left) == (bottom, right) else problem.padding
-    made = Workload(
-        "", "", problem.input_shape, problem.weight_shape, problem.stride, tuple(padding),
-        problem.dilation, problem.groups,
-    )  # fmt: skip
-    return replace(made, name=made.shape)
 
 
 def _known(draw: Random) -> Workload:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastconv.bench import contestants, isolation, trials
+from fastconv.bench import contestants, isolation, kernel_passes, trials
 from fastconv.bench.cases import PASSES, Tensors
 from fastconv.bench.judging import CHUNK_ELEMENTS, Part, Reference, size_of, tolerance
 from fastconv.bench.trials import FAR, Data, Results, Trial
@@ -107,7 +107,7 @@ def scales(subject: Subject) -> str | None:
 
     bias = data.bias
     if bias is not None:
-        bias = torch.ldexp(bias, powers["k"]).to(bias.dtype)
+        bias = torch.ldexp(bias, powers[roles.rows]).to(bias.dtype)
     at = Data(scaled(roles.first, data.first, 1), scaled(roles.second, data.second, -1), bias)
     back = -_along(trial, roles.result, powers | {roles.summed: 0 * summed})
     part = Part(
@@ -117,7 +117,7 @@ def scales(subject: Subject) -> str | None:
 
 
 def adjoint(subject: Subject) -> str | None:
-    """<y, conv(x, w)> = <input_grad(y, w), x> = <weight_grad(y, x), w>."""
+    """<y, layer(x, w)> = <input_grad(y, w), x> = <weight_grad(y, x), w>."""
     trial, device = subject.trial, subject.data.first.device
     at = {role: trial.tensor(role, device) for role in Tensors._fields}
     terms = _all_terms(trial, Tensors(**at))
@@ -191,7 +191,8 @@ def _powers(trial: Trial, device: torch.device) -> dict[str, Tensor]:
     powers = {}
     for axis, count in counts.items():
         # A bias and its gradient belong to no image, so that images cannot have powers then.
-        within = 0 if axis == "n" and trial.bias else most_summed if axis == roles.summed else most
+        alike = axis == "n" and (trial.has_bias or trial.has_bias_grad)
+        within = 0 if alike else most_summed if axis == roles.summed else most
         exponents = [draw.randint(-within, within) for _ in range(count)]
         powers[axis] = torch.tensor(exponents, device=device)
     return powers
@@ -213,7 +214,9 @@ def _all_terms(trial: Trial, at: Tensors) -> float:
     size = size_of(trial)
     case = trials.with_direction(trial, "forward").case
     wide = torch.float64 if trial.case.dtype == "float64" else torch.float32
-    sizes = Tensors(*(size.term(tensor.to(wide), 0.0) for tensor in at))
+    sizes = kernel_passes.of_layer(
+        case.workload, Tensors(*(size.term(tensor.to(wide), 0.0) for tensor in at))
+    )
     with contestants.settings("tf32", benchmark=False):  # A few digits are enough.
         total = (contestants.pytorch(case)(sizes) * sizes.grad_output).sum(dtype=torch.float64)
     return float(size.root(total))

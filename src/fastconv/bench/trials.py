@@ -1,6 +1,10 @@
 """Trials: one pass of one convolution on given data, for verification; some are drawn at random.
 
 A trial determines everything about a call: on the same kind of device, it always has the same data.
+
+A trial's case names a pass of a layer, but its direction, roles and tensors are those of the
+layer's problem, a 2-D convolution (:mod:`.kernel_passes`). So the checks know no other layers, and
+only calls of fastconv's and PyTorch's functions have the layer's own tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from _fastconv_command.choices import PLACED as PLACED
 from _fastconv_command.choices import TENSORS
 from fastconv import ops
 from fastconv.backends import cuda
-from fastconv.bench import environment, population
+from fastconv.bench import contestants, environment, kernel_passes, population
 from fastconv.bench.cases import (
     DTYPES,
     FORMAT_TRIPLES,
@@ -35,11 +39,12 @@ from fastconv.bench.cases import (
 )
 from fastconv.kernels import planner
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
+from fastconv.workloads import Workload
 
-# Shares of drawn trials: Gaussian data, tensors aligned to 16 bytes, layers as networks have them,
-# and groups of few channels.
-_NORMAL_SHARE, _ALIGNED_SHARE = 0.75, 0.85
-_PRACTICAL_SHARE, _NARROW_SHARE = 0.35, 0.1
+_NORMAL_SHARE, _ALIGNED_SHARE = 0.75, 0.85  # Gaussian data, tensors aligned to 16 bytes
+# Shares of drawn trials: layers as networks have them, groups of few channels, convolutions of
+# sequences, and transposed ones. The others are 2-D convolutions of all kinds.
+_PRACTICAL_SHARE, _NARROW_SHARE, _SEQUENCE_SHARE, _TRANSPOSED_SHARE = 0.3, 0.1, 0.12, 0.15
 # Small problems take other plans than real layers do. So this share of the general problems has at
 # least 1/500 of the most operations that are allowed.
 _REAL_SHARE, _REAL_RANGE = 0.4, 500.0
@@ -132,13 +137,31 @@ class Trial:
 
     case: Case
     misaligned: tuple[str, ...] = ()  # tensors of PLACED, one element past an aligned address
-    bias: bool = False  # a bias in the forward pass, its gradient in the weight gradient
+    bias: bool = False  # see has_bias and has_bias_grad
     data: str = NORMAL
     seed: int = 0
 
     @property
+    def direction(self) -> str:
+        """The pass of the problem that computes the case's pass."""
+        return kernel_passes.kernel_pass(self.case.workload, self.case.direction)
+
+    @property
     def roles(self) -> Roles:
-        return ROLES[self.case.direction]
+        return ROLES[self.direction]
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether it adds a bias, which the layer's forward pass may do."""
+        return self.bias and self.case.direction == "forward"
+
+    @property
+    def has_bias_grad(self) -> bool:
+        """Whether it computes the bias's gradient, with that of the weight.
+
+        The bias's gradient of a transposed layer is a sum that PyTorch computes.
+        """
+        return self.bias and self.direction == "weight_grad" and not self.case.workload.transposed
 
     @property
     def problem(self) -> Problem:
@@ -148,9 +171,9 @@ class Trial:
     def terms(self) -> int:
         """The number of products in a sum, at most."""
         problem, (height, width) = self.problem, self.problem.kernel_size
-        if self.case.direction == "weight_grad":
+        if self.direction == "weight_grad":
             return problem.batch * math.prod(problem.output_size)
-        forward = self.case.direction == "forward"
+        forward = self.direction == "forward"
         channels = problem.in_channels if forward else problem.out_channels
         return channels // problem.groups * height * width
 
@@ -185,6 +208,7 @@ class Trial:
         return shlex.join(words)
 
     def shape(self, role: str) -> tuple[int, ...]:
+        """The shape of one of the problem's tensors."""
         problem = self.problem
         shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
         return shapes[TENSORS.index(role)]
@@ -194,8 +218,8 @@ class Trial:
         roles, dtype = self.roles, self.case.torch_dtype
         check_memory([self.shape(role) for role in TENSORS], dtype, device)
         bias = None
-        if self.bias and self.case.direction == "forward":
-            values = _normal((self.problem.out_channels,), self, 3, device)
+        if self.has_bias:
+            values = _normal(self.shape(roles.result)[1:2], self, 3, device)
             values *= 2.0 ** sum(_far_exponents(self))
             bias = self.placed("bias", _in_range(values.to(dtype)))
         return Data(self.tensor(roles.first, device), self.tensor(roles.second, device), bias)
@@ -212,47 +236,68 @@ class Trial:
     def placed(self, role: str, tensor: Tensor) -> Tensor:
         """The tensor with the memory format and the alignment of its role."""
         tensor = tensor.contiguous(memory_format=self.memory_format(role))
-        if role not in self.misaligned:
+        if not self.is_misaligned(role):
             return tensor
         storage = tensor.new_empty(tensor.numel() + 1)
         return storage.as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
 
+    def is_misaligned(self, role: str) -> bool:
+        return kernel_passes.counterpart(self.case.workload, role) in self.misaligned
+
     def memory_format(self, role: str) -> torch.memory_format:
-        """The memory format of a role; a residual has that of the output gradient."""
+        """The memory format of a role; a residual has that of the layer's output gradient."""
         if role == "bias":
             return torch.contiguous_format
+        name = kernel_passes.counterpart(self.case.workload, role)
         return self.case.memory_formats[
-            TENSORS.index("grad_output" if role == "residual" else role)
+            TENSORS.index("grad_output" if name == "residual" else name)
         ]
 
 
 def compute(trial: Trial, data: Data) -> Results:
-    """Computes the trial's pass by fastconv's operators, with new memory filled with NaN."""
-    case, problem = trial.case, trial.problem
+    """Computes the trial's pass by fastconv's operators, with new memory filled with NaN.
+
+    Forward passes of sequences and transposed convolutions are computed by fastconv's functions.
+    """
+    problem = trial.problem
     geometry = (
-        problem.stride, problem.padding, problem.dilation, problem.groups, case.precision
+        problem.stride, problem.padding, problem.dilation, problem.groups, trial.case.precision
     )  # fmt: skip
     with _poisoned_memory():
+        if trial.case.direction == "forward" and trial.case.workload.function != "conv2d":
+            return Results(_by_function(trial, data), None)
         if data.epilogue != NO_EPILOGUE:
             activation, slope, _ = data.epilogue
             return Results(ops.fused(*data[:4], *geometry, activation, slope), None)
-        if case.direction == "forward":
+        if trial.direction == "forward":
             return Results(ops.forward(*data[:3], *geometry), None)
         format = _gradient_format(trial, data.first.device)
-        if case.direction == "input_grad":
+        if trial.direction == "input_grad":
             size = problem.input_size
             return Results(ops.input_grad(data.first, data.second, size, *geometry, format), None)
         weight, bias = ops.weight_grad(
-            data.second, data.first, problem.kernel_size, *geometry, trial.bias, format
+            data.second, data.first, problem.kernel_size, *geometry, trial.has_bias_grad, format
         )
-        return Results(weight, bias if trial.bias else None)
+        return Results(weight, bias if trial.has_bias_grad else None)
+
+
+def _by_function(trial: Trial, data: Data) -> Tensor:
+    """Computes a layer's forward pass by the function that users call."""
+    workload = trial.case.workload
+    input, weight = (kernel_passes.as_given(workload, one) for one in data[:2])
+    residual = None if data.residual is None else kernel_passes.as_given(workload, data.residual)
+    output = contestants.our_function(workload)(
+        input, weight, data.bias, precision=trial.case.precision, residual=residual,
+        activation=None if data.activation == "identity" else data.activation,
+    )  # fmt: skip
+    return kernel_passes.as_images(output)
 
 
 def need(trial: Trial, data: Data, results: Results) -> cuda.Need | None:
     """Everything that the plan of the results depends on; None on a CPU, which plans nothing."""
     if data.first.device.type != "cuda":
         return None
-    direction = trial.case.direction
+    direction = trial.direction
     first, second = data.first, data.second
     if direction == "weight_grad":
         first, second = second, first
@@ -282,23 +327,32 @@ def drawn(
     turn, at = divmod(turn, len(kinds.modes))
     dtype, precision = kinds.modes[at]
     format = kinds.formats[turn % len(kinds.formats)]
-    least = most.flops / _REAL_RANGE if draw.random() < _REAL_SHARE else population.LEAST_FLOPS
-    kind = draw.random()
-    if kind >= 1 - far_share:
-        workload = population.far(draw, most.flops, most.elements)
-    elif kind < _PRACTICAL_SHARE:
-        workload = population.practical(draw, most.flops, most.elements)
-    elif kind < _PRACTICAL_SHARE + _NARROW_SHARE:
-        workload = population.narrow(draw, most.flops, most.elements)
-    else:
-        workload = population.workload(draw, most.flops, most.elements, least)
+    workload = _drawn_workload(draw, most, far_share)
+    no_bias = direction == "input_grad" or (workload.transposed and direction == "weight_grad")
     return Trial(
         Case(workload, direction, dtype, precision, _read_format(direction, format)),
         misaligned=() if draw.random() < _ALIGNED_SHARE else _some_misaligned(draw),
-        bias=direction != "input_grad" and draw.random() < 0.5,
+        bias=not no_bias and draw.random() < 0.5,
         data=NORMAL if draw.random() < _NORMAL_SHARE else draw.choice(list(DATA)[1:]),
         seed=draw.randrange(1, 2**31),
     )
+
+
+def _drawn_workload(draw: Random, most: Limits, far_share: float) -> Workload:
+    least = most.flops / _REAL_RANGE if draw.random() < _REAL_SHARE else population.LEAST_FLOPS
+    kind = draw.random()
+    if kind >= 1 - far_share:
+        return population.far(draw, most.flops, most.elements)
+    for share, drawn in (
+        (_PRACTICAL_SHARE, population.practical),
+        (_NARROW_SHARE, population.narrow),
+        (_SEQUENCE_SHARE, population.sequence),
+        (_TRANSPOSED_SHARE, population.transposed),
+    ):
+        if kind < share:
+            return drawn(draw, most.flops, most.elements)
+        kind -= share
+    return population.workload(draw, most.flops, most.elements, least)
 
 
 def _some_misaligned(draw: Random) -> tuple[str, ...]:
@@ -375,7 +429,7 @@ def _largest_exponent(trial: Trial) -> int:
     Its standard deviation is √n / 2**_MOST_HALVINGS for many numbers n (:meth:`Trial.tensor`), and
     a sum beyond eight deviations does not occur.
     """
-    if not (trial.bias and trial.case.direction == "weight_grad"):
+    if not trial.has_bias_grad:
         return 122
     images, _, *pixels = trial.problem.output_shape
     return min(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastconv import jit
 from fastconv.backends import cuda
-from fastconv.bench import configurations, contestants, row_timing
+from fastconv.bench import configurations, contestants, kernel_passes, row_timing
 from fastconv.bench.cases import Case, Tensors
 from fastconv.jit import launch
 from fastconv.kernels import hopper
@@ -96,8 +96,9 @@ def _plans(case: Case, device: torch.device) -> list[Plan]:
     assert gpu is not None, "plans are for GPUs"
     _, tensors = configurations.planner_and_tensors(case, case.direction)
     operands = configurations.operands(case, tensors)
+    which = kernel_passes.kernel_pass(case.workload, case.direction)
     try:
-        return hopper.alternatives(case.direction, case.workload.problem, operands, gpu, MOST_PLANS)
+        return hopper.alternatives(which, case.workload.problem, operands, gpu, MOST_PLANS)
     except Declined:
         return []
 
@@ -106,6 +107,7 @@ class _Run:
     """Computes a case's pass by one plan, into its own result tensor."""
 
     def __init__(self, case: Case, plan: Plan, tensors: Tensors) -> None:
+        # Forward passes read the input, whether of a layer or of its problem.
         self._read: Callable[[Tensors], Tensor] = (
             (lambda these: these.input)
             if case.direction == "forward"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastconv.bench import contestants, isolation, relations, trials
+from fastconv.bench import contestants, isolation, kernel_passes, relations, trials
 from fastconv.bench.cases import Tensors, reason
 from fastconv.bench.judging import Error, Part, Reference
 from fastconv.bench.relations import RELATIONS, Subject
@@ -114,11 +114,12 @@ def _peer_error(trial: Trial, data: Data, reference: Reference) -> Error:
     tensors = Tensors(
         *(given.get(role, absent.expand(trial.shape(role))) for role in Tensors._fields)
     )
+    layers = kernel_passes.of_layer(trial.case.workload, tensors)
     with contestants.settings(trial.case.precision):
-        result = contestants.pytorch(trial.case)(tensors)
+        result = kernel_passes.as_images(contestants.pytorch(trial.case)(layers))
     if data.bias is not None:
         result += data.bias[:, None, None]
     bias_grad = None
-    if trial.bias and trial.case.direction == "weight_grad":
+    if trial.has_bias_grad:
         bias_grad = data.second.sum((0, 2, 3))
     return reference.judge(Part(Results(result, bias_grad))).error

@@ -44,7 +44,7 @@ def select_cases(arguments: Namespace, device: torch.device) -> list[Case]:
 
 
 def _divisor(arguments: Namespace, device: torch.device) -> int:
-    """What the heights and widths of suites are divided by."""
+    """What the heights, widths and lengths of suites are divided by."""
     divisor: int | None = arguments.divisor
     return divisor or (1 if device.type == "cuda" else CPU_DIVISOR)
 
@@ -64,7 +64,7 @@ def advise(arguments: Namespace, selected: Sequence[Case], device: torch.device)
         say(
             arguments,
             f"{flops:.1g} operations take long on a CPU: --divisor {2 * CPU_DIVISOR} divides "
-            "heights and widths",
+            "heights, widths and lengths",
         )
 
 

@@ -20,7 +20,7 @@ def export(
     shape: str | None = None,
     reference: str | Path | None = None,
     output: str | Path | None = None,
-    attribute: str | None = "conv2d",
+    attribute: str | None = "",
     dtypes: Sequence[Literal["float32", "float16", "bfloat16"]] = ("float32",),
 ) -> str:
     """Writes one Python file whose ``ModelNew`` convolves with kernels of its own.
@@ -32,14 +32,18 @@ def export(
     Args:
         workload: the name of one of the benchmark's workloads, for example "dilated5x9".
         shape: sizes of input and weight and, where they differ from PyTorch's defaults, stride,
-            padding, dilation and groups: ``"8x32x64x64 64x32x5x9 padding=2,4"``.
+            padding, dilation and groups: ``"8x32x64x64 64x32x5x9 padding=2,4"``. Sequences have no
+            height, ``"8x32x4096 64x32x3"``; ``"8x32x64x64 32x16x4x4 transposed stride=2"`` is a
+            transposed convolution, which may have an ``output_padding``.
         reference: a Python file with a class ``Model``, and functions ``get_init_inputs`` and
             ``get_inputs`` that return the arguments of its constructor and of its ``forward``. The
-            file is executed. ``ModelNew`` is its ``Model`` with every ``nn.Conv2d`` replaced.
+            file is executed. ``ModelNew`` is its ``Model`` with every ``nn.Conv1d``, ``nn.Conv2d``,
+            ``nn.ConvTranspose1d`` and ``nn.ConvTranspose2d`` replaced.
         output: the file to write; the text is returned in any case.
         attribute: the attribute of ``ModelNew`` that holds its convolution, which also names the
-            parameters in the state dict. With None, ``ModelNew`` is the convolution itself. Has
-            no effect on a reference's model.
+            parameters in the state dict. By default it is named after PyTorch's function, for
+            example ``conv2d``. With None, ``ModelNew`` is the convolution itself. Has no effect on
+            a reference's model.
         dtypes: the types to tune for, of "float32", "float16" and "bfloat16". The file computes
             correctly in all of them.
 

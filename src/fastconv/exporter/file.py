@@ -61,14 +61,20 @@ def compose(subject: Subject, dtypes: Sequence[str]) -> str:
     tuned, made = plans.text(subject.problems, dtypes)
     sources = list(dict.fromkeys([*plans.sources(made), *PORTABLE]))
     call = ", ".join([subject.example, *map(repr, subject.input_shapes)])
+    others = {}
+    check = _body("self_check")
+    if subject.layers != {"Conv2d"}:
+        others = {"Other layers, by the same kernels": _body("layers")}
+        check = _without(check, "pytorch_twin") + "\n\n" + _body("layer_twins")
     sections = {
         "Device code": _device_code(sources),
         "Host code": _host_code(),
         "Plans for the portable kernels, for any geometry": _body("portable"),
         "Tuned plans for the exported convolutions, by GPU": tuned,
         "Compiling, launching and autograd": _body("runtime"),
+        **others,
         "The model": "\n" + subject.model,
-        "Self-check: the only part that uses PyTorch's convolution": _body("self_check"),
+        "Self-check: the only part that uses PyTorch's convolution": check,
     }
     return (
         _about(subject, dtypes, made)
@@ -90,12 +96,19 @@ def _about(subject: Subject, dtypes: Sequence[str], made: Sequence[Plan]) -> str
                   "arithmetic": _ARITHMETIC, "contents": _CONTENTS}  # fmt: skip
     return _ABOUT.format(
         title=_quoted(f"{subject.title}."),
-        convolutions="A convolution" if one else "Convolutions",
+        convolutions=_convolutions(subject),
         example=subject.example,
         version=__version__,
         command=_quoted(subject.command),
         **{name: textwrap.fill(text.strip(), 100) for name, text in paragraphs.items()},
     )
+
+
+def _convolutions(subject: Subject) -> str:
+    if len(subject.problems) > 1:
+        return "Convolutions"
+    transposed = all("Transpose" in layer for layer in subject.layers)
+    return "A transposed convolution" if transposed else "A convolution"
 
 
 def _gpus(families: set[str]) -> str:
@@ -151,7 +164,16 @@ def _body(part: str) -> str:
     while lines[start - 1].startswith(("#", "@")):  # comments and decorators of the first statement
         start -= 1
     body = "\n".join(lines[start:]) + "\n"
-    return "\n\n" + body if isinstance(first, (ast.ClassDef, ast.FunctionDef)) else body
+    return "\n" + body if isinstance(first, (ast.ClassDef, ast.FunctionDef)) else body
+
+
+def _without(text: str, function: str) -> str:
+    """The text of a part without one of its functions, which another part replaces."""
+    found = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
+    node = next(node for node in found if node.name == function)
+    lines = text.splitlines()
+    del lines[node.lineno - 1 : (node.end_lineno or 0) + 2]  # with the two lines that follow it
+    return "\n".join(lines) + "\n"
 
 
 def _part(name: str) -> str:

@@ -78,7 +78,9 @@ def _plan(which: str, problem: Problem, operands: Operands, target: str) -> Plan
     # The plan is right on GPUs with fewer SMs as well, since blocks do not wait for one another.
     # EVERY family is considered, whatever FASTCONV_FAMILY selects in this process.
     plan = plan_pass(problem, operands, GPUS[target], planner.EVERY)
-    if plan.family == "direct" and target != "sm_90a":
+    # Of a file's plan for the portable kernels, seven warps of eight have no pixels in one row.
+    several_rows = max(problem.input_size[0], problem.output_size[0]) > 1
+    if plan.family == "direct" and target != "sm_90a" and several_rows:
         return None
     used = {name for launch in plan.launches for name in launch.tensors}
     if unknown := used - tensors:

@@ -7,6 +7,7 @@ import builtins
 import keyword
 import runpy
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -15,11 +16,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from fastconv import files
 from fastconv.errors import ExportError
 from fastconv.problem import Padding, Problem
 from fastconv.workloads import SUITES, Workload, WorkloadError, parse_shape
+
+LAYERS: dict[type[nn.Module], str] = {
+    layer: layer.__name__
+    for layer in (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
+}
+"""PyTorch's layers that files replace, with the names of the classes that do."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,9 @@ class Subject:
 
     ``model`` is the text of the class ``ModelNew``, and ``imports`` are the statements that it
     needs. ``example`` is an expression that constructs it, and ``input_shapes`` are the shapes of
-    the tensors that it is then called with. ``problems`` are its convolutions.
+    the tensors that it is then called with. ``layers`` are the names of the layers that it
+    constructs, of :data:`LAYERS`. ``problems`` are its convolutions: a transposed one is there as
+    the convolution whose input gradient it is, and a sequence as an image of one row.
     """
 
     title: str
@@ -37,6 +47,7 @@ class Subject:
     model: str
     example: str
     input_shapes: tuple[tuple[int, ...], ...]
+    layers: frozenset[str]
     problems: tuple[Problem, ...]
 
 
@@ -51,7 +62,7 @@ def choose(
             "exactly one of a workload, a shape and a reference can be exported, but got "
             + (" and ".join(given) or "none of them")
         )
-    if attribute is not None:
+    if attribute:
         _check_attribute(attribute)
     if reference is not None:
         return _from_reference(Path(reference))
@@ -87,53 +98,63 @@ def _named(name: str) -> Workload:
 
 
 def _from_workload(workload: Workload, option: str, attribute: str | None) -> Subject:
-    problem = workload.problem
-    top, bottom, left, right = problem.padding
-    if (top, left) != (bottom, right):
+    layer = f"Conv{'Transpose' if workload.transposed else ''}{workload.axes}d"
+    before, after = workload.sides[::2], workload.sides[1::2]
+    if before != after:
+        names = "(top, bottom, left, right)" if workload.axes == 2 else "(before, after)"
         raise ExportError(
-            f"nn.Conv2d pads both sides alike, but got padding={tuple(problem.padding)} "
-            "(top, bottom, left, right)"
+            f"nn.{layer} pads both sides alike, but got padding={tuple(workload.sides)} {names}"
         )
-    defaults = {
-        "in_channels": problem.in_channels,
-        "out_channels": problem.out_channels,
-        "kernel_size": _short(problem.kernel_size),
-        "stride": _short(problem.stride),
-        "padding": _short((top, left)),
-        "dilation": _short(problem.dilation),
-        "groups": problem.groups,
-        "bias": False,
-    }
     if attribute is None:
         option += " --bare"
-    elif attribute != "conv2d":
+    elif attribute not in ("", workload.function):
         option += f" --attribute {attribute}"
+    if attribute == "":
+        attribute = workload.function
     return Subject(
         title=workload.name if workload.name == workload.shape else
         f"{workload.name}, {workload.about}: {workload.shape}",
         command=f"fastconv export {option}",
         imports=(),
-        model=_model(defaults, attribute),
+        model=_model(layer, _defaults(workload), attribute),
         example="ModelNew()",
-        input_shapes=(problem.input_shape,),
-        problems=(problem,),
+        input_shapes=(workload.input,),
+        layers=frozenset({layer}),
+        problems=(workload.problem,),
     )  # fmt: skip
 
 
-def _short(pair: tuple[int, int]) -> int | tuple[int, int]:
-    return pair[0] if pair[0] == pair[1] else pair
+def _defaults(workload: Workload) -> dict[str, Any]:
+    """The arguments of a workload's layer, in the order of PyTorch's."""
+    first, second = workload.weight[0], workload.weight[1] * workload.groups
+    sizes = {
+        "kernel_size": _short(workload.weight[2:]),
+        "stride": _short(workload.stride),
+        "padding": _short(workload.sides[::2]),
+    }
+    dilation = {"dilation": _short(workload.dilation)}
+    others = {"groups": workload.groups, "bias": False}
+    if not workload.transposed:
+        return {"in_channels": second, "out_channels": first, **sizes, **dilation, **others}
+    sizes["output_padding"] = _short(workload.output_padding)
+    return {"in_channels": first, "out_channels": second, **sizes, **others, **dilation}
 
 
-def _model(defaults: dict[str, Any], attribute: str | None) -> str:
+def _short(sizes: tuple[int, ...]) -> int | tuple[int, ...]:
+    return sizes[0] if len(set(sizes)) == 1 else sizes
+
+
+def _model(layer: str, defaults: dict[str, Any], attribute: str | None) -> str:
     parameters = "".join(f"        {name}={value!r},\n" for name, value in defaults.items())
-    names = ", ".join(defaults)
+    indent = " " * 12
+    names = textwrap.fill(", ".join(defaults), 100, initial_indent=indent, subsequent_indent=indent)
     if attribute is None:
         return (
-            "class ModelNew(Conv2d):\n"
+            f"class ModelNew({layer}):\n"
             '    """The convolution itself, by default the one that this file is tuned for."""\n'
             "\n"
             f"    def __init__(\n        self,\n{parameters}    ):\n"
-            f"        super().__init__(\n            {names}\n        )\n"
+            f"        super().__init__(\n{names}\n        )\n"
         )
     return (
         "class ModelNew(nn.Module):\n"
@@ -141,7 +162,7 @@ def _model(defaults: dict[str, Any], attribute: str | None) -> str:
         "\n"
         f"    def __init__(\n        self,\n{parameters}    ):\n"
         "        super().__init__()\n"
-        f"        self.{attribute} = Conv2d(\n            {names}\n        )\n"
+        f"        self.{attribute} = {layer}(\n{names}\n        )\n"
         "\n"
         "    def forward(self, x):\n"
         f"        return self.{attribute}(x)\n"
@@ -168,10 +189,11 @@ def _from_reference(path: Path) -> Subject:
     )
     if model is None:
         raise ExportError(f"{path} should define its class Model itself")
-    imports, rewritten = _imports(tree, model, names, path), _rewritten(text, model, names, path)
+    imports = _imports(tree, model, names, path)
     with _running(path):
         arguments = _listed(names, "get_init_inputs", path)
         problems, input_shapes = _convolutions(names, arguments, path)
+    rewritten, layers = _rewritten(text, model, names, path)
     literals = ", ".join(_literal(argument, path) for argument in arguments)
     return Subject(
         title=f"The model of {path.name}",
@@ -180,6 +202,7 @@ def _from_reference(path: Path) -> Subject:
         model=rewritten,
         example=f"ModelNew({literals})",
         input_shapes=input_shapes,
+        layers=layers,
         problems=problems,
     )
 
@@ -221,17 +244,20 @@ def _literal(argument: Any, path: Path) -> str:
     return repr(argument)
 
 
-def _rewritten(text: str, model: ast.ClassDef, names: dict[str, Any], path: Path) -> str:
-    """The text of the class, renamed ModelNew, with our convolutions."""
+def _rewritten(
+    text: str, model: ast.ClassDef, names: dict[str, Any], path: Path
+) -> tuple[str, frozenset[str]]:
+    """The text of the class, renamed ModelNew, with our convolutions, and their names."""
     changes: list[tuple[ast.expr, str]] = []
     for node in _references(model):
         value = _value(node, names)
-        if value is nn.Conv2d:
-            changes.append((node, "Conv2d"))
+        if _is_layer(value):
+            changes.append((node, LAYERS[value]))
         elif value is names["Model"]:
             changes.append((node, "ModelNew"))
-    if not any(replacement == "Conv2d" for _, replacement in changes):
-        raise ExportError(f"Model of {path} constructs no nn.Conv2d: there is nothing to replace")
+    layers = frozenset(replacement for _, replacement in changes) - {"ModelNew"}
+    if not layers:
+        raise _nothing_to_replace(path)
     lines = [line.encode() for line in text.splitlines()]
     # From the last column of a line to the first, so that earlier columns stay valid.
     for place, replacement in sorted(changes, key=lambda c: (c[0].lineno, -c[0].col_offset)):
@@ -242,7 +268,24 @@ def _rewritten(text: str, model: ast.ClassDef, names: dict[str, Any], path: Path
         )
     rewritten = [line.decode().rstrip() for line in lines[model.lineno - 1 : model.end_lineno]]
     rewritten[0] = rewritten[0].replace("class Model", "class ModelNew", 1)
-    return "\n".join(rewritten) + "\n"
+    return "\n".join(rewritten) + "\n", layers
+
+
+def _is_layer(value: Any) -> bool:
+    """Whether a value of the reference is a class that files replace."""
+    return isinstance(value, type) and value in LAYERS
+
+
+def _nothing_to_replace(path: Path) -> ExportError:
+    return ExportError(
+        f"Model of {path} constructs no {_listing('or')}: there is nothing to replace"
+    )
+
+
+def _listing(conjunction: str) -> str:
+    """The layers that files replace, for an error."""
+    *most, last = (f"nn.{name}" for name in LAYERS.values())
+    return f"{', '.join(most)} {conjunction} {last}"
 
 
 Dotted = ast.Name | ast.Attribute
@@ -297,7 +340,7 @@ def _imports(
     for node in _references(model):
         name = _root(node)
         assert name is not None
-        if name in own or name == "Model" or _value(node, names) is nn.Conv2d:
+        if name in own or name == "Model" or _is_layer(_value(node, names)):
             continue
         if name not in imported:
             if hasattr(builtins, name):
@@ -340,13 +383,15 @@ def _convolutions(
     """
     problems: dict[Problem, None] = {}
 
-    def record(module: nn.Conv2d, inputs: tuple[Tensor, ...]) -> None:
-        problems[_problem(module, tuple(inputs[0].shape), path)] = None
+    def record(module: Any, inputs: tuple[Tensor, ...], output: Tensor | None = None) -> None:
+        problems[_problem(module, inputs[0], output, path)] = None
 
     with torch.device("meta"), torch.no_grad():
         model, inputs = names["Model"](*arguments), _listed(names, "get_inputs", path)
-        for module in model.modules():
-            if type(module) is nn.Conv2d:
+        for module in _layers(model, path):
+            if module.transposed:  # an argument of the call may determine the output's size
+                module.register_forward_hook(record)
+            else:
                 module.register_forward_pre_hook(record)
         if not all(isinstance(input, Tensor) for input in inputs):
             raise ExportError(f"{path}: get_inputs should return tensors and nothing else")
@@ -356,18 +401,53 @@ def _convolutions(
     return tuple(problems), tuple(tuple(input.shape) for input in inputs)
 
 
-def _problem(module: nn.Conv2d, input_shape: tuple[int, ...], path: Path) -> Problem:
+def _layers(model: nn.Module, path: Path) -> list[_ConvNd]:
+    """The model's convolutions, each of which a file replaces."""
+    layers = [module for module in model.modules() if isinstance(module, _ConvNd)]
+    for layer in layers:
+        if type(layer) not in LAYERS:
+            raise ExportError(
+                f"Model of {path} constructs {type(layer).__name__}, which an exported file cannot "
+                f"replace: supported are {_listing('and')}"
+            )
+    if not layers:
+        raise _nothing_to_replace(path)
+    return layers
+
+
+def _problem(module: _ConvNd, read: Tensor, written: Tensor | None, path: Path) -> Problem:
+    """The convolution that a layer computes, or whose input gradient it computes."""
     if module.padding_mode != "zeros" or isinstance(module.padding, str):
         raise ExportError(
             f"{path}: padding should be numbers of zeros, but got {module.padding!r} in mode "
             f"{module.padding_mode!r}"
         )
-    rows, columns = module.padding
-    return Problem.of(
-        input_shape,
-        tuple(module.weight.shape),
-        module.stride,
-        Padding(rows, rows, columns, columns),
-        module.dilation,
-        module.groups,
-    )
+    if read.dim() != module.weight.dim():
+        raise ExportError(
+            f"{path}: exported layers take inputs of {module.weight.dim()} dimensions, the first "
+            f"of which is the batch, but {type(module).__name__} got one of shape "
+            f"{tuple(read.shape)}"
+        )
+    input, weight = _image_shape(read), _image_shape(module.weight)
+    stride, dilation = _of_image(module.stride, 1), _of_image(module.dilation, 1)
+    rows, columns = _of_image(module.padding, 0)
+    sides = Padding(rows, rows, columns, columns)
+    if written is None:
+        return Problem.of(input, weight, stride, sides, dilation, module.groups)
+    problem = Problem.of(_image_shape(written), weight, stride, sides, dilation, module.groups)
+    if problem.output_shape == input:
+        return problem
+    # The output goes beyond all that the weight reaches: files compute what it reaches.
+    without = Padding(0, 0, 0, 0)
+    return Problem.of_transposed(input, weight, (0, 0), stride, without, dilation, module.groups)
+
+
+def _image_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of an image or a weight, also of a sequence's, which is an image of one row."""
+    return (*tensor.shape[:2], *_of_image(tensor.shape[2:], 1))
+
+
+def _of_image(sizes: tuple[int, ...], across: int) -> tuple[int, int]:
+    """A pair for images, given the number across a sequence's one row."""
+    first, second = (across, *sizes)[-2:]
+    return first, second

@@ -247,7 +247,13 @@ def _member(name: str, value: Constant) -> str:
 
 
 class Declined(Exception):
-    """A family does not take a problem; the message names the property that it does not take."""
+    """A family does not take a problem; the message names the property that it does not take.
+
+    A function that catches it keeps the message at most. An exception in a local variable holds, by
+    its traceback, the frame that it is a variable of, and so all callers' frames with their
+    tensors, until Python's garbage collector runs. The tensors' graphs would live as long, and a
+    CUDA graph cannot be captured while gradients of an earlier step are alive.
+    """
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,11 @@ __all__ = [
 conv2d: Callable[..., Any] | None = None
 """The library's function for eager calls, or None while Python serves them.
 
-``conv2d(input, weight, bias, stride, padding, dilation, groups, precision, activation, residual)``,
-all by position, and one more that is True if they are those of ``conv1d``. It computes nothing and
-returns NotImplemented for a call that PyTorch's dispatcher has to see.
+``conv2d(input, weight, bias, stride, padding, dilation, groups, precision, activation, residual,
+sequences)``, all by position, computes a convolution: ``conv1d``'s if ``sequences`` is True. With
+one more, the output padding, it computes a transposed convolution. It computes nothing and returns
+NotImplemented for a call that PyTorch's dispatcher has to see, or in whose arguments something is
+wrong.
 """
 
 _VARIABLE = "FASTCONV_NATIVE"

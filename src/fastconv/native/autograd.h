@@ -56,11 +56,11 @@ bool has_tangent(const Tensors&... tensors) {
 
 // --- Autograd ------------------------------------------------------------------------------------
 
-// Computes a gradient operator, for which autocast has no rule. If autograd records it, Python
-// computes it, called through the dispatcher.
+// Computes an operator in a backward pass, where autocast casts nothing. If autograd records it,
+// Python computes it, called through the dispatcher.
 inline Results gradient(const Call& call) {
-  const auto keys = keys_of(call.first, call.second) - c10::autocast_dispatch_keyset;
-  if (is_plain(keys) && !is_recorded(call.first, call.second) &&
+  const c10::impl::ExcludeDispatchKeyGuard uncast(c10::autocast_dispatch_keyset);
+  if (is_plain(keys_of(call.first, call.second)) && !is_recorded(call.first, call.second) &&
       !has_tangent(call.first, call.second)) {
     return run(call);
   }
@@ -69,16 +69,18 @@ inline Results gradient(const Call& call) {
       (std::string("fastconv::") + kOperators[call.pass]).c_str(), "");
   const at::IValue precision =
       g.precision == kPyTorchs ? at::IValue() : at::IValue(kPrecisions[g.precision]);
+  const at::IValue no_bias;
+  const bool has_size = call.pass != kForward;
   torch::jit::Stack stack{call.first,
                           call.second,
-                          at::IntArrayRef(call.size),
+                          has_size ? at::IValue(at::IntArrayRef(call.size)) : no_bias,
                           at::IntArrayRef(g.stride),
                           at::IntArrayRef(g.padding),
                           at::IntArrayRef(g.dilation),
                           g.groups,
                           precision};
   if (call.pass == kWeightGrad) stack.emplace_back(call.bias_grad);
-  stack.emplace_back(call.format);
+  if (call.pass != kForward) stack.emplace_back(call.format);
   op.callBoxed(stack);
   return {stack[0].toTensor(), stack.size() > 1 ? stack[1].toTensor() : Tensor()};
 }
@@ -126,64 +128,129 @@ inline Tensor computed(const Call& call) {
   return run(images).first.squeeze(2);
 }
 
-// The backward pass, in the form that PyTorch's CppNode requires.
+// --- Nodes ---------------------------------------------------------------------------------------
+
+// What a backward pass is computed from. Sequences have been given a row.
+struct Recorded {
+  AutogradContext* context;
+  Tensor grad, input, weight;
+  Geometry geometry;
+  at::MemoryFormat format;  // the memory format of the gradients of input and weight
+
+  // Whether the engine wants a gradient now, which may be recorded and not wanted: that of the
+  // input (0), the weight (1) or the bias (2).
+  bool wants(size_t index) const { return context->needs_input_grad(index); }
+};
+
+// Calls a function that computes the gradients of input, weight and bias.
+template <class Function>
+variable_list gradients(AutogradContext* context, const Tensor& grad, const Function& compute) {
+  variable_list found(3);
+  if (!grad.defined()) return found;
+  const auto saved = context->get_saved_variables();
+  const bool sequences = saved[0].dim() == 3;
+  const auto as_images = [&](const Tensor& tensor) {
+    return sequences ? with_row(tensor) : tensor;
+  };
+  const Tensor input = as_images(saved[0]), weight = as_images(saved[1]);
+  compute(Recorded{context, as_images(grad), input, weight,
+                   Geometry::of(context->saved_data["geometry"].toIntVector()),
+                   gradient_format(input, weight)},
+          found);
+  for (size_t i = 0; sequences && i < 2; ++i) {
+    if (found[i].defined()) found[i] = found[i].squeeze(2);
+  }
+  return found;
+}
+
+// The backward passes, in the form that PyTorch's CppNode requires. They have the names of the
+// nodes in ops/autograd.py.
+
 struct Conv2d {
+  static constexpr auto kName = "FastconvConv2dBackward";
   static constexpr bool is_traceable = true;  // compiled autograd may trace it
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    variable_list found(3);
-    if (!grads[0].defined()) return found;
-    const auto saved = context->get_saved_variables();
-    const bool sequences = saved[0].dim() == 3;
-    const Tensor grad = sequences ? with_row(grads[0]) : grads[0];
-    const Tensor input = sequences ? with_row(saved[0]) : saved[0];
-    const Tensor weight = sequences ? with_row(saved[1]) : saved[1];
-    const auto geometry = Geometry::of(context->saved_data["geometry"].toIntVector());
-    const auto format = gradient_format(input, weight);
-    // needs_input_grad says which gradients the engine wants now, which may be fewer than recorded.
-    const bool bias = context->needs_input_grad(2);
-    if (context->needs_input_grad(0)) {
-      found[0] =
-          gradient({kInputGrad, grad, conjugate(weight), {}, geometry, size_of(input), format})
-              .first;
-    }
-    if (context->needs_input_grad(1)) {
-      const auto both = gradient(
-          {kWeightGrad, grad, conjugate(input), {}, geometry, size_of(weight), format, bias});
-      found[1] = both.first;
-      if (bias) found[2] = both.bias_grad;
-    } else if (bias) {
-      found[2] = sum_of_positions(grad);
-    }
-    for (size_t i = 0; sequences && i < 2; ++i) {
-      if (found[i].defined()) found[i] = found[i].squeeze(2);
-    }
-    return found;
+    return gradients(context, grads[0], [](const Recorded& r, variable_list& found) {
+      const bool bias = r.wants(2);
+      if (r.wants(0)) {
+        found[0] = gradient({kInputGrad,
+                             r.grad,
+                             conjugate(r.weight),
+                             {},
+                             r.geometry,
+                             size_of(r.input),
+                             r.format})
+                       .first;
+      }
+      if (r.wants(1)) {
+        const auto both = gradient({kWeightGrad,
+                                    r.grad,
+                                    conjugate(r.input),
+                                    {},
+                                    r.geometry,
+                                    size_of(r.weight),
+                                    r.format,
+                                    bias});
+        found[1] = both.first;
+        if (bias) found[2] = both.bias_grad;
+      } else if (bias) {
+        found[2] = sum_of_positions(r.grad);
+      }
+    });
   }
 };
 
-constexpr auto kNodeName = "FastconvConv2dBackward";  // the node's name in ops/autograd.py
+// The gradients of a transposed convolution: that of the input is a convolution, and in that of the
+// weight, input and output's gradient change places.
+struct ConvTranspose {
+  static constexpr auto kName = "FastconvConvTransposeBackward";
+  static constexpr bool is_traceable = true;
 
-// PyTorch's node for C++ functions, under this name.
-struct Conv2dBackward final : torch::autograd::CppNode<Conv2d> {
-  std::string name() const override { return kNodeName; }
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    return gradients(context, grads[0], [](const Recorded& r, variable_list& found) {
+      // Gradients have this format in PyTorch. In nearly all cases the output's gradient has it.
+      const Tensor above = r.wants(0) || r.wants(1) ? r.grad.contiguous(r.format) : r.grad;
+      if (r.wants(0)) {
+        found[0] = gradient({kForward, above, conjugate(r.weight), {}, r.geometry}).first;
+      }
+      if (r.wants(1)) {
+        found[1] = gradient({kWeightGrad,
+                             conjugate(r.input),
+                             above,
+                             {},
+                             r.geometry,
+                             size_of(r.weight),
+                             r.format})
+                       .first;
+      }
+      if (r.wants(2)) found[2] = sum_of_positions(r.grad);
+    });
+  }
+};
+
+// PyTorch's node for C++ functions, under the function's name.
+template <class Function>
+struct Node final : torch::autograd::CppNode<Function> {
+  std::string name() const override { return Function::kName; }
 };
 
 using NodePointer = decltype(torch::autograd::Edge::function);
 
 // Up to PyTorch 2.12 std::shared_ptr counts references to nodes; in newer versions nodes do.
-template <class Pointer>
+template <class Made, class Pointer>
 Pointer new_node() {
-  if constexpr (std::is_constructible_v<Pointer, std::shared_ptr<Conv2dBackward>>) {
-    return Pointer(new Conv2dBackward, [](auto* node) { deleteNode(node); });
+  if constexpr (std::is_constructible_v<Pointer, std::shared_ptr<Made>>) {
+    return Pointer(new Made, [](auto* node) { deleteNode(node); });
   } else {
-    return c10::make_intrusive<Conv2dBackward>();
+    return c10::make_intrusive<Made>();
   }
 }
 
-inline Tensor record(const Call& call) {
-  const NodePointer pointer = new_node<NodePointer>();
-  auto& node = static_cast<Conv2dBackward&>(*pointer);
+template <class Function>
+Tensor record_by(const Call& call) {
+  const NodePointer pointer = new_node<Node<Function>, NodePointer>();
+  auto& node = static_cast<Node<Function>&>(*pointer);
   node.is_variable_input_ = {true, true, true};
   node.set_ctx_grad_fn(pointer);
   node.set_next_edges(torch::autograd::collect_next_edges(call.first, call.second, call.third));
@@ -197,8 +264,20 @@ inline Tensor record(const Call& call) {
   return output;
 }
 
-// Computes the convolution; returns nothing if the dispatcher has to see the call.
-inline std::optional<Tensor> conv2d(Call call) {
+// Whether a call has a node here. Python computes what has an epilogue by differentiable operators.
+inline bool is_recordable(const Call& call) {
+  return call.pass == kForward || (call.pass == kTransposed && is_bare(call));
+}
+
+// Computes a call that `is_recordable`, and records it.
+inline Tensor record(const Call& call) {
+  return call.pass == kForward ? record_by<Conv2d>(call) : record_by<ConvTranspose>(call);
+}
+
+// --- Eager calls ---------------------------------------------------------------------------------
+
+// Computes a convolution; returns nothing if the dispatcher has to see the call.
+inline std::optional<Tensor> convolve(Call call) {
   auto keys = keys_of(call.first, call.second, call.third, call.residual);
   const auto casts = keys & c10::autocast_dispatch_keyset;
   if (!is_plain(keys - casts) || has_tangent(call.first, call.second, call.third, call.residual)) {
@@ -206,7 +285,7 @@ inline std::optional<Tensor> conv2d(Call call) {
   }
   const bool seen = keys.has_any(c10::autograd_dispatch_keyset);  // false in inference mode
   const bool recorded = seen && is_recorded(call.first, call.second, call.third, call.residual);
-  if (recorded && call.pass == kFused) return {};  // Python computes it by differentiable operators
+  if (recorded && !is_recordable(call)) return {};
   const c10::impl::ExcludeDispatchKeyGuard cast_already(casts);
   if (!casts.empty()) {
     const auto device = call.first.device().type();
@@ -215,9 +294,14 @@ inline std::optional<Tensor> conv2d(Call call) {
       if (at::autocast::is_eligible(*tensor, device)) *tensor = tensor->to(type);
     }
   }
-  if (recorded) return record(call);
-  call.frozen = store.period;
-  return computed(call);
+  const bool batched = call.first.dim() == call.second.dim();
+  if (!batched) {  // as in PyTorch, autograd sees a batch of one
+    call.first = call.first.unsqueeze(0);
+    if (call.residual.defined()) call.residual = call.residual.unsqueeze(0);
+  }
+  if (!recorded) call.frozen = store.period;
+  const Tensor output = recorded ? record(call) : computed(call);
+  return batched ? output : output.squeeze(0);
 }
 
 }  // namespace fastconv::host

@@ -66,6 +66,11 @@ struct Call {
   double slope = 0;
 };
 
+// Whether nothing but a bias follows the convolution.
+inline bool is_bare(const Call& call) {
+  return call.activation == kIdentity && call.slope == 0 && !call.residual.defined();
+}
+
 // Versions of PyTorch declare the setting for its own convolution in three ways.
 inline bool allows_tf32(bool (at::Context::*asks)() const) { return (at::globalContext().*asks)(); }
 inline bool allows_tf32(bool (at::Context::*asks)(const std::string&) const) {

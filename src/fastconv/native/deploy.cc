@@ -146,8 +146,8 @@ void call_below(Pass pass, Level level, const c10::OperatorHandle& op, Stack* st
                                  has_tangent(call.first, call.second, call.third, call.residual);
   TORCH_CHECK_NOT_IMPLEMENTED(
       level == kAutograd && !is_differentiated,
-      "without Python, fastconv differentiates fastconv::forward alone, once and in reverse mode; "
-      "this is a call of fastconv::",
+      "without Python, fastconv differentiates fastconv::forward and, without an epilogue, "
+      "fastconv::transposed, once and in reverse mode; this is a call of fastconv::",
       kOperators[pass]);
   const at::AutoDispatchBelowADInplaceOrView below;
   op.callBoxed(stack);

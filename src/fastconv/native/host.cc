@@ -71,18 +71,19 @@ void register_operators(const py::dict& kernels) {
 
 // --- Eager calls ---------------------------------------------------------------------------------
 
-// call(input, weight, bias, stride, padding, dilation, groups, precision, activation, residual),
-// all by position. An eleventh argument, whatever it is, says that tensors are sequences. It
-// returns NotImplemented for a call that it does not serve.
-PyObject* conv2d_in_python(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+// call(input, weight, bias, stride, padding, dilation, groups, precision, activation, residual,
+// sequences), all by position: a convolution, of sequences if the last one is True. With one more,
+// the output padding, it is a transposed convolution. It returns NotImplemented for a call that it
+// does not serve.
+PyObject* call_from_python(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 10 || count == 11, "call takes 10 or 11 arguments, not ", count);
-  Call call{kForward};
-  call.sequences = count == 11;
+  TORCH_CHECK_TYPE(count == 11 || count == 12, "call takes 11 or 12 arguments, not ", count);
+  Call call{count == 12 ? kTransposed : kForward};
+  call.sequences = arguments[10] == Py_True;
   std::optional<Tensor> output;
   if (!at::impl::torch_function_mode_enabled() && parse_call(arguments, call)) {
     const py::gil_scoped_release others_may_run;
-    output = conv2d(std::move(call));
+    output = convolve(std::move(call));
   }
   if (!output) Py_RETURN_NOTIMPLEMENTED;
   return THPVariable_Wrap(std::move(*output));
@@ -90,20 +91,26 @@ PyObject* conv2d_in_python(PyObject*, PyObject* const* arguments, Py_ssize_t cou
 }
 
 PyMethodDef call_method = {"call",
-                           reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(conv2d_in_python)),
+                           reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(call_from_python)),
                            METH_FASTCALL, nullptr};
+
+// Makes a node's class in Python, where PyTorch looks up classes of C++ nodes
+// (torch.autograd.graph.Node).
+template <class Function>
+void make_node_class() {
+  static PyTypeObject node_class{};
+  torch::autograd::_initFunctionPyTypeObject(node_class, Function::kName, nullptr, nullptr);
+  torch::autograd::registerCppFunction(typeid(Node<Function>), &node_class);
+  const auto classes = py::module_::import("torch._C").attr("_functions");
+  classes.attr(Function::kName) = py::handle(reinterpret_cast<PyObject*>(&node_class));
+}
 
 }  // namespace fastconv::host
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace fastconv::host;
-  // Makes the node's class in Python, where PyTorch looks up classes of C++ nodes
-  // (torch.autograd.graph.Node).
-  static PyTypeObject node_class{};
-  torch::autograd::_initFunctionPyTypeObject(node_class, kNodeName, nullptr, nullptr);
-  torch::autograd::registerCppFunction(typeid(Conv2dBackward), &node_class);
-  const auto classes = py::module_::import("torch._C").attr("_functions");
-  classes.attr(kNodeName) = py::handle(reinterpret_cast<PyObject*>(&node_class));
+  make_node_class<Conv2d>();
+  make_node_class<ConvTranspose>();
   make_entry = [](const Call& call, Precision precision) { return entry_of(call, precision); };
   module.def("set_make_entry",
              [](const py::object& function) { python_make_entry = function.inc_ref().ptr(); });

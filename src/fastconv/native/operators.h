@@ -121,7 +121,7 @@ void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stac
       return replaced(kPass, kLevel, op, stack);
     }
     if (is_recorded(call.first, call.second, call.third, call.residual)) {
-      if (kPass != kForward) return replaced(kPass, kLevel, op, stack);
+      if (!is_recordable(call)) return replaced(kPass, kLevel, op, stack);
       return give(call, {record(call), {}}, stack, count);
     }
   }

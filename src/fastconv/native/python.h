@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <span>
 
 #include "entry.h"
 
@@ -156,13 +157,29 @@ inline bool parse(PyObject* object, int64_t& number) {
   return overflow == 0;
 }
 
-inline bool parse(PyObject* object, std::array<int64_t, 2>& pair) {
-  if (parse(object, pair[0])) {
-    pair[1] = pair[0];
-    return true;
-  }
-  return PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 2 &&
-         parse(PyTuple_GET_ITEM(object, 0), pair[0]) && parse(PyTuple_GET_ITEM(object, 1), pair[1]);
+// The elements of a tuple or list; none for any other object.
+inline std::span<PyObject*> elements(PyObject* object) {
+  if (!PyTuple_CheckExact(object) && !PyList_CheckExact(object)) return {};
+  return {PySequence_Fast_ITEMS(object), size_t(PySequence_Fast_GET_SIZE(object))};
+}
+
+inline bool parse_two(PyObject* object, int64_t& first, int64_t& second) {
+  const auto both = elements(object);
+  return both.size() == 2 && parse(both[0], first) && parse(both[1], second);
+}
+
+// The element of a tuple or list of one, or the object itself.
+inline PyObject* alone(PyObject* object) {
+  const auto some = elements(object);
+  return some.size() == 1 ? some[0] : object;
+}
+
+// Parses a number for each axis, which may be one for both. Sequences have the second axis alone.
+inline bool parse_axes(PyObject* object, bool sequences, std::array<int64_t, 2>& values) {
+  if (sequences) return parse(alone(object), values[1]);
+  if (!parse(alone(object), values[0])) return parse_two(object, values[0], values[1]);
+  values[1] = values[0];
+  return true;
 }
 
 // Parses "valid" and "same", for the axes from `first` on.
@@ -185,43 +202,28 @@ inline bool parse_named_padding(PyObject* object, const Tensor& weight, size_t f
   return true;
 }
 
-inline bool parse_padding(PyObject* object, const Tensor& weight, Geometry& g) {
-  std::array<int64_t, 2> rows{}, columns{};
-  if (parse(object, rows)) {
-    g.padding = {rows[0], rows[0], rows[1], rows[1]};
+// Parses the padding of each axis, as one number for both of its sides or as two.
+inline bool parse_sides(PyObject* object, bool sequences, std::array<int64_t, 4>& padding) {
+  std::array<int64_t, 2> both{};
+  if (parse_axes(object, sequences, both)) {
+    padding = {both[0], both[0], both[1], both[1]};
     return true;
   }
-  if (PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 2) {
-    g.padding = {};
-    const bool four = PyTuple_CheckExact(PyTuple_GET_ITEM(object, 0)) &&
-                      PyTuple_CheckExact(PyTuple_GET_ITEM(object, 1)) &&
-                      parse(PyTuple_GET_ITEM(object, 0), rows) &&
-                      parse(PyTuple_GET_ITEM(object, 1), columns);
-    g.padding = {rows[0], rows[1], columns[0], columns[1]};
-    return four;
-  }
-  return parse_named_padding(object, weight, 0, g);
+  padding = {};
+  const auto axes = elements(object);
+  if (axes.size() != (sequences ? 1 : 2)) return false;
+  return (sequences || parse_two(axes[0], padding[0], padding[1])) &&
+         parse_two(axes.back(), padding[2], padding[3]);
 }
 
-// The element of a tuple of one, or the object itself.
-inline PyObject* alone(PyObject* object) {
-  const bool is_one = PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 1;
-  return is_one ? PyTuple_GET_ITEM(object, 0) : object;
-}
-
-// The geometry of sequences, which are images of one row.
-inline bool parse_along(PyObject* const* arguments, const Tensor& weight, Geometry& g) {
-  g.stride = g.dilation = {1, 1};
-  if (!parse(alone(arguments[3]), g.stride[1]) || !parse(alone(arguments[5]), g.dilation[1])) {
-    return false;
+// Parses the sizes that the output has in addition. Where they are not below the stride, the weight
+// may not reach them, which Python takes care of.
+inline bool parse_output_padding(PyObject* object, Call& call) {
+  call.size = {};
+  if (!parse_axes(object, call.sequences, call.size)) return false;
+  for (const size_t axis : {0, 1}) {
+    if (call.size[axis] < 0 || call.size[axis] >= call.geometry.stride[axis]) return false;
   }
-  std::array<int64_t, 2> both{};
-  PyObject* padding = alone(arguments[4]);
-  // Two numbers are those of the sides, within a tuple of one, or else too many.
-  const bool has_sides = PyTuple_CheckExact(padding);
-  if (has_sides && padding == arguments[4]) return false;
-  if (!parse(padding, both)) return parse_named_padding(padding, weight, 1, g);
-  g.padding = {0, 0, both[0], both[1]};
   return true;
 }
 
@@ -257,7 +259,7 @@ inline bool parse_activation(PyObject* object, Call& call) {
 
 inline bool parse_epilogue(PyObject* activation, PyObject* residual, Call& call) {
   if (activation == Py_None && residual == Py_None) return true;
-  call.pass = kFused;
+  if (call.pass == kForward) call.pass = kFused;
   if (residual != Py_None) {
     if (!THPVariable_CheckExact(residual)) return false;
     call.residual = THPVariable_Unpack(residual);
@@ -265,6 +267,35 @@ inline bool parse_epilogue(PyObject* activation, PyObject* residual, Call& call)
   return parse_activation(activation, call);
 }
 
+// Whether tensors have the dimensions of images or sequences, in a batch or not. Other errors in
+// sizes are found by the operator.
+inline bool have_dimensions(const Call& call) {
+  for (const Tensor& tensor : {call.first, call.second}) {
+    if (tensor.is_nested() || tensor.layout() != at::kStrided) return false;
+  }
+  const int64_t batched = call.sequences ? 3 : 4, dimensions = call.first.dim();
+  return call.second.dim() == batched && (dimensions == batched || dimensions == batched - 1);
+}
+
+inline bool has_dimensions(const Tensor& residual, int64_t dimensions) {
+  return !residual.is_nested() && residual.layout() == at::kStrided && residual.dim() == dimensions;
+}
+
+// Parses the geometry of a call whose tensors are parsed. Only a transposed convolution has an
+// output padding; its padding has no name.
+inline bool parse_geometry(PyObject* const* arguments, Call& call) {
+  Geometry& g = call.geometry;
+  g.stride = g.dilation = {1, 1};
+  if (!parse_axes(arguments[3], call.sequences, g.stride) ||
+      !parse_axes(arguments[5], call.sequences, g.dilation) || !parse(arguments[6], g.groups)) {
+    return false;
+  }
+  const bool has_sides = parse_sides(arguments[4], call.sequences, g.padding);
+  if (call.pass == kTransposed) return has_sides && parse_output_padding(arguments[11], call);
+  return has_sides || parse_named_padding(arguments[4], call.second, call.sequences, g);
+}
+
+// Parses the arguments of `call` in host.cc.
 inline bool parse_call(PyObject* const* arguments, Call& call) {
   if (!THPVariable_CheckExact(arguments[0]) || !THPVariable_CheckExact(arguments[1])) return false;
   call.first = THPVariable_Unpack(arguments[0]);
@@ -273,18 +304,10 @@ inline bool parse_call(PyObject* const* arguments, Call& call) {
     if (!THPVariable_CheckExact(arguments[2])) return false;
     call.third = THPVariable_Unpack(arguments[2]);
   }
-  Geometry& g = call.geometry;
-  for (const Tensor& tensor : {call.first, call.second}) {
-    if (tensor.is_nested() || tensor.layout() != at::kStrided) return false;
-    if (tensor.dim() != (call.sequences ? 3 : 4)) return false;
-  }
-  const bool fits = call.sequences
-                        ? parse_along(arguments, call.second, g)
-                        : parse(arguments[3], g.stride) && parse(arguments[5], g.dilation) &&
-                              parse_padding(arguments[4], call.second, g);
-  return fits && parse(arguments[6], g.groups) && parse_precision(arguments[7], g.precision) &&
+  return have_dimensions(call) && parse_geometry(arguments, call) &&
+         parse_precision(arguments[7], call.geometry.precision) &&
          parse_epilogue(arguments[8], arguments[9], call) &&
-         (!call.sequences || !call.residual.defined() || call.residual.dim() == 3);
+         (!call.residual.defined() || has_dimensions(call.residual, call.first.dim()));
 }
 
 }  // namespace fastconv::host

@@ -141,6 +141,8 @@ class Rounding:
     shift: Tensor | None  # for each channel, the magnitudes of all that is added to its sums
     dtype: torch.dtype  # the type of the factors
     slope: float  # LeakyReLU's negative slope; 1 for other activations
+    # That of a transposed layer's call, if it differs from the layer's own.
+    output_padding: tuple[int, ...] | None = None
 
     def disagreement(
         self, expected: Tensor, found: Tensor, input: Tensor, residual: Tensor | None
@@ -151,7 +153,8 @@ class Rounding:
         if not expected.numel():
             return None
         tensors = expected, found, input, residual
-        if input.dim() == 4:  # few images at a time, as double precision takes memory
+        axes = len(self.layer.kernel_size)
+        if input.dim() == axes + 2:  # few images at a time, as double precision takes memory
             images = max(1, _CHUNK * len(expected) // expected.numel())
             parts = [(None,) * len(expected) if one is None else one.split(images)
                      for one in tensors]  # fmt: skip
@@ -185,7 +188,7 @@ class Rounding:
 
     def _unit(self, device: torch.device) -> float:
         """The relative rounding of an element: of its products, and of their sum."""
-        terms = math.prod(self.layer.weight.shape[1:])
+        terms = _terms(self.layer)
         dtype = _REAL.get(self.dtype, self.dtype)
         of_sums = _ROUNDING[torch.promote_types(dtype, torch.float32)]
         tf32 = device.type != "cpu" and "tf32" in (
@@ -202,7 +205,23 @@ class Rounding:
         # Numbers are scaled to lie between -1 and 1: squares of larger ones may overflow.
         largest = [one.abs().max().clamp(min=1e-30) for one in (input, weight)]
         units = [one / most for one, most in zip((input, weight), largest, strict=True)]
-        squares = calls.convolved(self.layer, *(one.abs().square() for one in units))
-        scale = calls.convolved(self.layer, *units).abs().double() + squares.abs().double().sqrt()
-        scale = scale * (largest[0].double() * largest[1].double())
-        return scale if self.shift is None else scale + self.shift.double()[:, None, None]
+        squared = [one.abs().square() for one in units]
+        sums, squares = (
+            calls.convolved(self.layer, input, weight, self.output_padding).abs().double()
+            for input, weight in (units, squared)
+        )
+        scale = (sums + squares.sqrt()) * (largest[0].double() * largest[1].double())
+        if self.shift is None:
+            return scale
+        return scale + self.shift.double().view(-1, *(1,) * len(self.layer.kernel_size))
+
+
+def _terms(layer: Any) -> int:
+    """How many products an element of a layer's output adds up, at most."""
+    taps = layer.kernel_size
+    if layer.transposed:
+        # Taps that reach one position are as far apart as stride and dilation meet: their least
+        # common multiple, in elements of the output.
+        axes = zip(taps, layer.stride, layer.dilation, strict=True)
+        taps = [math.ceil(size * step / math.lcm(by, step)) for size, by, step in axes]
+    return math.prod((layer.in_channels // layer.groups, *taps))

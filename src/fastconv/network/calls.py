@@ -25,14 +25,15 @@ from fastconv import _frozen, _precision, timing
 from fastconv._precision import Precision, precision
 from fastconv.backends import cuda
 from fastconv.backends.epilogue import applied
+from fastconv.fused import FUSED
 from fastconv.geometry import Activation, activation_of
 from fastconv.jit import cache as disk
 from fastconv.jit import compile
 from fastconv.kernels import planner, tuned
 from fastconv.kernels.family import Plan
-from fastconv.modules import PYTORCHS, FusedConv2d
 from fastconv.network import preparation
-from fastconv.problem import Epilogue
+from fastconv.network.exchange import known_kind
+from fastconv.problem import Epilogue, Problem
 from fastconv.timing import Effort, Run
 
 LEAST_GAIN = 0.01
@@ -74,6 +75,7 @@ class Form(NamedTuple):
 class Call:
     """Everything that the time of a layer's call depends on, except the machine and settings."""
 
+    kind: str  # the name of the layer's class in PyTorch: "Conv2d"
     input: Form
     weight: Form
     bias: Form | None
@@ -82,6 +84,7 @@ class Call:
     dilation: tuple[int, ...]
     groups: int
     padding_mode: str
+    output_padding: tuple[int, ...] | None  # None for layers that are not transposed
     gradients: tuple[str, ...]  # those that autograd computes, of "input", "weight" and "bias"
     autocast: torch.dtype | None
     precision: Precision | None  # the one that `with fastconv.precision(...)` sets
@@ -90,12 +93,16 @@ class Call:
     residual: Form | None = None
 
     @classmethod
-    def of(cls, module: Any, input: Tensor) -> Call:
-        """The call of a layer with this input, under the current settings."""
+    def of(cls, module: Any, input: Tensor, output_size: Sequence[int] | None = None) -> Call:
+        """The call of a layer with this input, under the current settings.
+
+        ``output_size`` is what transposed layers take in addition.
+        """
         device, bias = input.device.type, module.bias
         tensors = {"input": input, "weight": module.weight, "bias": bias}
         recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         return cls(
+            known_kind(module).pytorchs.__name__,
             Form.of(input),
             Form.of(module.weight),
             None if bias is None else Form.of(bias),
@@ -104,6 +111,7 @@ class Call:
             module.dilation,
             module.groups,
             module.padding_mode,
+            _output_padding(module, input, output_size),
             tuple(
                 name
                 for name, tensor in tensors.items()
@@ -120,18 +128,71 @@ class Call:
         return self.input.dtype if self.autocast is None or double else self.autocast
 
     @property
+    def axes(self) -> int:
+        """The number of axes along which the layer convolves."""
+        return len(self.stride)
+
+    @property
+    def is_batched(self) -> bool:
+        return len(self.input.shape) == self.axes + 2
+
+    @property
+    def out_channels(self) -> int:
+        first, second, *_ = self.weight.shape
+        return first if self.output_padding is None else second * self.groups
+
+    @property
     def geometry(self) -> str:
         """The layer's options that differ from their defaults, as text."""
+        ones, zeros = (1,) * self.axes, (0,) * self.axes
         said = {
-            "stride": (self.stride, (1, 1)),
-            "padding": (self.padding, (0, 0)),
-            "dilation": (self.dilation, (1, 1)),
+            "stride": (self.stride, ones),
+            "padding": (self.padding, zeros),
+            "output_padding": (self.output_padding or zeros, zeros),
+            "dilation": (self.dilation, ones),
             "groups": (self.groups, 1),
             "padding_mode": (self.padding_mode, "zeros"),
         }
         return " ".join(
             f"{name}={_short(value)}" for name, (value, default) in said.items() if value != default
         )
+
+
+def _output_padding(
+    module: Any, input: Tensor, output_size: Sequence[int] | None
+) -> tuple[int, ...] | None:
+    """The output padding of a transposed layer's call; None for a layer of another kind."""
+    if not module.transposed:
+        return None
+    if output_size is None:
+        return tuple(module.output_padding)
+    more = module._output_padding(
+        input, output_size, module.stride, module.padding, module.kernel_size,
+        len(module.kernel_size), module.dilation,
+    )  # fmt: skip
+    return tuple(more)
+
+
+def is_one_kernel(call: Call, epilogue: Epilogue) -> bool:
+    """Whether one kernel of fastconv's computes a call with an epilogue."""
+    if call.output_padding is None:
+        return True
+    if any(more >= step for more, step in zip(call.output_padding, call.stride, strict=True)):
+        return False
+    batch = call.input.shape[0] if call.is_batched else 1
+    *_, channels = call.input.shape[: -call.axes]
+    # A sequence is an image of one row.
+    ones, zeros = (1,) * (2 - call.axes), (0,) * (2 - call.axes)
+    problem = Problem.of_transposed(
+        (batch, channels, *ones, *call.input.shape[-call.axes :]),
+        (*call.weight.shape[:2], *ones, *call.weight.shape[2:]),
+        (*zeros, *call.output_padding),
+        (*ones, *call.stride),
+        tuple(side for one in (*zeros, *call.padding) for side in (one, one)),
+        (*ones, *call.dilation),
+        call.groups,
+    )
+    return planner.applies_epilogue(problem, epilogue)
 
 
 def _short(value: object) -> str:
@@ -146,8 +207,9 @@ def watched(layers: Mapping[str, nn.Module], seen: dict[str, list[Call]]) -> Ite
     """Records how layers are called, by name, after their own pre-hooks have run."""
 
     def record(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        input = args[0] if args else kwargs["input"]
-        seen.setdefault(name, []).append(Call.of(module, input))
+        input, *others = args or (kwargs["input"],)
+        output_size = others[0] if others else kwargs.get("output_size")
+        seen.setdefault(name, []).append(Call.of(module, input, output_size))
 
     with ExitStack() as stack:
         for name, module in layers.items():
@@ -228,8 +290,9 @@ class Trial:
         self._wanted = [tensors[name].requires_grad_() for name in call.gradients]  # type: ignore[union-attr]
         self._grad_output: Tensor | None = None
         parameters = {"weight": weight, "bias": bias}
-        self._pytorchs = _twin(layer, PYTORCHS, parameters)
-        self._ours = _twin(layer, FusedConv2d, parameters)
+        kind = known_kind(layer)
+        self._pytorchs = _twin(layer, kind.pytorchs, parameters, call.output_padding)
+        self._ours = _twin(layer, FUSED[kind.ours], parameters, call.output_padding)
         self._ours.activation = call.activation
 
     def pytorchs(self) -> object:
@@ -245,7 +308,7 @@ class Trial:
 
     def ours_forward(self, input: Tensor, residual: Tensor | None) -> Tensor:
         with self._settings():
-            output: Tensor = self._ours.forward(input, residual)
+            output: Tensor = self._ours.forward(input, residual=residual)
             return output
 
     def _passes(self, forward: Callable[[Tensor, Tensor | None], Tensor]) -> object:
@@ -269,20 +332,31 @@ class Trial:
             yield
 
 
-def _twin(layer: nn.Module, kind: Any, parameters: dict[str, Any]) -> Any:
-    """A layer of another class with these parameters; only its ``forward`` may be called."""
-    made = object.__new__(kind)
+def _twin(
+    layer: nn.Module, cls: Any, parameters: dict[str, Any], output_padding: tuple[int, ...] | None
+) -> Any:
+    """A layer of another class with these parameters; only its ``forward`` may be called.
+
+    ``output_padding`` is that of a transposed layer's call, which may have given an output size.
+    """
+    made = object.__new__(cls)
     made.__dict__ = {**layer.__dict__, "_parameters": parameters}
+    if output_padding is not None:
+        made.__dict__["output_padding"] = output_padding
     return made
 
 
-def convolved(layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
+def convolved(
+    layer: nn.Module, input: Tensor, weight: Tensor, output_padding: tuple[int, ...] | None
+) -> Tensor:
     """The result of PyTorch's layer with these weights and no bias, in their type."""
+    parameters = {"weight": weight, "bias": None}
+    twin = _twin(layer, known_kind(layer).pytorchs, parameters, output_padding)
     tries: bool = torch._C._get_cudnn_benchmark()
     torch._C._set_cudnn_benchmark(False)  # to try algorithms out would take long
     try:
         with torch.autocast(input.device.type, enabled=False):
-            found: Tensor = _twin(layer, PYTORCHS, {"weight": weight, "bias": None}).forward(input)
+            found: Tensor = twin.forward(input)
     finally:
         torch._C._set_cudnn_benchmark(tries)
     return found

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fastconv.modules import COUNTERPARTS, FusedConv2d
+from fastconv.fused import Fused
+from fastconv.modules import COUNTERPARTS
 from fastconv.network.exchange import (
     Model,
     copied,
@@ -208,4 +209,4 @@ def restore(model: Model) -> Model:
 
 
 def _is_fused(module: nn.Module) -> bool:
-    return isinstance(module, FusedConv2d) or FOLDED in vars(module)
+    return isinstance(module, Fused) or FOLDED in vars(module)

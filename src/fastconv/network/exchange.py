@@ -41,7 +41,12 @@ def kind_of(module: nn.Module) -> Kind | None:
     return next((kind for kind in _KINDS if isinstance(module, kind.pytorchs)), None)
 
 
-def _known_kind(layer: nn.Module) -> Kind:
+def known_kind(layer: nn.Module) -> Kind:
+    """Which of PyTorch's convolutions a layer is.
+
+    Raises:
+        TypeError: it is none.
+    """
     kind = kind_of(layer)
     if kind is None:
         raise TypeError(f"{type(layer).__name__} is none of the convolutions that can be exchanged")
@@ -73,7 +78,7 @@ def _name(cls: type[nn.Module], kind: Kind) -> str:
 def exchange(layers: Iterable[nn.Module], back: bool = False) -> None:
     """Makes PyTorch's layers fastconv's, or back."""
     for layer in layers:
-        kind = _known_kind(layer)
+        kind = known_kind(layer)
         layer.__class__ = _rebased(layer, kind.pytorchs if back else kind.ours)
 
 
@@ -120,7 +125,7 @@ def exchange_marked_back(model: nn.Module) -> None:
     marked = {name: one for name, one in model.named_modules() if _MARK in vars(one)}
     ours = {name: one for name, one in marked.items() if _is_ours(one)}
     for name, layer in ours.items():
-        if type_before_parametrizations(layer) is not _known_kind(layer).ours:
+        if type_before_parametrizations(layer) is not known_kind(layer).ours:
             raise ValueError(
                 f"restore() cannot make {name or 'the model'} PyTorch's again: since it was "
                 f"exchanged, its class has become {type(layer).__name__}. Restore the model before "

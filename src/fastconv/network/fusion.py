@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.nn import Parameter
 
-from fastconv.modules import Conv2d, FusedConv2d
+from fastconv.fused import FUSED
 from fastconv.network.agreement import Rounding
 from fastconv.network.calls import Call, Form
+from fastconv.network.exchange import known_kind
 from fastconv.network.sites import Site
 from fastconv.network.tracing import Traced
 
@@ -31,7 +32,7 @@ def with_followers(call: Call, site: Site, graph: Traced) -> Call:
     """The call of a site's layer, with the nodes that its kernel computes too."""
     bias = call.bias
     if bias is None and site.norm is not None:
-        bias = Form(call.weight.shape[:1], (1,), call.weight.dtype)
+        bias = Form((call.out_channels,), (1,), call.weight.dtype)
     residual = None if site.residual is None else graph.forms[site.residual]
     return replace(call, bias=bias, activation=site.activation, residual=residual)
 
@@ -82,10 +83,10 @@ class _Compared(nn.Module):
         self.parts, self.layer, self.rounding, self.words = parts, layer, rounding, words
         self.said: str | None = None
 
-    def forward(self, input: Tensor, *residual: Tensor) -> Tensor:
-        found = self.layer(input, *residual)
-        expected: Tensor = self.parts(input, *residual)
-        self.said = self.rounding.disagreement(expected, found, input, *(residual or (None,)))
+    def forward(self, input: Tensor, **named: Any) -> Tensor:
+        found = self.layer(input, **named)
+        expected: Tensor = self.parts(input, **named)
+        self.said = self.rounding.disagreement(expected, found, input, named.get("residual"))
         return expected
 
 
@@ -114,13 +115,14 @@ def fuse(
         layer, shift = _folded(module, site)
         vars(layer)[FOLDED] = True
         if name in ours:
-            layer.__class__ = Conv2d
+            layer.__class__ = known_kind(layer).ours
             if site.act is not None or site.addition is not None:
-                layer.__class__ = FusedConv2d
+                layer.__class__ = FUSED[type(layer)]
                 layer.activation = site.activation
                 layer.takes_residual = site.addition is not None
         slope = site.activation[1] if isinstance(site.activation, tuple) else 1.0
-        rounding = Rounding(layer, shift, calls[name].dtype, slope)
+        call = calls[name]
+        rounding = Rounding(layer, shift, call.dtype, slope, call.output_padding)
         compared[name] = _Compared(parts, layer, rounding, site.words)
         module.add_submodule(name, compared[name])
         _replace_nodes(module.graph, site)
@@ -130,11 +132,12 @@ def fuse(
 
 
 def _parts(site: Site) -> Graph:
-    """The nodes of a site as a graph of its input and its residual."""
+    """The nodes of a site as a graph of its input, its output size and its residual."""
     graph = Graph()
     input = graph.placeholder("input")
+    named: dict[str, Any] = {name: graph.placeholder(name) for name in site.arguments[1]}
     residual = None if site.residual is None else graph.placeholder("residual")
-    last = graph.node_copy(site.node, lambda _: input)
+    last = graph.call_module(str(site.node.target), (input,), named)
     copies = {site.node: last}
     for node in (site.norm, site.addition, site.act):
         if node is not None:
@@ -145,13 +148,14 @@ def _parts(site: Site) -> Graph:
 
 def _replace_nodes(graph: Graph, site: Site) -> None:
     """Puts one node in place of all nodes of a site."""
-    place, operands = site.addition or site.node, site.node.args
+    place = site.addition or site.node
+    input, named = site.arguments
     if site.addition is not None:
         # site.residual may have been replaced, by the fusion of another site.
         own = site.norm or site.node
-        operands += tuple(one for one in site.addition.args if one is not own)
+        (named["residual"],) = (one for one in site.addition.args if one is not own)
     with graph.inserting_before(place):
-        one = graph.call_module(str(site.node.target), operands)
+        one = graph.call_module(str(site.node.target), (input,), named)
     site.tip.replace_all_uses_with(one)
     for node in (site.act, site.addition, site.norm, site.node):
         if node is not None:
@@ -183,7 +187,17 @@ def _folded(module: GraphModule, site: Site) -> tuple[Any, Tensor | None]:
         if norm.bias is not None:
             shift = shift + norm.bias
             added = added + norm.bias.abs()
-        folded = {"weight": weight.to(wide) * scale[:, None, None, None], "bias": shift}
+        folded = {"weight": _scaled(weight.to(wide), scale, layer), "bias": shift}
         for name, tensor in folded.items():
             setattr(made, name, Parameter(tensor.to(weight.dtype), weight.requires_grad))
     return made, added
+
+
+def _scaled(weight: Tensor, scale: Tensor, layer: Any) -> Tensor:
+    """A layer's weight with each output channel multiplied by its scale."""
+    taps = (1,) * len(layer.kernel_size)
+    if not layer.transposed:
+        return weight * scale.view(-1, 1, *taps)
+    # A transposed layer's weight has the channels of all groups' inputs, and of one group's output.
+    groups = weight.unflatten(0, (layer.groups, -1))
+    return (groups * scale.view(layer.groups, 1, -1, *taps)).flatten(0, 1)

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastconv.modules import PYTORCHS
 from fastconv.network import agreement, calls
 from fastconv.network.calls import Call
 from fastconv.network.dry_run import NeedsData, call_without_data, tensors_of
-from fastconv.network.exchange import reason_to_leave
+from fastconv.network.exchange import kind_of, known_kind, reason_to_leave
 from fastconv.network.preparation import is_gpu
 from fastconv.network.sites import Site, sites
 from fastconv.network.subject import Subject, cloned
@@ -41,14 +40,16 @@ def exchangeable_layers(subject: Subject) -> dict[str, nn.Module]:
     """The layers that can be exchanged, by name; the report gets reasons for all others."""
     layers = {}
     for name, module in subject.model.named_modules():
-        if isinstance(module, PYTORCHS):
+        if kind_of(module) is not None:
             reason = _reason_to_leave(module)
             if reason is None:
                 layers[name] = module
             else:
                 subject.left[name] = reason
     if not layers and not subject.left:
-        subject.notes.append("the model has no 2-D convolutions: it was left as it was")
+        subject.notes.append(
+            "the model has no 1-D, 2-D or transposed convolutions: it was left as it was"
+        )
     return layers
 
 
@@ -57,8 +58,9 @@ def _reason_to_leave(module: Any) -> str | None:
     reason = reason_to_leave(module)
     if reason is not None:
         return reason
-    if type(module) is not PYTORCHS:
-        return f"of another class, {type(module).__name__}"
+    cls: type = type(module)  # mypy would take the module to be of a class that it is compared with
+    if cls is not known_kind(module).pytorchs:
+        return f"of another class, {cls.__name__}"
     if module._parameters.get("weight") is None:
         return "with a weight that is computed"
     if not is_gpu(module.weight.device):
@@ -117,11 +119,11 @@ def _fusable(subject: Subject, layers: Mapping[str, nn.Module], found: Inspectio
     if reason is not None:
         raise Untraceable(reason)
     graph = traced(subject.model, subject.example, subject.named, subject.snapshot)
-    once = [
-        name
+    once = {
+        name: of_one[0]
         for name, of_one in found.seen.items()
         if len(of_one) == 1 and not has_hooks(layers[name])
-    ]
+    }
     if not sites(graph, once):
         raise Untraceable("no convolution is followed by anything that can be fused with it")
     expected, unsteady = _check_graph(subject, graph)

@@ -1,8 +1,8 @@
 """Compiles kernels in the background that a network will need soon.
 
-Gradients: when a forward pass is planned while autograd records, a backward pass will follow. Its
+Gradients: when a layer's pass is planned while autograd records, a backward pass will follow. Its
 problems are known except for the form of the output's gradient, which is assumed to be the
-output's. Next layers: the forward passes of the layers behind the one that is being called, as far
+output's. Next layers: the passes of the layers behind the one that is being called, as far
 as they can be guessed. Where a guess is wrong, the pass is planned and compiled at its call.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -22,11 +21,12 @@ from torch import Tensor, nn
 
 from fastconv import native
 from fastconv.backends import cuda
+from fastconv.geometry import sides_without_names
 from fastconv.kernels import planner
-from fastconv.kernels.planner import Pass, Switch
-from fastconv.modules import Conv2d
+from fastconv.kernels.planner import Switch
+from fastconv.modules import Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d
 from fastconv.ops import devices, hooks
-from fastconv.ops.schema import OPERATORS, PRECISION, Result, gradient_format
+from fastconv.ops.schema import OPERATORS, Operator, Result, gradient_format
 
 LAYERS = 4
 """How many of the next layers are compiled at a time."""
@@ -35,8 +35,8 @@ MOST_MISSES = 4
 """After this many wrong guesses about a network, nothing more is guessed about it."""
 
 
-def compile_gradients_if_planned(args: Sequence[Any], wanted: Sequence[bool]) -> None:
-    """:func:`compile_gradients`, if this thread has just planned a forward pass of these arguments.
+def compile_gradients_if_planned(name: str, args: Sequence[Any], wanted: Sequence[bool]) -> None:
+    """:func:`compile_gradients`, if this thread has just planned a layer with these arguments.
 
     It runs at each call, and costs next to nothing where no pass has been planned. A compiler's
     tensors have no data, and may have symbolic sizes: the planned pass was an earlier call's.
@@ -44,10 +44,10 @@ def compile_gradients_if_planned(args: Sequence[Any], wanted: Sequence[bool]) ->
     need = cuda.take_latest()
     if need is None or torch._C._are_functorch_transforms_active() or not _have_data(args[:2]):
         return
-    operator = OPERATORS["forward"]
+    operator = OPERATORS[name]
     result = operator.describe(operator.known, *args)
-    if need.problem == result.problem:
-        compile_gradients(args, result, wanted, need.switch)
+    if need.plan is operator.plan and need.problem == result.problem:
+        compile_gradients(name, args, result, wanted, need.switch)
 
 
 def _have_data(tensors: Sequence[Tensor]) -> bool:
@@ -55,56 +55,78 @@ def _have_data(tensors: Sequence[Tensor]) -> bool:
 
 
 def compile_gradients(
-    args: Sequence[Any], result: Result, wanted: Sequence[bool], switch: Switch
+    name: str, args: Sequence[Any], result: Result, wanted: Sequence[bool], switch: Switch
 ) -> None:
-    """Begins to plan and compile the gradients of ``forward(*args)`` in the background.
+    """Begins to plan and compile the gradients of a layer in the background.
 
-    ``wanted`` says for input, weight and bias whether autograd records their gradients. Does
-    nothing where background work would disturb (:func:`native.in_the_way`), and raises nothing: the
-    backward pass itself will raise the same error.
+    The layer is the call of an operator, ``"forward"`` or ``"transposed"``, with ``args``, which
+    gives ``result``. ``wanted`` says for input, weight and bias whether autograd records their
+    gradients. Does nothing where background work would disturb (:func:`native.in_the_way`), and
+    raises nothing: the backward pass itself will raise the same error.
     """
     if not native.in_the_way():
         with suppress(Exception):
-            for need in _gradient_needs(args, result, wanted, switch):
+            for need in _gradient_needs(name, args, result, wanted, switch):
                 cuda.compile_ahead(need)
 
 
 def _gradient_needs(
-    args: Sequence[Any], result: Result, wanted: Sequence[bool], switch: Switch
+    name: str, args: Sequence[Any], result: Result, wanted: Sequence[bool], switch: Switch
 ) -> Iterator[cuda.Need]:
-    input, weight = args[:2]
+    given: Any = OPERATORS[name].arguments(*args)
+    input, weight = given.input, given.weight
     needs_input, needs_weight, needs_bias = wanted
-    problem, format = result.problem, gradient_format(input, weight)
-    without_data = partial(torch.empty, dtype=result.dtype, device="meta")
-    grad_output = without_data(result.shape, memory_format=result.memory_format)
+    layout = gradient_format(input, weight)
+    geometry = given.stride, given.padding, given.dilation, given.groups, given.precision
+    is_transposed = name == "transposed"
+    # The output's gradient of a transposed layer is given this memory format.
+    above = torch.empty(
+        result.shape, dtype=result.dtype, device="meta",
+        memory_format=layout if is_transposed else result.memory_format,
+    )  # fmt: skip
+    gradient: tuple[Any, ...]
+    if needs_weight:
+        first, second = above, _without_data(input)
+        if is_transposed:  # an input gradient, whose input is the gradient of an output
+            first, second = second, first
+        sums_bias = needs_bias and not is_transposed
+        gradient = (first, second, weight.shape[2:], *geometry, sums_bias, layout)
+        yield from _gradient_need("weight_grad", gradient, input, result, switch)
+    if needs_input and is_transposed:
+        gradient = (above, _without_data(weight), None, *geometry)
+        yield from _gradient_need("forward", gradient, weight, result, switch)
+    elif needs_input:
+        gradient = (above, _without_data(weight), input.shape[2:], *geometry, layout)
+        yield from _gradient_need("input_grad", gradient, weight, result, switch)
 
-    def need(plan: Pass, other: Tensor, out: Tensor, bias: bool = False) -> Iterator[cuda.Need]:
+
+def _without_data(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _gradient_need(
+    name: str, args: tuple[Any, ...], other: Tensor, result: Result, switch: Switch
+) -> Iterator[cuda.Need]:
+    """What an operator needs for tensors without data, one of which stands for ``other``."""
+    operator = OPERATORS[name]
+    found = devices.need(operator, operator.describe(operator.check, *args), args, switch)
+    if found is not None:
         # An operand that is not dense is copied before the launch, and a copy is aligned.
         aligned = other.data_ptr() % 16 == 0 or not cuda.is_dense(other)
-        other = torch.empty_strided(other.shape, other.stride(), dtype=other.dtype, device="meta")
-        found = cuda.need(plan, problem, grad_output, other, out, args[PRECISION], bias, switch)
-        if found is not None:
-            yield found._replace(aligned=aligned, device=result.device.index)
-
-    if needs_weight:
-        out = without_data(problem.weight_shape, memory_format=format)
-        yield from need(planner.weight_grad, input, out, needs_bias)
-    if needs_input:
-        out = without_data(problem.input_shape, memory_format=format)
-        yield from need(planner.input_grad, weight, out)
+        yield found._replace(aligned=aligned, device=result.device.index)
 
 
 # --- The next layers ------------------------------------------------------------------------------
 
 
 def register() -> None:
-    cuda.before_forward = compile_next_layers
-    hooks.forward_recorded = compile_gradients_if_planned
-    hooks.forward_prepared = compile_gradients
+    cuda.before_layer = compile_next_layers
+    hooks.layer_recorded = compile_gradients_if_planned
+    hooks.layer_prepared = compile_gradients
 
 
 def compile_next_layers(need: cuda.Need) -> None:
-    """Begins to plan and compile the forward passes that may follow this one.
+    """Begins to plan and compile the layers that may follow the one that needs this pass.
 
     If a layer of a network is being called, the layers defined after it in the network are assumed
     to be called next. Raises nothing, as :func:`compile_gradients`.
@@ -113,12 +135,12 @@ def compile_next_layers(need: cuda.Need) -> None:
         return
     with suppress(Exception):
         running = _running_modules()
-        if running and _is_plain(running[-1]):
+        if running and _is_plain(running[-1]) and need.plan is _operator_of(running[-1]).plan:
             guesses = _guesses.setdefault(running[0], _Guesses())
             guesses.check(running[-1], need)
             if guesses.misses < MOST_MISSES:
-                following = _following(running[0].modules(), running[-1])
-                guesses.compile([*islice(_next_needs(following, need), LAYERS)])
+                found = _next_needs(running[0].modules(), running[-1], need)
+                guesses.compile([*islice(found, LAYERS)])
 
 
 class _Guesses:
@@ -149,25 +171,40 @@ class _Guesses:
 _guesses: WeakKeyDictionary[nn.Module, _Guesses] = WeakKeyDictionary()  # by network
 
 
-def _next_needs(modules: Iterator[Any], need: cuda.Need) -> Iterator[tuple[nn.Module, cuda.Need]]:
-    """What layers need that is not compiled, if they are called in this order after ``need``.
+def _next_needs(
+    modules: Iterator[Any], layer: Any, need: cuda.Need
+) -> Iterator[tuple[nn.Module, cuda.Need]]:
+    """What layers need that is not compiled, if they are called in this order after ``layer``.
 
-    The input of a layer is assumed to be the latest tensor with as many channels.
+    ``need`` is that of ``layer``. The input of a layer is assumed to be the latest tensor with as
+    many channels. Layers and pools along another number of axes are assumed not to be called.
     """
-    problem = need.problem
-    latest = problem.out_channels
-    sizes = {problem.in_channels: problem.input_size, latest: problem.output_size}
+    axes, latest = len(layer.kernel_size), layer.out_channels
+    sizes = {layer.in_channels: _size_read(need), latest: _size_written(need)}
     found = set[cuda.Need]()
-    for module in modules:
-        if type(module) in _POOLS:
-            sizes[latest] = _pooled(module, sizes[latest])
-        elif _is_plain(module) and module.in_channels in sizes:
+    module: Any
+    for module in _following(modules, layer):
+        if type(module) in _POOLS[axes]:
+            sizes[latest] = _pooled(module, axes, sizes[latest])
+        elif _is_plain(module) and len(module.kernel_size) == axes and module.in_channels in sizes:
             one = _layer_need(module, sizes[module.in_channels], need)
             latest = module.out_channels
-            sizes[latest] = one.problem.output_size
+            sizes[latest] = _size_written(one)
             if one not in found and not cuda.is_ready(one):
                 found.add(one)
                 yield module, one
+
+
+def _size_read(need: cuda.Need) -> tuple[int, int]:
+    """The size of a layer's input, as images."""
+    problem = need.problem
+    return problem.input_size if need.plan is planner.forward else problem.output_size
+
+
+def _size_written(need: cuda.Need) -> tuple[int, int]:
+    """The size of a layer's output, as images. A transposed layer is an input gradient."""
+    problem = need.problem
+    return problem.output_size if need.plan is planner.forward else problem.input_size
 
 
 def _following(modules: Iterator[nn.Module], layer: nn.Module) -> Iterator[nn.Module]:
@@ -179,18 +216,23 @@ def _following(modules: Iterator[nn.Module], layer: nn.Module) -> Iterator[nn.Mo
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module's calls can be guessed: exactly ``fastconv.Conv2d``, with a plain weight.
+    """Whether a module's calls can be guessed: exactly a layer of fastconv's, with a plain weight.
 
     Weights of other layers are computed or elsewhere, or a copy pads their input.
     """
-    plain = type(module) is Conv2d and module.padding_mode == "zeros"
+    plain = type(module) in _LAYERS and module.padding_mode == "zeros"
     return plain and type(module._parameters.get("weight")) is nn.Parameter
 
 
-def _pooled(pool: nn.Module, size: tuple[int, int]) -> tuple[int, int]:
+def _operator_of(layer: Any) -> Operator:
+    """The operator that computes a layer, where it has no epilogue."""
+    return OPERATORS["transposed" if layer.transposed else "forward"]
+
+
+def _pooled(pool: nn.Module, axes: int, size: tuple[int, int]) -> tuple[int, int]:
     # The forward of its class is called: one of the instance's own must not see a meta tensor.
-    pooled = type(pool).forward(pool, torch.empty(1, 1, *size, device="meta"))
-    return pooled.shape[2], pooled.shape[3]
+    pooled = type(pool).forward(pool, torch.empty(1, 1, *size[-axes:], device="meta"))
+    return (*size[:-axes], *pooled.shape[2:])
 
 
 def _layer_need(layer: Any, size: tuple[int, int], like: cuda.Need) -> cuda.Need:
@@ -199,16 +241,32 @@ def _layer_need(layer: Any, size: tuple[int, int], like: cuda.Need) -> cuda.Need
     shape = (like.problem.batch, layer.in_channels, *size)
     input = torch.empty(shape, dtype=like.dtype, device="meta", memory_format=format)
     weight = layer._parameters["weight"].detach().to("meta", like.dtype)
-    left, right, top, bottom = layer._reversed_padding_repeated_twice
-    args = (
-        input, weight, None, layer.stride, (top, bottom, left, right), layer.dilation,
+    axes = len(layer.kernel_size)
+    if axes == 1:  # a sequence is an image of one row
+        weight = weight.unsqueeze(-2)
+    ones, zeros = (1,) * (2 - axes), (0,) * (2 - axes)
+    geometry = (
+        (*ones, *layer.stride), (*zeros, *zeros, *_sides(layer)), (*ones, *layer.dilation),
         layer.groups, layer.precision or like.precision,
     )  # fmt: skip
-    operator = OPERATORS["forward"]
+    operator = _operator_of(layer)
+    args: tuple[Any, ...] = (input, weight, None, *geometry)
+    if layer.transposed:
+        more = (*zeros, *layer.output_padding)
+        args = (input, weight, None, None, more, *geometry, "identity", 0.0)
     result = operator.describe(operator.check, *args)
     found = devices.need(operator, result, args, like.switch)
     assert found is not None  # it is None only for complex or empty tensors
     return found._replace(device=like.device)
+
+
+def _sides(layer: Any) -> tuple[int, ...]:
+    """A layer's padding before and after, for each axis."""
+    if layer.transposed:
+        return sides_without_names(type(layer).__name__, layer.padding, len(layer.kernel_size))
+    # PyTorch keeps it for the last axis first.
+    pairs = iter(layer._reversed_padding_repeated_twice)
+    return tuple(side for pair in [*zip(pairs, pairs, strict=True)][::-1] for side in pair)
 
 
 def _running_modules() -> list[nn.Module]:
@@ -223,4 +281,5 @@ def _running_modules() -> list[nn.Module]:
 
 
 _CALL = nn.Module._call_impl.__code__
-_POOLS = (nn.MaxPool2d, nn.AvgPool2d)
+_LAYERS = (Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d)
+_POOLS = {1: (nn.MaxPool1d, nn.AvgPool1d), 2: (nn.MaxPool2d, nn.AvgPool2d)}  # by axes

@@ -161,5 +161,5 @@ def _measured(call: Call, layer: nn.Module) -> Times | str:
     except Exception as error:  # such as out of memory
         return tables.error_line(error)
     sizes = " ".join("x".join(map(str, form.shape)) for form in (call.input, call.weight))
-    calls.store_times(repr(call), f"a layer, {sizes}", device, times)
+    calls.store_times(repr(call), f"a {call.kind}, {sizes}", device, times)
     return times

@@ -29,9 +29,10 @@ def optimize(
 ) -> Model:
     """The model with those of its convolutions computed by fastconv that are faster that way.
 
-    Each ``torch.nn.Conv2d`` is measured as the model calls it, on this GPU, by PyTorch and by
-    fastconv; then the whole model is measured, before and after. A layer that gains nothing stays
-    PyTorch's, and if the model as a whole is not faster, so do all of its layers.
+    Each ``torch.nn.Conv1d``, ``Conv2d``, ``ConvTranspose1d`` and ``ConvTranspose2d`` is measured as
+    the model calls it, on this GPU, by PyTorch and by fastconv; then the whole model is measured,
+    before and after. A layer that gains nothing stays PyTorch's, and if the model as a whole is not
+    faster, so do all of its layers.
 
     Call it as the model will be called: in the same mode (``train``, ``eval``), under the same
     ``autocast`` and ``fastconv.precision``, with an example of the same size, type and memory
@@ -39,8 +40,8 @@ def optimize(
     within ``torch.no_grad()`` or ``torch.inference_mode()``.
 
     A layer that is exchanged stays the same object, with its parameters, hooks and state: only its
-    class becomes ``fastconv.Conv2d``. Layers of other classes than ``torch.nn.Conv2d`` itself
-    are left as they are. A layer that is called with other sizes later keeps its choice.
+    class becomes ``fastconv.Conv2d``, or that of its kind. Layers of classes that are derived from
+    PyTorch's are left as they are. A layer that is called with other sizes later keeps its choice.
 
     In inference, in ``eval`` mode, a copy is also fused: by ``torch.fx``, BatchNorms are folded
     into weights, and activations and additions become part of kernels. The result is then a

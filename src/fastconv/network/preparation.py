@@ -36,12 +36,13 @@ class PreparedPass(NamedTuple):
     """A pass that some of a network's layers have in common: one row of a ``Preparation``.
 
     Attributes:
-        name: ``"forward"``, ``"input_grad"`` or ``"weight_grad"``.
+        name: ``"forward"``, ``"input_grad"`` or ``"weight_grad"``. A transposed layer is an
+            ``"input_grad"``, and ``problem`` is that of the convolution whose gradient it is.
         problem: the sizes, stride, padding, dilation and groups.
         dtype: the type of the tensors.
         family: which kernels compute it: ``"hopper"``, ``"ampere"``, ``"depthwise"``, ``"direct"``.
         calls: how often it is called in one step of the network.
-        epilogue: what a forward pass does to its accumulators: residual and activation.
+        epilogue: what the pass of a layer does to its accumulators: residual and activation.
 
     Examples:
         >>> report = fastconv.prepare(fastconv.Conv2d(3, 8, 3), torch.empty(2, 3, 9, 9))

@@ -42,7 +42,8 @@ class MeasuredLayer(NamedTuple):
     """Layers of a model that are called alike: one row of a ``fastconv.Optimization``.
 
     Attributes:
-        call: sizes, types, memory formats and options of the call, and which gradients it needs.
+        call: the kind of layer, sizes, types, memory formats and options of the call, and which
+            gradients it needs.
         followed_by: what fastconv's kernel computes in its epilogue, or folds into the weights.
         layers: how many layers are called so.
         calls: how many calls these are in one step of the model.
@@ -55,7 +56,7 @@ class MeasuredLayer(NamedTuple):
         >>> model = torch.nn.Conv2d(3, 8, 3).to("cuda" if torch.cuda.is_available() else "cpu")
         >>> images = torch.randn(2, 3, 9, 9, device=model.weight.device)
         >>> for row in fastconv.Optimization.of(fastconv.optimize(model, images)).layers:
-        ...     print(row.call.geometry, row.times, row.exchanged, row.why)
+        ...     print(row.call.kind, row.call.geometry, row.times, row.exchanged, row.why)
     """
 
     call: Call
@@ -147,11 +148,11 @@ class Optimization:
         if not self.layers:
             return []
         heading = (
-            "input", "weight", "", "type", "passes", "with", "calls", "PyTorch ms", "fastconv ms",
-            "chosen", "why",
+            "layer", "input", "weight", "", "type", "passes", "with", "calls", "PyTorch ms",
+            "fastconv ms", "chosen", "why",
         )  # fmt: skip
         rows = [heading, *map(_cells, self.layers)]
-        return tables.lines(rows, right={6, 7, 8})
+        return tables.lines(rows, right={7, 8, 9})
 
     def _totals(self) -> list[str]:
         timed = [(row, row.times) for row in self.layers if row.times is not None]
@@ -181,9 +182,6 @@ class Optimization:
 def _cells(row: MeasuredLayer) -> tuple[str, ...]:
     call = row.call
     sizes = ("x".join(map(str, form.shape)) for form in (call.input, call.weight))
-    batched = len(call.input.shape) == 4
-    nhwc = batched and is_channels_last(call.input.shape, call.input.stride)
-    format = "nhwc" if nhwc else "nchw" if batched else "chw"
     dtype = str(call.dtype).removeprefix("torch.")
     backward = f", gradients of {' '.join(call.gradients)}" if call.gradients else ""
     ms = ("", "") if row.times is None else (f"{row.times.theirs:.4f}", f"{row.times.ours:.4f}")
@@ -191,9 +189,21 @@ def _cells(row: MeasuredLayer) -> tuple[str, ...]:
         row.exchanged, f"fastconv in {row.exchanged} of {row.layers}"
     )
     return (
-        *sizes, call.geometry, f"{dtype} {format}", f"forward{backward}", row.followed_by,
-        str(row.calls), *ms, chosen, row.why,
+        call.kind, *sizes, call.geometry, f"{dtype} {_format(call)}", f"forward{backward}",
+        row.followed_by, str(row.calls), *ms, chosen, row.why,
     )  # fmt: skip
+
+
+def _format(call: Call) -> str:
+    """The memory format of a call's input: "nhwc" or "nchw", of a sequence "nlc" or "ncl"."""
+    axes = "hw" if call.axes == 2 else "l"
+    if not call.is_batched:
+        return f"c{axes}"
+    shape, stride = call.input.shape, call.input.stride
+    if call.axes == 1:  # an image of one row
+        shape = (*shape[:2], 1, shape[2])
+        stride = (*stride[:2], stride[2] * shape[3], stride[2])
+    return f"n{axes}c" if is_channels_last(shape, stride) else f"nc{axes}"
 
 
 def rows(

@@ -12,9 +12,10 @@ from torch import nn
 from torch.fx import Node
 from torch.nn import functional
 
-from fastconv.geometry import Activation
+from fastconv.geometry import Activation, activation_of
+from fastconv.network.calls import Call, is_one_kernel
 from fastconv.network.tracing import Traced, has_hooks
-from fastconv.problem import ActivationName
+from fastconv.problem import ActivationName, Epilogue
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,15 @@ class Site:
         return self.act or self.addition or self.norm or self.node
 
     @property
+    def arguments(self) -> tuple[Any, dict[str, Any]]:
+        """The convolution's input and, by name, what else it is called with.
+
+        Only transposed layers take more than the input: the output's size.
+        """
+        input, *others = self.node.args
+        return input, {**({"output_size": others[0]} if others else {}), **self.node.kwargs}
+
+    @property
     def words(self) -> str:
         """The nodes that are fused, for a report: "BatchNorm, addition, relu"."""
         name = (
@@ -43,12 +53,14 @@ class Site:
         return ", ".join(filter(None, parts))
 
 
-def sites(graph: Traced, names: Collection[str], written: Collection[int] = ()) -> dict[str, Site]:
+def sites(
+    graph: Traced, calls: Mapping[str, Call], written: Collection[int] = ()
+) -> dict[str, Site]:
     """The sites of layers that are called once and have something behind them to be fused.
 
     Args:
         graph: the model.
-        names: the layers that are considered.
+        calls: the layers that are considered, by name, with their calls.
         written: ids of tensors that the model writes to; modules that have such parameters or
             buffers are not fused.
     """
@@ -63,10 +75,11 @@ def sites(graph: Traced, names: Collection[str], written: Collection[int] = ()) 
     found: dict[str, Site] = {}
     for node in nodes:
         name = str(node.target)
-        if node.op != "call_module" or name not in names or name in read or name not in modules:
+        if node.op != "call_module" or name not in calls or name in read or name not in modules:
             continue
-        if called.count(name) == 1 and len(node.args) == 1 and not node.kwargs:
-            site = _site(node, graph, modules, {one.addition for one in found.values()})
+        if called.count(name) == 1 and len(node.args) > 0:
+            taken = {one.addition for one in found.values()}
+            site = _site(node, calls[name], graph, modules, taken)
             if site.tip is not node:
                 found[name] = site
     return found
@@ -74,6 +87,7 @@ def sites(graph: Traced, names: Collection[str], written: Collection[int] = ()) 
 
 def _site(
     node: Node,
+    call: Call,
     graph: Traced,
     modules: Mapping[str, nn.Module],
     taken: Collection[Node | None],
@@ -81,17 +95,18 @@ def _site(
     """The site of a convolution; additions in ``taken`` belong to other sites."""
     site = Site(node)
     follower = _only_reader(site.tip, graph)
-    if follower is not None and _is_foldable(follower, modules):
+    if follower is not None and call.is_batched and _is_foldable(follower, call.axes, modules):
         site = replace(site, norm=follower)
         follower = _only_reader(site.tip, graph)
     if follower is not None and follower not in taken:
         residual = _residual(follower, site, graph)
-        if residual is not None:
+        if residual is not None and is_one_kernel(call, Epilogue(residual=True)):
             site = replace(site, addition=follower, residual=residual)
             follower = _only_reader(site.tip, graph)
     if follower is not None:
         activation = _activation(follower, site.tip, modules)
-        if activation is not None:
+        epilogue = Epilogue(*activation_of(activation), site.addition is not None)
+        if activation is not None and is_one_kernel(call, epilogue):
             site = replace(site, act=follower, activation=activation)
     return site
 
@@ -106,13 +121,13 @@ def _only_reader(node: Node, graph: Traced) -> Node | None:
     return readers[0] if alike else None
 
 
-def _is_foldable(node: Node, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a node is a BatchNorm with constant statistics."""
+def _is_foldable(node: Node, axes: int, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a node is a BatchNorm with constant statistics, for layers of so many axes."""
     if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
         return False
-    module = modules.get(str(node.target))
+    module: Any = modules.get(str(node.target))
     return (
-        type(module) is nn.BatchNorm2d
+        type(module) is _NORMS[axes]
         and not module.training
         and module.running_mean is not None
         and module.running_var is not None
@@ -145,6 +160,7 @@ def _residual(node: Node, site: Site, graph: Traced) -> Node | None:
     return residual
 
 
+_NORMS: dict[int, Any] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d}
 _MODULES: dict[type[nn.Module], ActivationName] = {
     nn.ReLU: "relu",
     nn.ReLU6: "relu6",

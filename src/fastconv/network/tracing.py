@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from fastconv import _frozen, _precision, tables
-from fastconv.modules import PYTORCHS
 from fastconv.network.calls import Form
 from fastconv.network.dry_run import call_without_data, tensors_of
+from fastconv.network.exchange import kind_of
 from fastconv.network.snapshot import Snapshot
 
 
@@ -53,7 +53,7 @@ class _Tracer(Tracer):
         self.lost: str | None = None  # a setting that the model changes for a part of itself
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        whole = isinstance(m, PYTORCHS) or has_hooks(m)
+        whole = kind_of(m) is not None or has_hooks(m)
         return whole or super().is_leaf_module(m, module_qualified_name)
 
     def create_arg(self, a: Any) -> Any:

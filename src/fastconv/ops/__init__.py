@@ -13,6 +13,8 @@ computed by ``forward`` and PyTorch's elementwise operators, which have derivati
 ``transposed`` is ``input_grad`` with a bias and an epilogue, in the terms of a transposed
 convolution. Its gradients are ``forward`` and ``weight_grad``. One-dimensional convolutions are
 those of images with one row: they have no operators of their own.
+
+Causal depthwise convolutions with states are three operators apart: see ``ops/causal.py``.
 """
 
 from fastconv import native
@@ -20,6 +22,7 @@ from fastconv.ops import (
     autocast,
     autograd,
     batching,
+    causal,
     decomposition,
     devices,
     entries,
@@ -47,6 +50,7 @@ native.register(
 autocast.register("cpu", "AutocastCPU")
 autocast.register("cuda", "AutocastCUDA")
 batching.register()
+causal.register()
 decomposition.register()
 flops.register()
 inductor.register()

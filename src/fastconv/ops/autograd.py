@@ -83,7 +83,7 @@ class FastconvConv2d(_Function):
         input, weight, _, *ctx.geometry = inputs
         ctx.output_shape = output.shape
         _save(ctx, input, weight)
-        hooks.forward_recorded(inputs, ctx.needs_input_grad[:3])
+        hooks.layer_recorded("forward", inputs, ctx.needs_input_grad[:3])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -209,6 +209,7 @@ class FastconvConvTranspose(_Function):
         input, weight, _, _, *ctx.arguments = inputs
         ctx.geometry, ctx.output_shape = ctx.arguments[1:6], output.shape
         _save(ctx, input, weight)
+        hooks.layer_recorded("transposed", inputs, ctx.needs_input_grad[:3])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -411,6 +412,7 @@ def fused_here(
 
 
 def transposed_here(
+    convolve: Callable[..., Tensor],
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -420,13 +422,17 @@ def transposed_here(
     activation: str,
     slope: float,
 ) -> Tensor:
-    """Computes the operator ``transposed``, in eager mode without a call through the dispatcher."""
+    """Computes the operator ``transposed``, in eager mode without a call through the dispatcher.
+
+    ``convolve`` computes the operator without an epilogue, where autograd has to record the call
+    and there is one.
+    """
     args = (input, weight, bias, residual, output_padding, *geometry, activation, slope)
     if not _watched() and devices.is_plain(residual):
         kernel = devices.direct(devices.transposed_kernels, input, weight, bias)
         if kernel is not None and not torch.is_autocast_enabled(input.device.type):
             if _recorded(*args[:4]):
-                return _recorded_transposed(OPERATORS["transposed"].known, *args)
+                return _recorded_transposed(convolve, OPERATORS["transposed"].known, *args)
             return kernel(*args)
     for name, tensor in zip(("input", "weight", "bias", "residual"), args[:4], strict=True):
         if tensor is not None:
@@ -435,15 +441,19 @@ def transposed_here(
     return transposed(*args)
 
 
-def _recorded_transposed(check: Check, *args: Any) -> Tensor:
+def _recorded_transposed(convolve: Callable[..., Tensor], check: Check, *args: Any) -> Tensor:
     """Computes ``transposed`` by functions that can be differentiated."""
-    *plain, activation, _ = args
-    residual, plain[3] = plain[3], None
+    input, weight, bias, residual, *geometry, activation, _ = args
     if residual is None and activation == "identity":
         return FastconvConvTranspose.apply(*args)  # type: ignore[attr-defined]
     epilogue = describe_transposed(check, *args).epilogue
-    output = FastconvConvTranspose.apply(*plain, "identity", 0.0)  # type: ignore[attr-defined]
-    return applied(output, residual, epilogue)
+    return applied(convolve(input, weight, bias, *geometry), residual, epilogue)
+
+
+def _bare_transposed(input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+    """Computes ``transposed`` without an epilogue, and records it."""
+    args = (input, weight, bias, None, *geometry, "identity", 0.0)
+    return FastconvConvTranspose.apply(*args)  # type: ignore[attr-defined]
 
 
 def _transposed(*args: Any) -> Tensor:
@@ -451,9 +461,9 @@ def _transposed(*args: Any) -> Tensor:
     native.load_if_built()
     if torch._C._are_functorch_transforms_active():
         with enable_single_level_autograd_function():
-            return _recorded_transposed(transposed_result, *args)
+            return _recorded_transposed(_bare_transposed, transposed_result, *args)
     if _recorded(*args[:4]):
-        return _recorded_transposed(transposed_result, *args)
+        return _recorded_transposed(_bare_transposed, transposed_result, *args)
     with torch._C._AutoDispatchBelowAutograd():
         return transposed(*args)
 

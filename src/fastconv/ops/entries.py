@@ -45,9 +45,9 @@ def make_entry(name: str, *args: Any) -> Entry:
     if operator.plan is not planner.forward or any(map(_wants_gradient, given[:3])):
         autograd.wait_at_exit(result.device.index)
     entry = _empty(result) if _is_empty(operator, result) else _entry(operator, result, given)
-    if name == "forward" and entry.launches and torch.is_grad_enabled():
+    if name in ("forward", "transposed") and entry.launches and torch.is_grad_enabled():
         wanted = [_wants_gradient(tensor) for tensor in given[:3]]
-        hooks.forward_prepared(given, result, wanted, planner.of_process())
+        hooks.layer_prepared(name, given, result, wanted, planner.of_process())
     return entry
 
 

@@ -1,7 +1,11 @@
-"""Counts of operations for ``torch.utils.flop_counter``: the same as of PyTorch's convolution."""
+"""Counts of operations for ``torch.utils.flop_counter``: the same as of PyTorch's convolution.
+
+Of causal convolutions, the products of taps are counted, and none that is computed twice.
+"""
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -29,6 +33,18 @@ def _register() -> None:
     @flop_counter.register_flop_formula([torch.ops.fastconv.forward, torch.ops.fastconv.fused])
     def forward(input: Shape, weight: Shape, *_: Any, out_shape: Shape, **__: Any) -> int:
         return of_forward(input, weight, *geometry, out_val=out_shape)
+
+    @flop_counter.register_flop_formula(torch.ops.fastconv.causal_forward)
+    def causal_forward(x: Shape, weight: Shape, *_: Any, **__: Any) -> int:
+        return 2 * prod(x) * weight[1]
+
+    @flop_counter.register_flop_formula(torch.ops.fastconv.causal_backward)
+    def causal_backward(grad: Shape, _: Any, x: Shape, weight: Shape, *__: Any, **___: Any) -> int:
+        return 4 * prod(x) * weight[1]  # the gradients of x and of weight
+
+    @flop_counter.register_flop_formula(torch.ops.fastconv.causal_update)
+    def causal_update(x: Shape, state: Shape, weight: Shape, *_: Any, **__: Any) -> int:
+        return 2 * prod(x) * weight[1]
 
     @flop_counter.register_flop_formula(torch.ops.fastconv.transposed)
     def transposed(input: Shape, weight: Shape, *_: Any, out_shape: Shape, **__: Any) -> int:

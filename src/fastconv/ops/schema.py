@@ -43,7 +43,7 @@ DTYPES = frozenset((
 ))  # fmt: skip
 
 # The layout of a result depends on that of the operands, so compilers must not change the latter.
-_TAGS = (getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),)
+TAGS = (getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),)
 
 if torch._C._dispatch_has_kernel("fastconv::forward"):
     raise ImportError(
@@ -52,7 +52,7 @@ if torch._C._dispatch_has_kernel("fastconv::forward"):
     )
 library = torch.library.Library("fastconv", "DEF")
 for _schema in SCHEMAS:
-    library.define(_schema, tags=_TAGS)
+    library.define(_schema, tags=TAGS)
 
 # forward(input, weight, bias, stride, padding, dilation, groups, precision) -> output
 #   padding is (top, bottom, left, right); with precision None, the operator follows PyTorch's

@@ -37,6 +37,7 @@ float fmaxf(float, float) noexcept;
 float fabsf(float) noexcept;
 double fmax(double, double) noexcept;
 float expf(float) noexcept;
+float exp2f(float) noexcept;
 double exp(double) noexcept;
 float erff(float) noexcept;
 double erf(double) noexcept;

@@ -68,16 +68,16 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     block.check(gpu)
     limits.check(operands, problem.groups, channels, *sizes)
     limits.check_reach(problem, operands)
-    reasons: list[Declined] = []
+    reasons: list[str] = []  # not the exceptions: see Declined
     most = portable.wgrad_cycles(problem, gpu) + wgrad_halo.BLOCK_CYCLES
     ways: list[_Way] = []
     for way in (_halo_tiles, _few_inputs, _implicit_gemm, _mirrored):
         try:
             ways.append(way(problem, operands, gpu, most))
         except Declined as reason:
-            reasons.append(reason)
+            reasons.append(str(reason))
     if not ways:
-        raise reasons[0]
+        raise Declined(reasons[0])
     cycles, chosen = min(ways, key=lambda way: way[0])
     if cycles > most:
         raise Declined(wgrad_halo.FEW)

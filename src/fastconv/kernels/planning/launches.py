@@ -76,20 +76,21 @@ def best_way(
     Raises:
         Declined: ``tiles_of`` has raised it for all of them.
     """
-    best, least, reasons = None, math.inf, []
+    best, least = None, math.inf
+    reasons: list[str] = []  # not the exceptions: see Declined
     for layers in ways:
         if best is not None and not may_cost_less(layers, least):
             continue
         try:
             tiles = tiles_of(layers)
         except Declined as reason:
-            reasons.append(reason)
+            reasons.append(str(reason))
             continue
         cycles = cost(layers, tiles)
         if best is None or cycles < least:
             best, least = (layers, tiles), cycles
     if best is None:
-        raise reasons[0]
+        raise Declined(reasons[0])
     return best
 
 

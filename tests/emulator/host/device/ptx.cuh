@@ -75,6 +75,10 @@ inline unsigned floats_to_bfloats(float first, float second) {
   return float_to_bfloat(first) | static_cast<unsigned>(float_to_bfloat(second)) << 16;
 }
 
+// The GPU's have an error of about 2^-22.
+inline float exp2_approximately(float x) { return exp2f(x); }
+inline float inverse_approximately(float x) { return 1.0f / x; }
+
 inline int once_more(int number) { return number; }
 
 template <class T>

@@ -1,0 +1,1 @@
+"""Causal depthwise convolutions: ``taps`` computes them on a CPU, ``launches`` on a GPU."""
