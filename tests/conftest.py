@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from effort import ALL
 from fastconv import native, timing
 from fastconv.backends import cuda
 from fastconv.bench import limits, row_timing
@@ -35,8 +36,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 torch.set_num_threads(1)  # Tensors are tiny: several threads would only wait for one another.
 
-# Of these files' parametrized tests, one case in SAMPLED_ONE_IN runs, and the first of each test:
-# all of them take longer than a run of all tests may. With FASTCONV_CORPUS set, all cases run.
+# Files whose parametrized tests are marked "sampled": all cases of them take longer than a run of
+# all tests may, so one case in SAMPLED_ONE_IN runs, and the first of each test.
 SAMPLED = (
     *("api/test_export", "api/test_causal", "api/test_graph_lifetimes"),
     *("bench/test_verify_layers", "emulator/test_causal", "kernels/test_causal_kernels"),
@@ -45,20 +46,21 @@ SAMPLED = (
 SAMPLED_ONE_IN = 3
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out cases of the files that are sampled."""
-    if "FASTCONV_CORPUS" in os.environ:
-        return
+    """Marks the cases of files that are sampled, and leaves some out."""
     seen: Counter[str] = Counter()
-    left_out = []
+    kept, left_out = [], []
     for item in items:
-        name, _, case = item.nodeid.partition("[")
-        if case and "gpu/" not in name and any(part in name for part in SAMPLED):
-            left_out += [item] if seen[name] % SAMPLED_ONE_IN else []
-            seen[name] += 1
+        test, _, case = item.nodeid.partition("[")
+        is_sampled = bool(case) and any(file in test for file in SAMPLED)
+        if is_sampled:
+            item.add_marker(pytest.mark.sampled)
+        is_left_out = is_sampled and not ALL and seen[test] % SAMPLED_ONE_IN > 0
+        (left_out if is_left_out else kept).append(item)
+        seen[test] += 1
     config.hook.pytest_deselected(items=left_out)
-    kept = set(items) - set(left_out)
-    items[:] = [item for item in items if item in kept]
+    items[:] = kept
 
 
 DEVICES = ["cpu"]
