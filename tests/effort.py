@@ -1,11 +1,15 @@
-"""Costs and waiting that do not depend on how fast or how busy a machine is."""
+"""How much tests run, cost and wait, none of which depends on how fast or busy a machine is."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from cProfile import Profile
 from typing import Any
+
+ALL = "FASTCONV_CORPUS" in os.environ
+"""Whether to run all test cases, as ``make test-corpus`` does, instead of a selection for CI."""
 
 PATIENCE_S = 600.0
 """How long tests wait for other threads and processes: only what hangs takes longer."""

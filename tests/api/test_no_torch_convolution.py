@@ -21,7 +21,13 @@ from fastconv.workloads import FOUNDING
 PACKAGE = Path(fastconv.__file__).parent
 # Files that measure PyTorch's convolutions, compare with them, or replace them.
 REFERENCES = [
-    PACKAGE / path for path in ("bench", "exporter/subject.py", "exporter/parts/self_check.py")
+    PACKAGE / path
+    for path in (
+        "bench",
+        "exporter/subject.py",
+        "exporter/parts/self_check.py",
+        "exporter/parts/layer_twins.py",  # the self-check's twins of 1-D and transposed layers
+    )
 ]
 # Decompositions for other programs' files and graphs name PyTorch's operators. No computation uses
 # them: see tests/api/test_networks.py.

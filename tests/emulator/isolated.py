@@ -51,7 +51,8 @@ def made_loud(case: PassCase, tensors: Tensors, pattern: Pattern, factor: float)
     masks = {role: region.mask(tensors.input.device) for role, region in regions.items()}
     if case.epilogue.residual:
         masks["residual"] = pattern.unchanged.mask(tensors.input.device)
-    if pattern.quiet_bias is not None:
+    if case.direction == "forward" and pattern.quiet_bias is not None:
+        # Input gradients have no bias in these cases.
         masks["bias"] = pattern.quiet_bias
     loud = {
         role: _like(one, isolation.made_loud(one, masks[role], factor))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 import oracle
+from effort import ALL
 from emulator import driver
 from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.gpus import H200
@@ -29,9 +29,6 @@ TENSOR_CORES = ("hopper", "ampere")
 
 
 Item = TypeVar("Item")
-
-ALL = "FASTCONV_CORPUS" in os.environ
-"""Whether to run all test cases, as ``make test-corpus`` does, instead of a selection for CI."""
 
 
 def some(items: Iterable[Item], one_in: int) -> list[Item]:

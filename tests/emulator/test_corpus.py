@@ -13,8 +13,9 @@ from random import Random
 
 import pytest
 
+from effort import ALL
 from emulator import corpus, isolated, precompile
-from emulator.pass_cases import ALL, PassCase, check
+from emulator.pass_cases import PassCase, check
 from fastconv.kernels import coverage, planner
 from fastconv.kernels.family import GEOMETRY, Kernel, Plan
 from fastconv.kernels.gpus import GPUS

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from effort import ALL
 from emulator import corpus, driver, isolated, precompile
 from emulator.faults import Fault, Faulty, FaultyPlanner
-from emulator.pass_cases import ALL, PassCase
+from emulator.pass_cases import PassCase
 from fastconv.kernels import planner
 from fastconv.problem import NO_EPILOGUE, Epilogue
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from fastconv.kernels.arithmetic import ceil_div
+from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import ALIGNMENT, Constant, Gpu, Kernel, Launch, Plan
 
 FAMILY = "causal"
@@ -77,7 +77,7 @@ class Convolution:
     def halo(self) -> int:
         """The positions that a block stages before its tile."""
         states = self.width - 1
-        return states if self.channels_last else ceil_div(states, self.run) * self.run
+        return states if self.channels_last else round_up(states, self.run)
 
     def vector(self, layout: Layout) -> int:
         """Returns the elements of the widest vectors that rows of a tensor consist of."""
@@ -279,19 +279,19 @@ def _forward_bytes(conv: Convolution, tile: Tile) -> int:
     staged = conv.halo + tile.positions
     direct = conv.channels_last or conv.vector(Layout(0, 0)) == conv.run
     return (
-        _whole(staged * tile.channels * conv.scalar_bytes)
-        + (_whole(4 * staged) if conv.sequences else 0)
+        round_up(staged * tile.channels * conv.scalar_bytes, 16)
+        + (round_up(4 * staged, 16) if conv.sequences else 0)
         + (0 if direct else tile.positions * conv.scalar_bytes)
     )
 
 
 def _backward_bytes(conv: Convolution, tile: Tile) -> int:
     """Shared memory of a block of ``backward.cuh``."""
-    gradients = tile.positions + ceil_div(conv.width - 1, conv.run) * conv.run
+    gradients = tile.positions + round_up(conv.width - 1, conv.run)
     staged = conv.halo + gradients
     in_loop = (
-        _whole(staged * tile.channels * conv.scalar_bytes)
-        + _whole(gradients * tile.channels * conv.scalar_bytes)
+        round_up(staged * tile.channels * conv.scalar_bytes, 16)
+        + round_up(gradients * tile.channels * conv.scalar_bytes, 16)
         + gradients * tile.channels * conv.sum_bytes
         + (4 * staged if conv.sequences else 0)
     )
@@ -300,10 +300,6 @@ def _backward_bytes(conv: Convolution, tile: Tile) -> int:
     else:
         sums = (conv.width + 1) * tile.threads // 32
     return max(in_loop, sums * conv.sum_bytes)
-
-
-def _whole(count: int) -> int:
-    return ceil_div(count, 16) * 16
 
 
 def _power_of_two(least: int) -> int:

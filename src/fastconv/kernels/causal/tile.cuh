@@ -9,19 +9,11 @@
 //   channels-last   a lane has kGroup channels, 4 bytes where alignment allows it, and a segment of
 //                   the block's threads has every kSegments-th run
 #pragma once
-#include "device/tile.cuh"
+#include "causal/config.cuh"
 
 namespace fastconv {
 namespace causal {
 
-using C = Config;
-using Scalar = C::Scalar;
-using WeightScalar = C::WeightScalar;
-using Acc = typename AccOf<Scalar>::type;
-
-constexpr int kWidth = C::width;
-constexpr int kStates = kWidth - 1;
-constexpr int kThreads = C::threads;
 constexpr bool kLast = C::channels_last;
 constexpr int kLanes = C::lanes;
 constexpr int kGroup = C::group;
@@ -40,11 +32,6 @@ static_assert(kTile % kRun == 0, "a tile consists of runs");
 
 using Values = Acc[kGroup][kRun];
 using Taps = Acc[kGroup][kWidth];
-
-// The parameters of a launch are 32-bit ints; strides are passed in two.
-__device__ __forceinline__ long long wide(int low, int high) {
-  return static_cast<long long>(high) << 32 | static_cast<unsigned>(low);
-}
 
 // A block's part of a tensor of shape (batch, dim, length).
 struct Place {

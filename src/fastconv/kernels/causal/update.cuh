@@ -4,23 +4,10 @@
 // keeps them in registers, and walks over the new inputs. The state is shifted, or is a circular
 // buffer.
 #pragma once
-#include "device/tile.cuh"
+#include "causal/config.cuh"
 
 namespace fastconv {
 namespace causal {
-
-using C = Config;
-using Scalar = C::Scalar;
-using WeightScalar = C::WeightScalar;
-using Acc = typename AccOf<Scalar>::type;
-
-constexpr int kWidth = C::width;
-constexpr int kStates = kWidth - 1;
-constexpr int kThreads = C::threads;
-
-__device__ __forceinline__ long long wide(int low, int high) {
-  return static_cast<long long>(high) << 32 | static_cast<unsigned>(low);
-}
 
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
 __device__ __forceinline__ double silu(double x) { return x / (1.0 + exp(-x)); }
