@@ -74,8 +74,7 @@ LOAD_METHODS = (
     LoadMethod(2, True, MANY_WARPS),
     LoadMethod(2, False, MANY_WARPS),
 )
-# The factor of loads by many warps, and of the cycles of a piece that is half as large.
-MANY_WARPS_SHARE = 0.6
+MANY_WARPS_SHARE = {4: 0.6, 8: 0.75}  # factor of loads by many warps, by a vector's channels
 ONE_SLOT_LOSS = 1.25  # factor of loads if a warp has a single slot, and waits for it
 WEIGHT_BYTES = 24.0  # bytes of weights that an SM loads per cycle
 TILE_CYCLES = 1500.0  # prologue and epilogue of a tile
@@ -328,7 +327,7 @@ class Shape:
             pieces = vectors / (method.piece_vectors * self.pitch * layer.column_slots)
             loads += pieces * self._piece_cycles(method, wraps)
             loads *= ONE_SLOT_LOSS if method.raw_slots == 1 else 1
-        return loads * (MANY_WARPS_SHARE if method.warps == MANY_WARPS else 1)
+        return loads * (MANY_WARPS_SHARE[layer.vector_channels] if method.warps == MANY_WARPS else 1)
 
     def store_cycles(self, wraps: bool) -> float:
         """Cycles of a tile's stores; with ``wraps``, last strips continue into the next row."""
