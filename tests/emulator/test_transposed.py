@@ -26,6 +26,7 @@ from fastconv.kernels import planner
 from fastconv.kernels.coverage import Class
 from fastconv.kernels.family import Launch
 from fastconv.problem import ACTIVATIONS, NO_EPILOGUE, Epilogue
+from workspaces import workspace
 
 SLOPE = 0.3
 
@@ -103,8 +104,7 @@ def test_against_float64(case: PassCase) -> None:
 
 def _run(case: PassCase, read: dict[str, Tensor]) -> Tensor:
     plan, output = case.plan, new_output(case)
-    scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
-    driver.run_both_orders(plan.launches, {**read, "output": output, "scratch": scratch})
+    driver.run_both_orders(plan.launches, {**read, "output": output, **workspace(plan)})
     return output
 
 

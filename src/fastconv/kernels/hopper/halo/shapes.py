@@ -327,7 +327,9 @@ class Shape:
             pieces = vectors / (method.piece_vectors * self.pitch * layer.column_slots)
             loads += pieces * self._piece_cycles(method, wraps)
             loads *= ONE_SLOT_LOSS if method.raw_slots == 1 else 1
-        return loads * (MANY_WARPS_SHARE[layer.vector_channels] if method.warps == MANY_WARPS else 1)
+        return loads * (
+            MANY_WARPS_SHARE[layer.vector_channels] if method.warps == MANY_WARPS else 1
+        )
 
     def store_cycles(self, wraps: bool) -> float:
         """Cycles of a tile's stores; with ``wraps``, last strips continue into the next row."""
