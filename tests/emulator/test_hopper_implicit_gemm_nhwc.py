@@ -29,7 +29,7 @@ from emulator.test_hopper_halo import FEW, ONE
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.hopper.implicit_gemm_nhwc import plan as implicit_gemm_nhwc
 from fastconv.kernels.hopper.implicit_gemm_nhwc.tiles import tiles_of
-from fastconv.problem import Problem
+from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 TYPES = (torch.bfloat16, torch.float16)
 
@@ -68,11 +68,14 @@ def _case(
     bias: bool = True,
     gpu: Gpu = FEW,
     plain_weight: bool = False,
+    epilogue: Epilogue = NO_EPILOGUE,
 ) -> PassCase:
     return PassCase(
         conv,
         planner,
         dtype=dtype,
+        precision="tf32" if dtype is torch.float32 else "ieee",
+        epilogue=epilogue,
         channels_last=True,
         gpu=gpu,
         bias=bias,
@@ -91,6 +94,7 @@ UNEVEN = Conv(
     "uneven", (2, 16, 11, 10), (24, 16, 2, 3), stride=(2, 3), padding=(0, 2, 3, 1), dilation=(3, 2)
 )
 DILATED = Conv("dilated", (2, 72, 9, 9), (16, 72, 3, 3), padding=(4, 4, 4, 4), dilation=(4, 4))
+SLIM = Conv("slim", (2, 20, 7, 6), (12, 20, 3, 2), padding=(1, 1, 1, 0))
 AWAY = Conv("beyond the padding", (1, 16, 3, 2), (8, 16, 1, 1), stride=(4, 3), padding=(4, 4, 3, 3))
 CONVS = (POINTWISE, WIDE, STRIDED, THREE, DOWN, PATCHES, UNEVEN, DILATED, AWAY)
 TILES = ((1, 64, 3), (2, 64, 1), (2, 128, 2), (2, 256, 1), (3, 192, 1), (4, 64, 1), (4, 128, 1))
@@ -121,6 +125,17 @@ CASES = [
     *(_case(with_tile(forward, 1, columns), WIDE, gpu=ONE) for columns in (64, 128, 192, 256)),
     # Contiguous weights are packed first.
     *(_case(planner, THREE, plain_weight=True) for planner in (forward, input_grad)),
+    # TF32: all layers, and boxes of 32 channels of which one, two or eight make a tile.
+    *(_case(planner, conv, torch.float32) for conv in (*CONVS, SLIM)
+      for planner in (forward, input_grad)),
+    *(_case(with_tile(forward, *tile), WIDE, torch.float32, gpu=ONE)
+      for tile in ((1, 64, 3), (2, 128, 2), (1, 192, 1), (2, 256, 1), (4, 64, 1))),
+    *(_case(planner, conv, torch.float32, plain_weight=True) for conv in (THREE, UNEVEN)
+      for planner in (forward, input_grad)),
+    _case(input_grad, Conv("patches of 3", (3, 3, 12, 20), (24, 3, 4, 4), stride=(4, 4)),
+          torch.float32),
+    *(_case(forward, conv, torch.float32, epilogue=Epilogue("silu", residual=True))
+      for conv in (POINTWISE, WIDE, DOWN)),
 ]  # fmt: skip
 
 
