@@ -244,7 +244,8 @@ def test_declines() -> None:
             _ = PassCase(conv, forward, dtype, channels_last, aligned).plan
         return str(reason.value)
 
-    assert "float" in declined(THREE, dtype=torch.float32)
+    assert "float in ieee" in declined(THREE, dtype=torch.float32)
+    assert "double in ieee" in declined(THREE, dtype=torch.float64)
     assert "contiguous" in declined(THREE, channels_last=False)
     assert "aligned" in declined(THREE, aligned=False)
     assert "9 channels" in declined(Conv("odd", (1, 9, 4, 4), (8, 9, 1, 1)))
