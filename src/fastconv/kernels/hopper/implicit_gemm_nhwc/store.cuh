@@ -64,10 +64,12 @@ __device__ __forceinline__ void stage_halves(const float (&acc)[kAccumulators],
   }
 }
 
-// Stages a box of float32 outputs. A lane has pairs of neighbours, of rows eight apart.
+// Stages a box of float32 outputs. A lane has pairs of neighbours, of rows eight apart. The places
+// are computed for each box, because the accumulators leave no registers to keep them in.
 template <class T>
 __device__ __forceinline__ void stage_floats(const float (&acc)[kAccumulators],
                                              unsigned char* staged, int box, int lane) {
+  lane = once_more(lane);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = (lane / 4 + 8 * half) * C::joined + box % C::joined;  // row of 128 bytes
