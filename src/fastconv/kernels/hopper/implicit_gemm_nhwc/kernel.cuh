@@ -1,8 +1,8 @@
 // Implicit GEMM of channels-last (NHWC) tensors, in TF32 or 16-bit types, on Hopper's tensor cores:
 // forward passes and input gradients. M is the output positions of all images, N the output
-// channels, and K the input channels of one tap after the other. TMA brings both operands: the input
-// in im2col mode, or tiled where all images are one matrix. It rounds float32 to TF32 as it copies.
-// See docs/kernels/hopper-implicit-gemm-nhwc.md.
+// channels, and K the input channels of one tap after the other. TMA brings both operands: the
+// input in im2col mode, or tiled where all images are one matrix. It rounds float32 to TF32 as it
+// copies. See docs/kernels/hopper-implicit-gemm-nhwc.md.
 #pragma once
 #include "hopper/implicit_gemm_nhwc/load.cuh"
 #include "hopper/implicit_gemm_nhwc/pack.cuh"
@@ -30,7 +30,8 @@ __device__ __forceinline__ void multiply_stage(float (&acc)[kAccumulators], Matr
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kMmas; ++k) {
-    multiply<kTileColumns>(acc, rows + k * kMmaSpan / 16, weights + k * kWeightStep, accumulate || k > 0);
+    multiply<kTileColumns>(acc, rows + k * kMmaSpan / 16, weights + k * kWeightStep,
+                           accumulate || k > 0);
   }
   wgmma_commit();
 }
@@ -101,7 +102,8 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
 }  // namespace hopper
 }  // namespace fastconv
 
-// Packs weights that the tensor map cannot describe, to the layout that it has: [outer][tap][inner].
+// Packs weights that the tensor map cannot describe, to the layout that it has:
+// [outer][tap][inner].
 extern "C" __global__ void pack(const Config::Scalar* weight, Config::Scalar* packed) {
   fastconv::allow_later_launch();
   fastconv::hopper::pack_weights(weight, packed);

@@ -20,21 +20,25 @@ struct PackedVector {
   int inner, tap, outer;
 
   // Neighbouring threads store neighbours if elements have 16 bits. If they have 32, the threads
-  // read neighbours, of which a sector of the L2 cache has only eight: taps, or outer channels.
+  // read neighbours, of which a sector of the L2 cache has only eight: taps, or outer channels. In
+  // a gradient, kTogether threads store neighbours, so that they also store whole sectors.
   __device__ __forceinline__ explicit PackedVector(int i) {
     if constexpr (kScalarBytes == 2) {
       inner = i % kInnerVectors;
       tap = i / kInnerVectors % kTaps;
       outer = i / kInnerVectors / kTaps;
-    } else if constexpr (kInnerOut && kOuterStride == 1) {
-      outer = i % kOuter;
-      tap = i / kOuter % kTaps;
-      inner = i / kOuter / kTaps;
+    } else if constexpr (kInnerOut) {
+      constexpr int kTogether = gcd(kInnerVectors, 4);
+      constexpr bool kOuterFirst = kOuterStride == 1;
+      const int rest = i / kTogether, first = rest % (kOuterFirst ? kOuter : kTaps);
+      const int second = rest / (kOuterFirst ? kOuter : kTaps) % (kOuterFirst ? kTaps : kOuter);
+      outer = kOuterFirst ? first : second;
+      tap = kOuterFirst ? second : first;
+      inner = rest / (kOuter * kTaps) * kTogether + i % kTogether;
     } else {
       tap = i % kTaps;
-      const int rest = i / kTaps;
-      inner = kInnerOut ? rest / kOuter : rest % kInnerVectors;
-      outer = kInnerOut ? rest % kOuter : rest / kInnerVectors;
+      inner = i / kTaps % kInnerVectors;
+      outer = i / kTaps / kInnerVectors;
     }
   }
   __device__ __forceinline__ int index() const {

@@ -24,7 +24,7 @@ __device__ __forceinline__ void add_bias(float (&acc)[kAccumulators], const Scal
   for (int j = 0; j < kTileColumns / 8; ++j) {
     const int channel = column + 8 * j + 2 * (lane % 4);
     if (channel >= C::out_channels) continue;
-    const auto pair = load_bias<2, C::aligned_bias && kScalarBytes == 2>(bias + channel);
+    const auto pair = load_bias < 2, C::aligned_bias && kScalarBytes == 2 > (bias + channel);
 #pragma unroll
     for (int i = 0; i < 4; ++i) acc[4 * j + i] += widen(pair.element[i % 2]);
   }
@@ -76,8 +76,8 @@ __device__ __forceinline__ void stage_floats(const float (&acc)[kAccumulators],
 #pragma unroll
     for (int k = 0; k < 4 && box * kBoxColumns + 8 * k < kTileColumns; ++k) {
       const int chunk = 2 * k + lane % 4 / 2, at = 4 * (4 * box + k) + 2 * half;
-      auto& pair = *reinterpret_cast<Vector<T, 2>*>(
-          staged + row * kSpan + (chunk ^ (row % 8)) * 16 + lane % 2 * 8);
+      auto& pair = *reinterpret_cast<Vector<T, 2>*>(staged + row * kSpan +
+                                                    (chunk ^ (row % 8)) * 16 + lane % 2 * 8);
       if constexpr (kAddsResidual) {
         const Vector<T, 2> added = pair;
         pair = {Epilogue<C>::activated(acc[at], added.element[0]),
@@ -141,7 +141,8 @@ __device__ __forceinline__ uint4 staged_vector(const unsigned char* staged, int 
   return *reinterpret_cast<const uint4*>(staged + row * kSpan + ((lane % 8) ^ (row % 8)) * 16);
 }
 
-// Stores kBoxColumns staged channels of pixels that are not neighbours: 8 lanes store the 128 bytes of one.
+// Stores kBoxColumns staged channels of pixels that are not neighbours: 8 lanes store the 128 bytes
+// of one.
 __device__ __forceinline__ void scatter(const unsigned char* staged, Scalar* output, int column,
                                         Place place, int lane) {
   const int channel = column + lane % 8 * kVector;

@@ -3,9 +3,9 @@
 //
 // A block has a tile of kTile rows and columns of one matrix. Shared memory holds it as words of 32
 // bits: a word has one element, or two 16-bit elements of neighbouring rows in the same column,
-// which are neighbours in the result. A row of words is kPitch words long. Four lanes that read four
-// words each, of one column after the other, are 4 * kPitch words apart: 8 banks, so that a warp's 4
-// by 8 lanes read from all 32 banks.
+// which are neighbours in the result. A row of words is kPitch words long. Four lanes that read
+// four words each, of one column after the other, are 4 * kPitch words apart: 8 banks, so that a
+// warp's 4 by 8 lanes read from all 32 banks.
 #pragma once
 #include "device/tile.cuh"
 
@@ -110,8 +110,7 @@ __device__ __forceinline__ void store_vectors(Element* result, int rows, int col
     const int at = item % kTile, word = (item / kTile * 4 + thread % 4) * 4;
     const int x = column + at, y = row + kWordElements * word;
     if (x < columns && y < rows) {
-      uint4* const target =
-          reinterpret_cast<uint4*>(result + static_cast<long long>(x) * rows + y);
+      uint4* const target = reinterpret_cast<uint4*>(result + static_cast<long long>(x) * rows + y);
       *target = {words[word][at], words[word + 1][at], words[word + 2][at], words[word + 3][at]};
     }
   }
