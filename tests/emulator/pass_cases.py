@@ -109,7 +109,9 @@ class PassCase:
     @property
     def ties_to_even(self) -> bool:
         """Whether the planned kernel rounds ties to even in TF32, rather than away from zero."""
-        return bool(dict(self.plan.launches[-1].kernel.constants).get("ties_to_even"))
+        return any(
+            dict(launch.kernel.constants).get("ties_to_even") for launch in self.plan.launches
+        )
 
     @property
     def input_format(self) -> torch.memory_format:

@@ -1,4 +1,4 @@
-"""Contiguous 16-bit layers on channels-last copies: all three passes, and the copies alone."""
+"""Contiguous layers on channels-last copies: all three passes, and the copies alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from emulator import precompile, run_both_orders
 from emulator.pass_cases import Conv, PassCase, check
 from emulator.test_hopper_halo import FEW
-from fastconv.kernels.family import Declined, Gpu, Operands, Plan
+from fastconv.kernels.family import MAPPED_SCALARS, Declined, Gpu, Operands, Plan
 from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper import passes
 from fastconv.kernels.hopper.relayout import plan as relayout
@@ -47,6 +47,10 @@ CASES = [
     PassCase(conv, planner, dtype, gpu=FEW)
     for (conv, planner), dtype in zip(product(CONVS, PLANNERS), TYPES * 8, strict=False)
 ]
+CASES += [
+    PassCase(conv, planner, torch.float32, gpu=FEW, precision="tf32")
+    for conv, planner in product(CONVS, (forward, input_grad))
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,11 +67,15 @@ def test_pass(case: PassCase) -> None:
 @pytest.mark.parametrize(
     ("images", "rows", "columns"), [(1, 8, 8), (2, 72, 33), (3, 31, 136), (1, 64, 1), (2, 129, 64)]
 )
-def test_transpose(images: int, rows: int, columns: int) -> None:
+@pytest.mark.parametrize("scalar", ["fastconv::bfloat16", "float"])
+def test_transpose(images: int, rows: int, columns: int, scalar: str) -> None:
     """Each image is transposed, and nothing beyond it is written."""
-    operands = Operands("fastconv::bfloat16", 2, False, False, (1, 1, 1, 1), True)
+    bytes_ = MAPPED_SCALARS[scalar]
+    operands = Operands(scalar, bytes_, False, False, (1, 1, 1, 1), True)
     launch = relayout._transpose("source", "target", images, rows, columns, operands)
-    source = torch.randint(-(2**15), 2**15, (images, rows, columns), dtype=torch.int16)
+    integer = torch.int16 if bytes_ == 2 else torch.int32
+    limits = torch.iinfo(integer)
+    source = torch.randint(limits.min, limits.max, (images, rows, columns), dtype=integer)
     target = torch.full_like(source, -1)
     run_both_orders([launch], {"source": source, "target": target})
     assert target.view(images, columns, rows).equal(source.transpose(1, 2))
@@ -76,19 +84,20 @@ def test_transpose(images: int, rows: int, columns: int) -> None:
 def test_classes() -> None:
     """The cases have copies of whole vectors, and of single elements, in both directions."""
     found = {
-        (constants["vector_loads"], constants["vector_stores"])
+        (case.dtype.itemsize, constants["vector_loads"], constants["vector_stores"])
         for case in CASES
         for launch in case.plan.launches
         if launch.kernel.entry == "transpose"
         for constants in [dict(launch.kernel.constants)]
     }
-    assert found == {(True, True), (True, False), (False, True)}
+    kinds = ((True, True), (True, False), (False, True))
+    assert found == {(bytes_, *kind) for bytes_ in (2, 4) for kind in kinds}
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"dtype": torch.float32}, "16 bits"),
+        ({"dtype": torch.float32}, "float in ieee"),
         ({"channels_last": True}, "contiguous"),
         ({"aligned": False}, "aligned"),
     ],

@@ -263,22 +263,27 @@ def _assert_legal_nhwc(plan: Plan, gpu: Gpu) -> None:
     input_map, weight_map, output_map, *_, batch = launch.arguments
     assert len(packs) <= 1
     weights = c["weight_out"] * c["weight_in"] * c["kernel_height"] * c["kernel_width"]
+    vector = 4 if c["Scalar"] == "float" else 8
+    depth, n_major = 8 * vector, c["transposed"] and vector == 8
+    packed_bytes = len(packs) * 16 // vector * weights
     if plan.regions:
-        _assert_legal_copies(plan, packed_bytes=len(packs) * 2 * weights)
+        _assert_legal_copies(plan, packed_bytes)
     else:
-        assert (plan.packs, plan.scratch_bytes) == (len(packs), len(packs) * 2 * weights)
+        assert (plan.packs, plan.scratch_bytes) == (len(packs), packed_bytes)
     assert weight_map.tensor == ("scratch" if packs else "weight")
-    assert c["in_channels"] % 8 == c["out_channels"] % 8 == 0
+    assert (input_map.scalar == weight_map.scalar == "tf32") == (vector == 4)
+    assert output_map.scalar == c["Scalar"]
+    assert c["in_channels"] % vector == c["out_channels"] % vector == 0
 
     # A stage has the size that the copies fill, and begins where their swizzle pattern begins.
     rows, columns = 64 * c["consumers"], c["tile_columns"]
-    boxes = ceil_div(columns, 64)
-    weight_bytes = (boxes if c["transposed"] else 1) * weight_map.box_bytes
-    weight_columns = 64 * boxes if c["transposed"] else columns
+    boxes = ceil_div(columns, depth)
+    weight_bytes = (boxes if n_major else 1) * weight_map.box_bytes
+    weight_columns = depth * boxes if n_major else columns
     assert (input_map.box_bytes, weight_bytes) == (128 * rows, 128 * weight_columns)
     stage = input_map.box_bytes + (0 if c["resident"] else weight_bytes)
     taps = c["kernel_height"] * c["kernel_width"]
-    stay = taps * ceil_div(c["in_channels"], 64) * weight_bytes if c["resident"] else 0
+    stay = taps * ceil_div(c["in_channels"], depth) * weight_bytes if c["resident"] else 0
     if c["resident"]:
         assert c["dense"]
         assert c["out_channels"] <= columns
@@ -287,7 +292,7 @@ def _assert_legal_nhwc(plan: Plan, gpu: Gpu) -> None:
     assert boxes % (c["buffers"] * c["joined"]) == 0
     if c["joined"] > 1:  # Joined TMA boxes all lie side by side in memory.
         assert c["dense"]
-        assert c["out_channels"] % 64 == columns % 64 == 0
+        assert c["out_channels"] % depth == columns % depth == 0
     assert c["stages"] >= 2
     staged = 4 * c["consumers"] * c["buffers"] * c["joined"] * 16 * 128
     used = stay + c["stages"] * (stage + 16) + staged + 16
@@ -323,10 +328,12 @@ def _assert_legal_copies(plan: Plan, packed_bytes: int) -> None:
         begin, end = place[region]
         images, rest = divmod(launch.grid[0], ceil_div(rows, TILE) * ceil_div(columns, TILE))
         assert rest == 0
-        assert 0 <= end - begin - 2 * images * rows * columns < REGION_ALIGNMENT
         c: dict[str, Any] = dict(launch.kernel.constants)
-        assert c["vector_loads"] == (columns % 8 == 0)
-        assert c["vector_stores"] == (rows % 8 == 0)
+        vector = 4 if c["Scalar"] == "float" else 8
+        moved = 16 // vector * images * rows * columns
+        assert 0 <= end - begin - moved < REGION_ALIGNMENT
+        assert c["vector_loads"] == (columns % vector == 0)
+        assert c["vector_stores"] == (rows % vector == 0)
 
 
 def _assert_legal_nchw(plan: Plan, gpu: Gpu) -> None:

@@ -112,6 +112,8 @@ def _mirrored(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _W
 
 
 def _on_copies(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
+    if operands.scalar_bytes != 2:
+        raise Declined(f"channels-last copies of {operands.scalar} for a weight gradient")
     last = relayout.channels_last(operands)
     cycles, plan = _implicit_gemm(problem, last, gpu, most)
     cycles = (cycles + relayout.cycles(problem, last, gpu)) / GATHER_SHARE

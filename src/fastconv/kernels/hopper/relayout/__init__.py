@@ -1,4 +1,4 @@
-"""Contiguous 16-bit layers by channels-last kernels: copies in the other memory format.
+"""Contiguous layers by channels-last kernels, in TF32 and 16 bits: copies of the other format.
 
 Implicit GEMMs load channels-last tensors with TMA, and contiguous ones with threads that transpose
 what they load, once for each block of output channels. For layers of many channels it takes less

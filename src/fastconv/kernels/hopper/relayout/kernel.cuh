@@ -1,11 +1,11 @@
-// Transposes matrices of 16-bit elements, one for each image: between contiguous memory (channels
-// by pixels) and channels-last memory (pixels by channels).
+// Transposes matrices, one for each image: between contiguous memory (channels by pixels) and
+// channels-last memory (pixels by channels).
 //
-// A block has a tile of kTile rows and columns of one matrix. Shared memory holds it as words: a
-// word has the elements of two neighbouring rows in the same column, which are neighbours in the
-// result. A row of words is kPitch words long. Four lanes that read four words each, of one column
-// after the other, are 4 * kPitch words apart: 8 banks, so that a warp's 4 by 8 lanes read from all
-// 32 banks.
+// A block has a tile of kTile rows and columns of one matrix. Shared memory holds it as words of 32
+// bits: a word has one element, or two 16-bit elements of neighbouring rows in the same column,
+// which are neighbours in the result. A row of words is kPitch words long. Four lanes that read
+// four words each, of one column after the other, are 4 * kPitch words apart: 8 banks, so that a
+// warp's 4 by 8 lanes read from all 32 banks.
 #pragma once
 #include "device/tile.cuh"
 
@@ -13,29 +13,32 @@ namespace fastconv {
 namespace hopper {
 
 using C = Config;
-using Element = unsigned short;
+using Element = Bits<sizeof(C::Scalar)>::type;
 
 constexpr int kTile = 64;
-constexpr int kPairs = kTile / 2;
+constexpr int kWordElements = 4 / static_cast<int>(sizeof(Element));
+constexpr int kWordRows = kTile / kWordElements;
 constexpr int kPitch = kTile + 2;
-constexpr int kVector = 8;  // elements of 16 bytes
+constexpr int kVector = 16 / static_cast<int>(sizeof(Element));
 constexpr int kThreads = C::threads;
 static_assert(4 * kPitch % 32 == 8, "lanes of a warp read from different banks");
-static_assert(kThreads == kPairs * kTile / kVector, "a thread loads one vector of two rows");
-static_assert(kPairs * kPitch * 4 == C::shared_bytes, "");
+static_assert(kTile == 64 && kThreads == 256, "rounds that load and store whole tiles");
+static_assert(kWordRows * kPitch * 4 == C::shared_bytes, "");
 
-using Words = unsigned[kPairs][kPitch];
+using Words = unsigned[kWordRows][kPitch];
 
 __device__ __forceinline__ unsigned packed(unsigned low, unsigned high) { return low | high << 16; }
 
 // Loads the tile at (row, column) of a matrix. Elements outside are not loaded: no one stores them.
-__device__ __forceinline__ void load_vectors(const Element* matrix, int rows, int columns, int row,
-                                             int column, Words& words) {
+// A thread loads a vector of each of two rows.
+__device__ __forceinline__ void load_vectors(const unsigned short* matrix, int rows, int columns,
+                                             int row, int column, Words& words) {
+  constexpr int kAcross = kTile / 8;
   const int thread = static_cast<int>(threadIdx.x);
-  const int pair = thread / (kTile / kVector), at = thread % (kTile / kVector) * kVector;
+  const int pair = thread / kAcross, at = thread % kAcross * 8;
   const int y = row + 2 * pair, x = column + at;
   if (x >= columns || y >= rows) return;
-  const Element* const source = matrix + static_cast<long long>(y) * columns + x;
+  const unsigned short* const source = matrix + static_cast<long long>(y) * columns + x;
   const uint4 even = *reinterpret_cast<const uint4*>(source);
   const uint4 odd = y + 1 < rows ? *reinterpret_cast<const uint4*>(source + columns) : even;
   const unsigned lows[] = {even.x, even.y, even.z, even.w};
@@ -47,9 +50,41 @@ __device__ __forceinline__ void load_vectors(const Element* matrix, int rows, in
   }
 }
 
+// A thread loads vectors of several rows, all before the first store waits for one.
+__device__ __forceinline__ void load_vectors(const unsigned* matrix, int rows, int columns, int row,
+                                             int column, Words& words) {
+  constexpr int kAcross = kTile / 4, kRound = kThreads / kAcross, kRounds = kWordRows / kRound;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int first = thread / kAcross, at = thread % kAcross * 4, x = column + at;
+  if (x >= columns) return;
+  uint4 loaded[kRounds] = {};
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    const int y = row + first + i * kRound;
+    const unsigned* const source = matrix + static_cast<long long>(y) * columns + x;
+    if (y < rows) loaded[i] = *reinterpret_cast<const uint4*>(source);
+  }
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    uint2* const target = reinterpret_cast<uint2*>(&words[first + i * kRound][at]);
+    target[0] = {loaded[i].x, loaded[i].y};
+    target[1] = {loaded[i].z, loaded[i].w};
+  }
+}
+
+// The word of the element at row `y`, and of the next row's.
+__device__ __forceinline__ unsigned load_word(const unsigned short* element, int y, int rows,
+                                              int columns) {
+  const unsigned low = y < rows ? element[0] : 0;
+  return packed(low, y + 1 < rows ? element[columns] : 0);
+}
+__device__ __forceinline__ unsigned load_word(const unsigned* element, int y, int rows, int) {
+  return y < rows ? *element : 0;
+}
+
 __device__ __forceinline__ void load_elements(const Element* matrix, int rows, int columns, int row,
                                               int column, Words& words) {
-  constexpr int kRound = kThreads / kTile, kRounds = kPairs / kRound;
+  constexpr int kRound = kThreads / kTile, kRounds = kWordRows / kRound;
   const int at = static_cast<int>(threadIdx.x) % kTile, x = column + at;
   const int first = static_cast<int>(threadIdx.x) / kTile;
   if (x >= columns) return;
@@ -57,10 +92,8 @@ __device__ __forceinline__ void load_elements(const Element* matrix, int rows, i
   unsigned loaded[kRounds];  // All loads are issued before the first store waits for one.
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) {
-    const int y = 2 * (first + i * kRound);
-    const Element* const even = source + static_cast<long long>(y) * columns;
-    const unsigned low = row + y < rows ? even[0] : 0;
-    loaded[i] = packed(low, row + y + 1 < rows ? even[columns] : 0);
+    const int y = kWordElements * (first + i * kRound);
+    loaded[i] = load_word(source + static_cast<long long>(y) * columns, row + y, rows, columns);
   }
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) words[first + i * kRound][at] = loaded[i];
@@ -72,14 +105,13 @@ __device__ __forceinline__ void store_vectors(Element* result, int rows, int col
   const int thread = static_cast<int>(threadIdx.x);
   constexpr int kRound = kThreads / 4;
 #pragma unroll
-  for (int part = 0; part < 2 * kTile / kRound; ++part) {
+  for (int part = 0; part < kWordRows / 16 * kTile / kRound; ++part) {
     const int item = thread / 4 + part * kRound;
-    const int at = item % kTile, pair = (item / kTile * 4 + thread % 4) * (kVector / 2);
-    const int x = column + at, y = row + 2 * pair;
+    const int at = item % kTile, word = (item / kTile * 4 + thread % 4) * 4;
+    const int x = column + at, y = row + kWordElements * word;
     if (x < columns && y < rows) {
-      uint4* const target =
-          reinterpret_cast<uint4*>(result + static_cast<long long>(x) * rows + y);
-      *target = {words[pair][at], words[pair + 1][at], words[pair + 2][at], words[pair + 3][at]};
+      uint4* const target = reinterpret_cast<uint4*>(result + static_cast<long long>(x) * rows + y);
+      *target = {words[word][at], words[word + 1][at], words[word + 2][at], words[word + 3][at]};
     }
   }
 }
@@ -92,9 +124,9 @@ __device__ __forceinline__ void store_elements(Element* result, int rows, int co
   if (y >= rows) return;
 #pragma unroll 4
   for (int at = first; at < kTile && column + at < columns; at += kRound) {
-    const unsigned word = words[of_column / 2][at];
+    const unsigned word = words[of_column / kWordElements][at];
     result[static_cast<long long>(column + at) * rows + y] =
-        static_cast<Element>(of_column % 2 ? word >> 16 : word);
+        static_cast<Element>(of_column % kWordElements ? word >> 16 : word);
   }
 }
 
@@ -123,6 +155,7 @@ __device__ __forceinline__ void transpose(const Element* source, Element* target
 
 extern "C" __global__ void __launch_bounds__(Config::threads)
     transpose(const Config::Scalar* source, Config::Scalar* target, int rows, int columns) {
-  fastconv::hopper::transpose(reinterpret_cast<const unsigned short*>(source),
-                              reinterpret_cast<unsigned short*>(target), rows, columns);
+  using Element = fastconv::hopper::Element;
+  fastconv::hopper::transpose(reinterpret_cast<const Element*>(source),
+                              reinterpret_cast<Element*>(target), rows, columns);
 }

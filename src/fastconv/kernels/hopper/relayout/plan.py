@@ -1,4 +1,4 @@
-"""Plans contiguous 16-bit layers by channels-last kernels, with copies in the workspace.
+"""Plans contiguous layers by channels-last kernels, with copies in the workspace.
 
 The copies are regions of the workspace. A launch before the channels-last plan makes that of what
 the pass reads; a launch after it transposes what the plan has written. A weight gradient reads two
@@ -28,8 +28,6 @@ from fastconv.problem import Problem
 SOURCE = "hopper/relayout/kernel.cuh"
 THREADS = 256
 TILE = 64  # kTile in kernel.cuh
-SHARED_BYTES = TILE // 2 * (TILE + 2) * 4
-VECTOR = 8  # elements of 16 bytes
 MOST_BLOCKS = 2**31 - 1
 # Estimates: bytes that an SM moves per cycle, of reads and writes together, and the cycles of a
 # launch. An image's choice of kernels must not depend on its batch, so each image of a forward pass
@@ -43,10 +41,10 @@ def channels_last(operands: Operands) -> Operands:
     """The operands of the channels-last plan of a contiguous layer.
 
     Raises:
-        Declined: the layer is not contiguous, or its elements do not have 16 bits.
+        Declined: the layer is not contiguous, or is computed in full float32 or in float64.
     """
-    if operands.scalar_bytes != 2:
-        raise Declined("channels-last copies of elements that do not have 16 bits")
+    if operands.scalar_bytes > 2 and operands.precision != "tf32":
+        raise Declined(f"channels-last copies of {operands.scalar} in {operands.precision}")
     if operands.input_channels_last or operands.output_channels_last or not operands.aligned:
         raise Declined("channels-last copies unless tensors are contiguous and aligned")
     if operands.epilogue.residual:
@@ -76,7 +74,7 @@ def convolution(plan: Plan, problem: Problem, operands: Operands, reversed: bool
     names = {"input": "input_copy", "output": "output_copy"}
     before = _to_channels_last("input", "input_copy", read, operands)
     after = _to_contiguous("output_copy", "output", written, operands)
-    sizes = [2 * prod(read), 2 * prod(written)]
+    sizes = [operands.scalar_bytes * prod(shape) for shape in (read, written)]
     return _joined([before], plan, [after], names, sizes)
 
 
@@ -88,7 +86,8 @@ def weight_gradient(plan: Plan, problem: Problem, operands: Operands) -> Plan:
         _to_channels_last(name, copy, shape, operands)
         for (name, copy), shape in zip(names.items(), shapes, strict=True)
     ]
-    return _joined(before, plan, [], names, [2 * prod(shape) for shape in shapes])
+    sizes = [operands.scalar_bytes * prod(shape) for shape in shapes]
+    return _joined(before, plan, [], names, sizes)
 
 
 def _bytes(problem: Problem, operands: Operands) -> int:
@@ -142,17 +141,18 @@ def _transpose(
     blocks = images * ceil_div(rows, TILE) * ceil_div(columns, TILE)
     if blocks > MOST_BLOCKS:
         raise Declined(f"channels-last copies of {images} images of {rows} by {columns} elements")
+    shared_bytes = TILE * operands.scalar_bytes * (TILE + 2)
     constants: tuple[tuple[str, Constant], ...] = (
         ("Scalar", operands.scalar),
         ("threads", THREADS),
-        ("shared_bytes", SHARED_BYTES),
-        ("vector_loads", columns % VECTOR == 0),
-        ("vector_stores", rows % VECTOR == 0),
+        ("shared_bytes", shared_bytes),
+        ("vector_loads", columns % operands.vector == 0),
+        ("vector_stores", rows % operands.vector == 0),
     )
     return Launch(
         Kernel(SOURCE, "transpose", constants),
         (blocks, 1, 1),
         THREADS,
-        SHARED_BYTES,
+        shared_bytes,
         (source, target, rows, columns),
     )
