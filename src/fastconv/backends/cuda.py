@@ -235,7 +235,7 @@ class Ready(NamedTuple):
     scratch_bytes: int
     family: str
     packs: int  # see Plan.packs
-    regions: tuple[int, ...] = ()  # where regions of the workspace begin
+    regions: tuple[int, int] = (0, 0)  # where regions of the workspace begin
 
     def run(self, *tensors: Tensor | None) -> None:
         """Launches the kernels; tensors are in the order of the pass's names for them."""
@@ -331,8 +331,8 @@ def _ready(need: Need) -> Ready:
     prepared = launch.load_launches(plan.launches, device, names)
     _note_made(need)
     _latest.need = None if need.plan is planner.weight_grad else need
-    regions = plan.offsets(names[-REGIONS:])
-    return Ready(prepared, plan.scratch_bytes, plan.family, plan.packs, regions)
+    first, second = plan.offsets(names[-REGIONS:])
+    return Ready(prepared, plan.scratch_bytes, plan.family, plan.packs, (first, second))
 
 
 before_layer: Callable[[Need], None] | None = None
