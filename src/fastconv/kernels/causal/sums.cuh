@@ -1,4 +1,5 @@
-// The gradients of taps and biases: sums of a thread, and how a block adds them up, in a fixed order.
+// The gradients of taps and biases: sums of a thread, and how a block adds them up, in a fixed
+// order.
 #pragma once
 #include "causal/tile.cuh"
 

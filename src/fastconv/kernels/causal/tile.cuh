@@ -149,11 +149,11 @@ __device__ __forceinline__ void read_run(Values& values, const Scalar* from, int
   }
 }
 
-// Walks over the window of a run in chunks as long as the run, of which read(values, q) reads one,
-// and calls visit(values, i, e, tap) for each element i of its values that output e reads by a tap.
-// For each output, taps come in ascending order. `ids` are the sequences of the window's positions.
-template <class Read, class Visit>
-__device__ __forceinline__ void walk_chunks(Read&& read, const int* ids, Visit&& visit) {
+// Walks over the window of a run, and calls visit(values, i, e, tap) for each element i of its
+// values that output e reads by a tap. For each output, taps come in ascending order. `ids` are the
+// sequences of the window's positions.
+template <class Visit>
+__device__ __forceinline__ void walk(const Scalar* window, const int* ids, Visit&& visit) {
   int own[kRun];
   if constexpr (C::sequences) {
 #pragma unroll
@@ -162,7 +162,7 @@ __device__ __forceinline__ void walk_chunks(Read&& read, const int* ids, Visit&&
 #pragma unroll
   for (int q = 0; q < ceil_div(kWindow, kRun); ++q) {
     Values values = {};
-    read(values, q);
+    read_run(values, window + q * kRun * kChannels, kWindow - q * kRun);
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
 #pragma unroll
@@ -176,15 +176,6 @@ __device__ __forceinline__ void walk_chunks(Read&& read, const int* ids, Visit&&
       }
     }
   }
-}
-
-// Walks over a window that begins at `window`.
-template <class Visit>
-__device__ __forceinline__ void walk(const Scalar* window, const int* ids, Visit&& visit) {
-  const auto read = [&](Values& values, int q) {
-    read_run(values, window + q * kRun * kChannels, kWindow - q * kRun);
-  };
-  walk_chunks(read, ids, visit);
 }
 
 // The sums of a run before the activation.

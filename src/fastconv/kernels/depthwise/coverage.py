@@ -254,13 +254,12 @@ TOEPLITZ_PIXELS = Anatomy(
 
 def _rows(c: Mapping[str, Any]) -> dict[str, Constant]:
     """What the kernels of layers of one row share."""
-    rows = "positions" if c["channels_last"] else "words" if c["whole_words"] else "parts of words"
-    last = c["channels_last"]
+    last, taps = c["channels_last"], "one tap" if c["width"] == 1 else "several taps"
     return {
-        "rows of": rows,
+        "rows of": "positions" if last else "words" if c["whole_words"] else "parts of words",
         "copied in vectors": c["load_vector"] > 1,
         "channels": "pairs" if c["group"] > 1 else "few" if last and c["lanes"] < 32 else "one",
-        "window": "begins within a word" if c["shift"] else "one tap" if c["width"] == 1 else "many",
+        "window": "begins within a word" if c["shift"] else taps,
     }
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.depthwise.fma import plan as fma
 from fastconv.kernels.depthwise.layer import Layer, require
-from fastconv.kernels.depthwise.rows import plan as rows
+from fastconv.kernels.depthwise.rows import plan as one_row
 from fastconv.kernels.depthwise.tiles import FAMILY, WHY, best
 from fastconv.kernels.depthwise.toeplitz import plan as toeplitz
 from fastconv.kernels.direct import limits
@@ -52,8 +52,8 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
 
 def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> Plan:
     layer = Layer.of(problem, operands, transposed)
-    if problem.input_size[0] == 1 and rows.takes(layer):
-        return rows.convolve(layer, gpu)
+    if problem.input_size[0] == 1 and one_row.takes(layer):
+        return one_row.convolve(layer, gpu)
     _check_width(layer)
     return plan(layer, _tile(layer, gpu), gpu)
 

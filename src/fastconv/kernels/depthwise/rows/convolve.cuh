@@ -7,10 +7,10 @@
 // memory, by cp.async, and each thread computes runs from there. Memory's rate bounds the kernel:
 // there is no pipeline within a block, since other blocks of the SM compute while this one loads.
 //
-//   contiguous      A tile is part of a row of one channel. Where rows do not begin with words of 16
-//                   bytes, the tile's first output is chosen such that the window of each run begins
-//                   with a word of the input, and results are shifted to words of the output.
-//   channels-last   a tile is some positions of some channels
+//   contiguous      A tile is part of a row of one channel. Where rows do not begin with words, the
+//                   tile's first output is such that the windows of runs begin with words of the
+//                   input, and results are shifted to words of the output.
+//   channels-last   A tile is some positions of some channels.
 //
 //   shared memory   [positions read][channel] inputs, [tile + a word] outputs
 #pragma once
@@ -41,8 +41,7 @@ struct FastestOf<Silu, 2> {
   using type = ApproximateSilu;
 };
 struct FastConfig : Config {
-  using activation =
-      typename FastestOf<typename ActivationOf<Config>::type, sizeof(Scalar)>::type;
+  using activation = typename FastestOf<typename ActivationOf<Config>::type, sizeof(Scalar)>::type;
 };
 
 // What a block reads and writes.

@@ -20,10 +20,22 @@ from fastconv.kernels.causal.plan import (
     sums_bytes,
 )
 from fastconv.kernels.depthwise.layer import CHAIN, Layer
-from fastconv.kernels.depthwise.tiles import FAMILY, lane_channels
+from fastconv.kernels.depthwise.tiles import (
+    FAMILY,
+    RESERVED_BYTES,
+    THREADS_PER_SM,
+    lane_channels,
+)
 from fastconv.kernels.direct import limits
-from fastconv.kernels.family import ALIGNMENT, Constant, Gpu, Kernel, Launch, Plan
-from fastconv.kernels.family import epilogue_constants
+from fastconv.kernels.family import (
+    ALIGNMENT,
+    Constant,
+    Gpu,
+    Kernel,
+    Launch,
+    Plan,
+    epilogue_constants,
+)
 
 WHY = "a depthwise layer of one row"
 
@@ -37,7 +49,7 @@ MOST_THREADS = 128
 # Positions of a channels-last tile with 32 lanes; fewer in a weight gradient, which has two stages
 # of two tensors. With more taps than WIDEST_PAIR, it is twice as many.
 POSITIONS, GRAD_POSITIONS = 128, 64
-BLOCKS_PER_SM = 32  # a weight gradient has at least so many blocks per SM, if it has as many tiles
+BLOCK_UNITS = 1.0  # a block of a weight gradient takes so long besides its units: to begin and end
 START = 3000  # cycles until a first block has its tile
 
 
@@ -45,6 +57,7 @@ def takes(layer: Layer) -> bool:
     """Whether these kernels compute a layer, of which family ``depthwise`` takes all sizes."""
     problem, operands = layer.problem, layer.operands
     one_row = problem.input_size[0] == problem.output_size[0] == problem.kernel_size[0] == 1
+    one_row = one_row and problem.padding.top == 0  # or a large stride keeps the padding alone
     multiplier = problem.out_channels // problem.in_channels
     if not one_row or layer.group_in != 1 or multiplier != 1:
         return False
@@ -91,10 +104,8 @@ def weight_grad(layer: Layer, gpu: Gpu) -> Plan:
     rows = _Rows.of(layer, gpu, backward=True)
     units = conv.batch * rows.tiles
     across = ceil_div(conv.dim, rows.tile.channels)
-    of_thread = ceil_div(rows.tile.positions // conv.run, _segments(rows.tile)) * conv.run
-    wanted = units * across // (gpu.sm_count * BLOCKS_PER_SM)
-    shares = ceil_div(units, max(1, min(wanted, units, CHAIN // of_thread)))
-    per_block = ceil_div(units, shares)
+    shared_bytes = _backward_bytes(conv, rows.tile, rows.more, rows.whole_words)
+    per_block = _units_of_block(conv, rows.tile, units, across, shared_bytes, gpu)
     shares = ceil_div(units, per_block)
     launch = Launch(
         Kernel(
@@ -104,7 +115,7 @@ def weight_grad(layer: Layer, gpu: Gpu) -> Plan:
         ),
         (across * shares, 1, 1),
         rows.tile.threads,
-        _backward_bytes(conv, rows.tile, rows.more),
+        shared_bytes,
         (
             *("grad_output", "input", "scratch", conv.dim),
             *(layer.in_size[1], conv.length, layer.columns.origin, rows.tiles, rows.runs),
@@ -131,9 +142,13 @@ class _Rows:
 
     @staticmethod
     def of(layer: Layer, gpu: Gpu, backward: bool) -> _Rows:
-        conv = _convolution(layer)
-        if conv.channels_last:
+        if layer.operands.input_channels_last:
             return _Rows._of_positions(layer, gpu, backward)
+        return _Rows._of_words(layer)
+
+    @staticmethod
+    def _of_words(layer: Layer) -> _Rows:
+        conv = _convolution(layer)
         lengths = (layer.in_size[1], conv.length)
         whole = layer.operands.aligned and not any(length % conv.run for length in lengths)
         # A row that begins within a word has up to one word more.
@@ -150,7 +165,7 @@ class _Rows:
             tiles,
             conv.batch * conv.dim * tiles,
             shift,
-            (chunks + (backward and not whole)) * conv.run,
+            chunks * conv.run,
             whole,
         )
 
@@ -160,7 +175,7 @@ class _Rows:
 
         def needed(conv: Convolution, tile: Tile) -> int:
             return (
-                _backward_bytes(conv, tile, more)
+                _backward_bytes(conv, tile, more, True)
                 if backward
                 else _forward_bytes(conv, tile, more, True)
             )
@@ -217,8 +232,24 @@ def _constants(layer: Layer, rows: _Rows) -> dict[str, Constant]:
     }
 
 
-def _segments(tile: Tile) -> int:
-    return tile.threads // tile.lanes
+def _units_of_block(
+    conv: Convolution, tile: Tile, units: int, across: int, shared_bytes: int, gpu: Gpu
+) -> int:
+    """Units of a block of ``weight_grad.cuh``: those that take the fewest rounds of blocks.
+
+    No thread chains more than CHAIN additions.
+    """
+    segments = tile.threads // tile.lanes
+    of_thread = ceil_div(tile.positions // conv.run, segments) * conv.run
+    resident = gpu.sm_count * min(
+        gpu.shared_bytes_per_sm // (shared_bytes + RESERVED_BYTES), THREADS_PER_SM // tile.threads
+    )
+
+    def cost(per_block: int) -> tuple[float, int]:
+        blocks = across * ceil_div(units, per_block)
+        return ceil_div(blocks, resident) * (per_block + BLOCK_UNITS), per_block
+
+    return min(range(1, max(1, min(units, CHAIN // of_thread)) + 1), key=cost)
 
 
 def _forward_bytes(conv: Convolution, tile: Tile, more: int, whole_words: bool) -> int:
@@ -228,11 +259,12 @@ def _forward_bytes(conv: Convolution, tile: Tile, more: int, whole_words: bool) 
     return staged + (0 if whole_words else tile.positions * conv.scalar_bytes + ALIGNMENT)
 
 
-def _backward_bytes(conv: Convolution, tile: Tile, more: int) -> int:
+def _backward_bytes(conv: Convolution, tile: Tile, more: int, whole_words: bool) -> int:
     """Shared memory of a block of ``weight_grad.cuh``."""
     channel_bytes = tile.channels * conv.scalar_bytes
     inputs = round_up((tile.positions + more) * channel_bytes, ALIGNMENT)
     grads = round_up(tile.positions * channel_bytes, ALIGNMENT)
+    grads += 0 if whole_words else ALIGNMENT  # gradients that are shifted as they are read
     return max(2 * (inputs + grads), sums_bytes(conv, tile))
 
 

@@ -6,8 +6,9 @@
 // registers. At the end the threads' sums are added up in a fixed order and stored as one partial
 // sum of the share, which causal/reduce.cuh adds up.
 //
-// In contiguous tensors, runs begin where words of the output's gradient begin. Where rows of the
-// input do not begin with words, windows are shifted as they are read.
+// Where rows of contiguous tensors do not begin with words, runs are such that their windows begin
+// with words of the input, and the output's gradient is shifted as it is read: a run has one word
+// of it, and two or more of its window.
 //
 //   shared memory   two stages, each with [positions read][channel] inputs and [tile][channel]
 //                   gradients
@@ -18,13 +19,14 @@
 namespace fastconv {
 namespace rows {
 
-constexpr int kChunks = ceil_div(kWindow, kRun);
-// Words of a window beyond those of the runs that are staged for all.
-constexpr int kMoreWords = C::whole_words ? kChunks - 1 : kChunks;
-constexpr int kStaged = kLast ? kTile + kStates : kTile + kMoreWords * kRun;
+// Words that windows read, and that gradients are read from, beyond one for each run.
+constexpr int kMoreInputs = ceil_div(kWindow, kRun) - 1;
+constexpr int kMoreGrads = !kLast && !C::whole_words;
+constexpr int kStaged = kLast ? kTile + kStates : kTile + kMoreInputs * kRun;
+constexpr int kStagedGrads = kTile + kMoreGrads * kRun;
 constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
 constexpr int kInputBytes = round_up(kStaged * kChannels * kScalarBytes, 16);
-constexpr int kStageBytes = kInputBytes + round_up(kTile * kChannels * kScalarBytes, 16);
+constexpr int kStageBytes = kInputBytes + round_up(kStagedGrads * kChannels * kScalarBytes, 16);
 
 struct Tensors {
   const Scalar* input;
@@ -52,7 +54,7 @@ struct Unit {
   const Scalar* grad;
   int first;  // the first position of the gradient; it may be negative in contiguous tensors
   int runs;
-  int shift;  // elements of a word before the first window
+  int shift;  // elements of the gradient's word before that position
 
   __device__ __forceinline__ Unit(const Tensors& tensors, int unit, int channel) {
     const int batch = unit / tensors.tiles;
@@ -63,17 +65,17 @@ struct Unit {
     input = tensors.input + from;
     grad = tensors.grad + at;
     first = unit % tensors.tiles * tensors.runs_of_tile * kRun;
-    shift = kShift;
+    shift = 0;
     if constexpr (!kLast && !C::whole_words) {
-      first -= place_in_word(grad);
-      shift = place_in_word(place_in_word(input) + first + tensors.origin);
+      first -= place_in_word(place_in_word(input) + tensors.origin);
+      shift = place_in_word(place_in_word(grad) + first);
     }
     runs = min_of(tensors.runs_of_tile, ceil_div(tensors.out_length - first, kRun));
   }
 };
 
-__device__ __forceinline__ void load_unit(const Tensors& tensors, const Unit& unit,
-                                          const Stage& to, int channels) {
+__device__ __forceinline__ void load_unit(const Tensors& tensors, const Unit& unit, const Stage& to,
+                                          int channels) {
   const int origin = unit.first + tensors.origin;
   if constexpr (kLast) {
     stage<kStaged, C::load_vector>(to.inputs, unit.input, tensors.dim, origin, tensors.in_length,
@@ -81,18 +83,29 @@ __device__ __forceinline__ void load_unit(const Tensors& tensors, const Unit& un
     stage<kTile, C::load_vector>(to.grads, unit.grad, tensors.dim, unit.first, tensors.out_length,
                                  channels, nullptr);
   } else {
-    stage_words(to.inputs, unit.input, origin - unit.shift, tensors.in_length,
-                unit.runs + kMoreWords);
-    stage_words(to.grads, unit.grad, unit.first, tensors.out_length, unit.runs);
+    stage_words(to.inputs, unit.input, origin - kShift, tensors.in_length, unit.runs + kMoreInputs);
+    stage_words(to.grads, unit.grad, unit.first - unit.shift, tensors.out_length,
+                unit.runs + kMoreGrads);
   }
   copy_async_commit();
 }
 
+// Reads a run of the gradient.
+__device__ __forceinline__ void read_grads(Values& values, const Scalar* grads, int shift) {
+  if constexpr (kMoreGrads) {
+    const Word* const words = reinterpret_cast<const Word*>(grads);
+    const Word word = joined(words[0], words[1], shift);
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) values[0][i] = widen(word.element[i]);
+  } else {
+    read_run(values, grads, kRun);
+  }
+}
+
 // Adds a run's products. Positions beyond the gradient are left out, rather than multiplied by
 // zero: an input may be infinite. Those from `begin` to `end` exist.
-template <class Read>
-__device__ __forceinline__ void add_run(Sums& sums, const Values& grads, Read&& read, int begin,
-                                        int end) {
+__device__ __forceinline__ void add_run(Sums& sums, const Values& grads, const Scalar* window,
+                                        int begin, int end) {
 #pragma unroll
   for (int e = 0; e < kRun; ++e) {
 #pragma unroll
@@ -105,9 +118,9 @@ __device__ __forceinline__ void add_run(Sums& sums, const Values& grads, Read&& 
     }
   };
   if (begin <= 0 && end >= kRun) {
-    walk_chunks(read, nullptr, add);
+    walk(window, nullptr, add);
   } else {
-    walk_chunks(read, nullptr, [&](const Values& values, int i, int e, int tap) {
+    walk(window, nullptr, [&](const Values& values, int i, int e, int tap) {
       if (e >= begin && e < end) add(values, i, e, tap);
     });
   }
@@ -119,24 +132,8 @@ __device__ __forceinline__ void add_unit(Sums& sums, const Unit& unit, const Sta
   for (int run = part.segment; run < unit.runs; run += kSegments) {
     const int at = run * kRun * kChannels + part.channel, t = unit.first + run * kRun;
     Values grads;
-    read_run(grads, staged.grads + at, kRun);
-    const Scalar* const window = staged.inputs + at;
-    if constexpr (kLast || C::whole_words) {
-      const auto read = [&](Values& values, int q) {
-        read_run(values, window + q * kRun * kChannels, kWindow - q * kRun);
-      };
-      add_run(sums, grads, read, -t, length - t);
-    } else {
-      const Word* const words = reinterpret_cast<const Word*>(window);
-      Word low = words[0];
-      const auto read = [&](Values& values, int q) {
-        const Word high = words[q + 1], word = joined(low, high, unit.shift);
-#pragma unroll
-        for (int i = 0; i < kRun; ++i) values[0][i] = widen(word.element[i]);
-        low = high;
-      };
-      add_run(sums, grads, read, -t, length - t);
-    }
+    read_grads(grads, staged.grads + at, unit.shift);
+    add_run(sums, grads, staged.inputs + at, -t, length - t);
   }
 }
 
@@ -150,8 +147,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
                 void* __restrict__ scratch, int dim, int in_length, int out_length, int origin,
                 int tiles, int runs_of_tile, int units, int per_block, int shares) {
   using namespace fastconv::rows;
-  const Tensors tensors = {input,  grad,  dim,         in_length, out_length,
-                           origin, tiles, runs_of_tile};
+  const Tensors tensors = {input, grad, dim, in_length, out_length, origin, tiles, runs_of_tile};
   const int number = static_cast<int>(blockIdx.x);
   const int across = kLast ? fastconv::ceil_div(dim, kChannels) : shares;
   const int channel = kLast ? number % across * kChannels : number / across;

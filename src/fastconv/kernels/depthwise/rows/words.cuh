@@ -1,10 +1,10 @@
 // Rows of contiguous tensors as words of 16 bytes.
 //
-// A tensor's rows follow each other without gaps, so rows of an odd length begin anywhere in a word.
-// Blocks still read and write whole words: those that the row's elements lie in, wherever the row
-// begins. What is left to do is to shift elements, within registers, from the words that they were
-// read in to those that they are used or written in. Words at a row's ends, which other rows share,
-// are read and written element by element.
+// A tensor's rows follow each other without gaps, so rows of an odd length begin anywhere in a
+// word. Blocks still read and write whole words: those that the row's elements lie in, wherever the
+// row begins. What is left to do is to shift elements, within registers, from the words that they
+// were read in to those that they are used or written in. Words at a row's ends, which other rows
+// share, are read and written element by element.
 #pragma once
 #include "causal/tile.cuh"
 
