@@ -47,7 +47,7 @@ LEAST_POSITIONS = 64
 MOST_RUNS = 288  # of a contiguous tile, which has one run to three for each thread
 MOST_THREADS = 128
 # Positions of a channels-last tile with 32 lanes; fewer in a weight gradient, which has two stages
-# of two tensors. With more taps than WIDEST_PAIR, it is twice as many.
+# of two tensors, and half of those in float64. With more taps than WIDEST_PAIR, it is twice as many.
 POSITIONS, GRAD_POSITIONS = 128, 64
 BLOCK_UNITS = 1.0  # a block of a weight gradient takes so long besides its units: to begin and end
 START = 3000  # cycles until a first block has its tile
@@ -181,7 +181,9 @@ class _Rows:
             )
 
         group = lane_channels(layer) if conv.width <= WIDEST_PAIR else 1
-        positions = GRAD_POSITIONS if backward else POSITIONS
+        positions = POSITIONS
+        if backward:
+            positions = GRAD_POSITIONS * 4 // conv.sum_bytes
         tile = channels_last_tile(conv, gpu, group, positions, needed)
         tiles = ceil_div(conv.length, tile.positions)
         blocks = conv.batch * tiles * ceil_div(conv.dim, tile.channels)
