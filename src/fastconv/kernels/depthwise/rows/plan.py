@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.causal.plan import (
+    CHANNELS_LAST_RUN,
     WIDEST_PAIR,
     Convolution,
     Layout,
@@ -68,9 +69,9 @@ def takes(layer: Layer) -> bool:
         long_enough = shortest >= LEAST_POSITIONS
     else:
         long_enough = shortest * operands.scalar_bytes >= LEAST_ROW_BYTES
-    # No more blocks and tiles than there are positions of all rows.
+    # A block has a run of eight positions at least, or a row of more.
     positions = problem.batch * problem.groups * max(layer.in_size[1], layer.out_size[1])
-    return long_enough and ceil_div(positions, MOST_THREADS) < limits.END
+    return long_enough and positions // CHANNELS_LAST_RUN < limits.END
 
 
 def convolve(layer: Layer, gpu: Gpu) -> Plan:
@@ -247,9 +248,12 @@ def _units_of_block(
         gpu.shared_bytes_per_sm // (shared_bytes + RESERVED_BYTES), THREADS_PER_SM // tile.threads
     )
 
+    # Sums that are written and read again, in units, which have two tensors.
+    sums = (conv.width + 1) * conv.sum_bytes / (tile.positions * conv.scalar_bytes)
+
     def cost(per_block: int) -> tuple[float, int]:
         blocks = across * ceil_div(units, per_block)
-        return ceil_div(blocks, resident) * (per_block + BLOCK_UNITS), per_block
+        return ceil_div(blocks, resident) * (per_block + BLOCK_UNITS + sums), per_block
 
     return min(range(1, max(1, min(units, CHAIN // of_thread)) + 1), key=cost)
 
