@@ -48,7 +48,7 @@ LEAST_POSITIONS = 64
 MOST_RUNS = 288  # of a contiguous tile, which has one run to three for each thread
 MOST_THREADS = 128
 # Positions of a channels-last tile with 32 lanes; fewer in a weight gradient, which has two stages
-# of two tensors, and half of those in float64. With more taps than WIDEST_PAIR, it is twice as many.
+# of two tensors, and half of those in float64. Twice as many with more taps than WIDEST_PAIR.
 POSITIONS, GRAD_POSITIONS = 128, 64
 BLOCK_UNITS = 1.0  # a block of a weight gradient takes so long besides its units: to begin and end
 START = 3000  # cycles until a first block has its tile
