@@ -16,6 +16,7 @@ from emulator import driver
 from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.gpus import H200
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
+from workspaces import workspace
 
 SCALARS = {
     torch.float16: ("fastconv::float16", 2),
@@ -208,9 +209,8 @@ def run(
     if bias_grad is not None:
         read["bias_grad"] = bias_grad
     plan, output = case.plan, new_output(case)
-    scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
     execute = driver.run_both_orders if both_orders else driver.run
-    execute(plan.launches, {**read, "output": output, "scratch": scratch})
+    execute(plan.launches, {**read, "output": output, **workspace(plan)})
     return output
 
 

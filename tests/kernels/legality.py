@@ -6,13 +6,10 @@ from math import gcd, prod
 from typing import Any
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
-from fastconv.kernels.family import Gpu, Launch, Plan
+from fastconv.kernels.family import REGION_ALIGNMENT, Gpu, Launch, Plan
+from fastconv.kernels.hopper.relayout.plan import TILE
 from fastconv.kernels.planning import launches
-from planner_cases import (
-    gemm_of,
-    is_few_outputs,
-    packed_layers,
-)
+from planner_cases import gemm_of, is_few_outputs, packed_layers, without_copies
 
 REGISTERS = 168  # per thread, with which a block of 384 threads is launched
 
@@ -261,12 +258,15 @@ def _assert_legal_few_outputs(plan: Plan, gpu: Gpu) -> None:
 
 def _assert_legal_nhwc(plan: Plan, gpu: Gpu) -> None:
     """Checks what ``implicit_gemm_nhwc`` relies on; its tensor maps check themselves."""
-    *packs, launch = plan.launches
+    *packs, launch = without_copies(plan).launches
     c: dict[str, Any] = dict(launch.kernel.constants)
     input_map, weight_map, output_map, *_, batch = launch.arguments
-    assert plan.packs == len(packs) <= 1
+    assert len(packs) <= 1
     weights = c["weight_out"] * c["weight_in"] * c["kernel_height"] * c["kernel_width"]
-    assert plan.scratch_bytes == len(packs) * 2 * weights
+    if plan.regions:
+        _assert_legal_copies(plan, packed_bytes=len(packs) * 2 * weights)
+    else:
+        assert (plan.packs, plan.scratch_bytes) == (len(packs), len(packs) * 2 * weights)
     assert weight_map.tensor == ("scratch" if packs else "weight")
     assert c["in_channels"] % 8 == c["out_channels"] % 8 == 0
 
@@ -304,6 +304,29 @@ def _assert_legal_nhwc(plan: Plan, gpu: Gpu) -> None:
     assert positions + rows < 2**31
     assert launch.grid[0] <= tiles < 2**31
     assert launch.grid[0] <= c["blocks"] * gpu.sm_count
+
+
+def _assert_legal_copies(plan: Plan, packed_bytes: int) -> None:
+    """Checks the copies of tensors, which lie in the workspace after ``packed_bytes``."""
+    begins = [region.offset for region in plan.regions]
+    assert begins[0] == round_up(packed_bytes, REGION_ALIGNMENT)
+    assert all(offset % REGION_ALIGNMENT == 0 for offset in begins)
+    ends = [*begins[1:], plan.scratch_bytes]
+    place = {
+        region.name: (region.offset, end) for region, end in zip(plan.regions, ends, strict=True)
+    }
+    copies = [launch for launch in plan.launches if launch.kernel.entry == "transpose"]
+    assert len(copies) == len(place)
+    for launch in copies:
+        source, target, rows, columns = launch.arguments
+        (region,) = {source, target} & set(place)
+        begin, end = place[region]
+        images, rest = divmod(launch.grid[0], ceil_div(rows, TILE) * ceil_div(columns, TILE))
+        assert rest == 0
+        assert 0 <= end - begin - 2 * images * rows * columns < REGION_ALIGNMENT
+        c: dict[str, Any] = dict(launch.kernel.constants)
+        assert c["vector_loads"] == (columns % 8 == 0)
+        assert c["vector_stores"] == (rows % 8 == 0)
 
 
 def _assert_legal_nchw(plan: Plan, gpu: Gpu) -> None:

@@ -412,6 +412,12 @@ WGRAD_IMPLICIT_GEMM = Anatomy(
     },
 )  # fmt: skip
 
+RELAYOUT = Anatomy(
+    sizes=frozenset({"threads", "shared_bytes", "Scalar"}),
+    chosen=lambda constants: {},
+    parts={"load": ("vector_loads",), "store": ("vector_stores",)},
+)
+
 ANATOMIES = {
     "hopper/halo/kernel.cuh": HALO,
     "hopper/few_outputs/kernel.cuh": FEW_OUTPUTS,
@@ -420,4 +426,5 @@ ANATOMIES = {
     "hopper/wgrad_implicit_gemm/kernel.cuh": WGRAD_IMPLICIT_GEMM,
     "hopper/wgrad_few_inputs/kernel.cuh": WGRAD_FEW_INPUTS,
     "hopper/wgrad_halo/kernel.cuh": WGRAD_HALO,
+    "hopper/relayout/kernel.cuh": RELAYOUT,
 }
