@@ -95,8 +95,10 @@ __device__ __forceinline__ void convolve_row(const Tensors& tensors, const Scala
   int first = number % tiles * runs_of_tile * kRun;
   if constexpr (!C::whole_words) first -= place_in_word(place_in_word(from) + tensors.origin);
   const int runs = min_of(runs_of_tile, ceil_div(length - first, kRun));
-  stage_words(inputs, from, first + tensors.origin - kShift, tensors.in_length,
-              runs + kStagedRuns - kTile / kRun);
+  const int staged_from = first + tensors.origin - kShift;
+  const int words = runs + kStagedRuns - kTile / kRun;
+  stage_words(inputs, from, staged_from, tensors.in_length, words);
+  stage_ends(inputs, from, staged_from, tensors.in_length, words);
 
   const Place at = {0, row % tensors.dim, 1, first};
   const Part part = part_of_thread();

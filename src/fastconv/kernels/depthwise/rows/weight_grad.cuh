@@ -83,9 +83,12 @@ __device__ __forceinline__ void load_unit(const Tensors& tensors, const Unit& un
     stage<kTile, C::load_vector>(to.grads, unit.grad, tensors.dim, unit.first, tensors.out_length,
                                  channels, nullptr);
   } else {
-    stage_words(to.inputs, unit.input, origin - kShift, tensors.in_length, unit.runs + kMoreInputs);
-    stage_words(to.grads, unit.grad, unit.first - unit.shift, tensors.out_length,
-                unit.runs + kMoreGrads);
+    const int inputs_from = origin - kShift, inputs = unit.runs + kMoreInputs;
+    const int grads_from = unit.first - unit.shift, grads = unit.runs + kMoreGrads;
+    stage_words(to.inputs, unit.input, inputs_from, tensors.in_length, inputs);
+    stage_words(to.grads, unit.grad, grads_from, tensors.out_length, grads);
+    stage_ends(to.inputs, unit.input, inputs_from, tensors.in_length, inputs);
+    stage_ends(to.grads, unit.grad, grads_from, tensors.out_length, grads);
   }
   copy_async_commit();
 }
@@ -103,9 +106,9 @@ __device__ __forceinline__ void read_grads(Values& values, const Scalar* grads, 
 }
 
 // Adds a run's products. Positions beyond the gradient are left out, rather than multiplied by
-// zero: an input may be infinite. Those from `begin` to `end` exist.
+// zero: an input may be infinite. Those from `begin` to `end` exist; all do if it `is_whole`.
 __device__ __forceinline__ void add_run(Sums& sums, const Values& grads, const Scalar* window,
-                                        int begin, int end) {
+                                        bool is_whole, int begin, int end) {
 #pragma unroll
   for (int e = 0; e < kRun; ++e) {
 #pragma unroll
@@ -117,7 +120,7 @@ __device__ __forceinline__ void add_run(Sums& sums, const Values& grads, const S
       sums.taps[g][tap] = fma(grads[g][e], values[g][i], sums.taps[g][tap]);
     }
   };
-  if (begin <= 0 && end >= kRun) {
+  if (is_whole) {
     walk(window, nullptr, add);
   } else {
     walk(window, nullptr, [&](const Values& values, int i, int e, int tap) {
@@ -133,7 +136,11 @@ __device__ __forceinline__ void add_unit(Sums& sums, const Unit& unit, const Sta
     const int at = run * kRun * kChannels + part.channel, t = unit.first + run * kRun;
     Values grads;
     read_grads(grads, staged.grads + at, unit.shift);
-    add_run(sums, grads, staged.inputs + at, -t, length - t);
+    // The runs of a warp take the same branch.
+    const int lane = kLast ? 0 : static_cast<int>(threadIdx.x) % 32;
+    const int of_warp = t - lane * kRun;
+    const bool is_whole = of_warp >= 0 && of_warp + (kLast ? 1 : 32) * kRun <= length;
+    add_run(sums, grads, staged.inputs + at, is_whole, -t, length - t);
   }
 }
 

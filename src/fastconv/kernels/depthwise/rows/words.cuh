@@ -22,23 +22,31 @@ __device__ __forceinline__ int place_in_word(const Scalar* address) {
 }
 __device__ __forceinline__ int place_in_word(int position) { return position & (kPerWord - 1); }
 
-// Copies `count` words of a row of `length` elements to shared memory, with zeros beyond the row.
-// The first word begins at position `first` of the row, which is where a word of memory begins.
+// Copies those of `count` words to shared memory that lie in a row of `length` elements. The first
+// word begins at position `first` of the row, which is where a word of memory begins.
 __device__ __forceinline__ void stage_words(Scalar* shared, const Scalar* row, int first,
                                             int length, int count) {
   for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
     const int p = first + i * kPerWord;
-    Scalar* const to = shared + i * kPerWord;
-    if (p >= 0 && p <= length - kPerWord) {
-      copy_async<16>(to, row + p, true);
-    } else {
-      Word word;
+    if (p >= 0 && p <= length - kPerWord) copy_async<16>(shared + i * kPerWord, row + p, true);
+  }
+}
+
+// Fills the other words, with zeros beyond the row. Elements are loaded synchronously, so all
+// copies are started before.
+__device__ __forceinline__ void stage_ends(Scalar* shared, const Scalar* row, int first, int length,
+                                           int count) {
+  const int before = min_of(first < 0 ? ceil_div(-first, kPerWord) : 0, count);
+  const int behind = max_of(before, min_of(count, floor_div(length - first, kPerWord)));
+  for (int i = static_cast<int>(threadIdx.x); i < before + count - behind; i += kThreads) {
+    const int word_number = i < before ? i : i + behind - before;
+    const int p = first + word_number * kPerWord;
+    Word word;
 #pragma unroll
-      for (int e = 0; e < kPerWord; ++e) {
-        word.element[e] = p + e >= 0 && p + e < length ? row[p + e] : Scalar{};
-      }
-      *reinterpret_cast<Word*>(to) = word;
+    for (int e = 0; e < kPerWord; ++e) {
+      word.element[e] = p + e >= 0 && p + e < length ? row[p + e] : Scalar{};
     }
+    *reinterpret_cast<Word*>(shared + word_number * kPerWord) = word;
   }
 }
 
