@@ -116,7 +116,7 @@ def test_tests_can_have_python_serve(python_calls: list[str]) -> None:
 
 
 def test_kernels_are_handed_over_by_name() -> None:
-    for name in ("forward", "input_grad", "weight_grad", "fused", "transposed"):
+    for name in ("forward", "input_grad", "weight_grad", "fused", "transposed", "backward"):
         cpu, cuda, recorded = native._kernels[name]
         assert (cpu, cuda) == devices.kernels(name)
         assert recorded is autograd.kernels[name]

@@ -50,6 +50,16 @@ def weight_grad_without_bias(grad_output: Tensor, input: Tensor) -> Tensor:
     return ops.weight_grad(grad_output, input, WEIGHT[2:], *GEOMETRY, False)[0]
 
 
+def backward(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return ops.backward(grad_output, input, weight, *GEOMETRY, False, True)
+
+
+def backward_of_transposed(
+    grad_output: Tensor, input: Tensor, weight: Tensor
+) -> tuple[Tensor, ...]:
+    return ops.backward(grad_output, input, weight, *GEOMETRY, True, False)[:2]
+
+
 # Differentiable functions of tensors, with the tensors' shapes.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "conv2d": (conv2d, (INPUT, WEIGHT)),
@@ -57,6 +67,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "input_grad": (input_grad, (GRAD_OUTPUT, WEIGHT)),
     "weight_grad": (weight_grad_without_bias, (GRAD_OUTPUT, INPUT)),
     "weight_grad with bias": (weight_grad, (GRAD_OUTPUT, INPUT)),
+    "backward": (backward, (GRAD_OUTPUT, INPUT, WEIGHT)),
+    "backward of transposed": (backward_of_transposed, (INPUT, GRAD_OUTPUT, WEIGHT)),
 }
 functions = pytest.mark.parametrize(("function", "shapes"), FUNCTIONS.values(), ids=FUNCTIONS)
 
@@ -73,7 +85,7 @@ def _operator_calls(
     def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
         return [
             torch.randn(shape).to(memory_format=memory_format).to(**kwargs)
-            for shape, memory_format in zip(shapes, (first, second), strict=True)
+            for shape, memory_format in zip(shapes, (first, second), strict=False)
         ]
 
     bias = torch.randn(BIAS).to(**kwargs)
@@ -83,6 +95,10 @@ def _operator_calls(
     for bias_too in (False, True):
         arguments = (*tensors(GRAD_OUTPUT, INPUT), WEIGHT[2:], *GEOMETRY, bias_too)
         yield ops.weight_grad, arguments
+    for transposed, bias_too in ((False, False), (True, True)):
+        ends = (INPUT, GRAD_OUTPUT) if transposed else (GRAD_OUTPUT, INPUT)
+        (grad_output, weight), (input,) = tensors(ends[0], WEIGHT), tensors(ends[1])
+        yield ops.backward, (grad_output, input, weight, *GEOMETRY, transposed, bias_too)
     for written in FORMATS.values():
         yield ops.input_grad, (*tensors(GRAD_OUTPUT, WEIGHT), INPUT[2:], *GEOMETRY, written)
         yield ops.weight_grad, (*tensors(GRAD_OUTPUT, INPUT), WEIGHT[2:], *GEOMETRY, True, written)
@@ -430,6 +446,8 @@ def test_only_the_gradients_needed(needed: tuple[int, ...]) -> None:
     with Recorder() as recorder:
         conv2d(*tensors).sin().sum().backward()
     gradients = [name for i, name in enumerate(("input_grad", "weight_grad")) if i in needed]
+    if len(gradients) == 2:
+        gradients = ["backward"]
     assert [name for name, _ in recorder.calls] == ["forward", *gradients]
     expected = grad(_loss(reference), needed)(*(tensor.detach() for tensor in tensors))
     torch.testing.assert_close(tuple(tensors[index].grad for index in needed), expected)
