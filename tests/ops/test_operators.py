@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fastconv
 import oracle
 from fastconv import ops
+from fastconv.ops.schema import gradient_format
 from recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("host_path")
@@ -57,7 +58,7 @@ def backward(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor
 def backward_of_transposed(
     grad_output: Tensor, input: Tensor, weight: Tensor
 ) -> tuple[Tensor, ...]:
-    return ops.backward(grad_output, input, weight, *GEOMETRY, True, False)[:2]
+    return ops.backward(grad_output, input, weight, *GEOMETRY, True, True)
 
 
 # Differentiable functions of tensors, with the tensors' shapes.
@@ -140,6 +141,53 @@ def test_promised_layouts_are_returned(formats: tuple[str, str], dtype: torch.dt
         with FakeTensorMode() as mode:
             fake = (mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments)
             assert describe(operator(*fake)) == returned
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_backward_is_its_parts(bias: bool, dtype: torch.dtype, formats: tuple[str, str]) -> None:
+    """It has their bits and strides, and the memory format that autograd asks them for."""
+    (grad_output, weight), (input,) = (
+        [torch.randn(shape).to(memory_format=FORMATS[name]).to(dtype) for shape in shapes]
+        for name, shapes in zip(formats, ((GRAD_OUTPUT, WEIGHT), (INPUT,)), strict=True)
+    )
+    last = gradient_format(input, weight)
+    found = ops.backward(grad_output, input, weight, *GEOMETRY, False, bias)
+    expected = [
+        ops.input_grad(grad_output, weight, INPUT[2:], *GEOMETRY, last),
+        *ops.weight_grad(grad_output, input, WEIGHT[2:], *GEOMETRY, bias, last),
+    ]
+    assert all(map(torch.equal, found, expected))
+    assert [tensor.stride() for tensor in found] == [tensor.stride() for tensor in expected]
+
+    # The same tensors, as those of a transposed convolution.
+    found = ops.backward(input, grad_output, weight, *GEOMETRY, True, bias)
+    last = gradient_format(grad_output, weight)
+    above = input.contiguous(memory_format=last)
+    expected = [
+        ops.forward(above, weight, None, *GEOMETRY),
+        ops.weight_grad(grad_output, above, WEIGHT[2:], *GEOMETRY, False, last)[0],
+        input.sum((0, 2, 3)) if bias else torch.empty(0, dtype=dtype),
+    ]
+    assert all(map(torch.equal, found, expected))
+    assert [tensor.stride() for tensor in found] == [tensor.stride() for tensor in expected]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((2, 6, 2, 7), (2, 5, 5, 6), WEIGHT), "expected input to have 4 channels"),
+        (((2, 6, 2, 7), (4, 5, 6), WEIGHT), "Expected 4D input"),
+        (((2, 6, 2, 7), INPUT, WEIGHT[1:]), "Expected 4D weight"),
+        (((2, 6, 3, 7), INPUT, WEIGHT), "Expected grad_output of size"),
+        (((3, 6, 2, 7), INPUT, WEIGHT), "Expected grad_output of size"),
+        (((2, 8, 2, 7), INPUT, WEIGHT), "Expected grad_output of size"),
+    ],
+)
+def test_tensors_of_different_convolutions(shapes: Any, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        ops.backward(*(torch.randn(shape) for shape in shapes), *GEOMETRY, False, True)
 
 
 @functions

@@ -158,8 +158,7 @@ void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stac
 template <Level kLevel>
 void backward_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   constexpr size_t kCount = 10;
-  const bool is_ours =
-      !bypassed && serving && (kLevel != kAutograd || has_only_autograd(keys));
+  const bool is_ours = !bypassed && serving && (kLevel != kAutograd || has_only_autograd(keys));
   const auto call = is_ours ? read_backward(&torch::jit::peek(*stack, 0, kCount)) : std::nullopt;
   if (!call || (kLevel == kAutograd && (is_recorded(call->grad, call->input, call->weight) ||
                                         has_tangent(call->grad, call->input, call->weight)))) {

@@ -60,7 +60,7 @@ def _check_channels(given: BackwardArguments) -> None:
 
 
 def by_parts(compute: Callable[[str, tuple[Any, ...]], Any], args: Sequence[Any]) -> Gradients:
-    """Computes the operator of its parts, each of them by ``compute(operator's name, arguments)``."""
+    """Computes the operator by its parts: ``compute(name, arguments)`` computes an operator."""
     of_input, of_weight = parts(*args)
     input = compute(*of_input)
     weight, bias = compute(*of_weight)
