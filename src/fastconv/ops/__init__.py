@@ -14,7 +14,8 @@ computed by ``forward`` and PyTorch's elementwise operators, which have derivati
 convolution. Its gradients are ``forward`` and ``weight_grad``. One-dimensional convolutions are
 those of images with one row: they have no operators of their own.
 
-Causal depthwise convolutions with states are three operators apart: see ``ops/causal.py``.
+Causal depthwise convolutions with states are three operators apart: see ``ops/causal.py``. So are
+two for batch normalization with a residual and an activation: see ``ops/batchnorm.py``.
 """
 
 from fastconv import native
@@ -22,6 +23,7 @@ from fastconv.ops import (
     autocast,
     autograd,
     batching,
+    batchnorm,
     causal,
     decomposition,
     devices,
@@ -50,6 +52,7 @@ native.register(
 autocast.register("cpu", "AutocastCPU")
 autocast.register("cuda", "AutocastCUDA")
 batching.register()
+batchnorm.register()
 causal.register()
 decomposition.register()
 flops.register()
