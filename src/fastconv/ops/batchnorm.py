@@ -39,13 +39,13 @@ for _schema in SCHEMAS:
     library.define(_schema, tags=TAGS)
 
 # batch_norm_forward(x, ...) -> output, mean, 1 / sqrt(variance + eps)
-#   With `training`, statistics are those of the batch, and running statistics, if there are any, are
-#   moved by `momentum` towards them, or by 1 / batches. Otherwise they are the running ones.
+#   With `training`, statistics are those of the batch, and running statistics, if there are any,
+#   are moved by `momentum` towards them, or by 1 / batches. Otherwise they are the running ones.
 forward = torch.ops.fastconv.batch_norm_forward.default
 # batch_norm_backward(grad, x, beside, ...) -> gradients of x, residual, weight, bias
-#   Those that are not wanted are empty. `of_batch` says that mean and invstd are those of the batch,
-#   `residual` that there was one. Without an activation, the gradient of the residual is `grad`.
-#   `beside` is the output or the residual where the activation's gradient needs it.
+#   Those that are not wanted are empty. `of_batch` says that mean and invstd are those of the
+#   batch, `residual` that there was one. Without an activation, the gradient of the residual is
+#   `grad`. `beside` is the output or the residual, where the activation's gradient needs it.
 backward = torch.ops.fastconv.batch_norm_backward.default
 
 
@@ -120,7 +120,8 @@ def _check(*args: Any) -> None:
             "num_batches_tracked should be a torch.int64 of shape (), "
             f"but got {batches.dtype} of shape {tuple(batches.shape)}"
         )
-    check_activation(*rest[-2:], x.dtype)
+    activation, slope = rest[-2:]
+    check_activation(activation, slope, x.dtype)
     if training and _elements(x) == x.shape[1]:
         raise ValueError(
             "Expected more than 1 value per channel when training, "
@@ -213,9 +214,9 @@ def is_channels_last(x: Tensor) -> bool:
 
 
 def new_like(x: Tensor) -> Tensor:
-    """Returns a new tensor of x's shape: channels-last if x is, and contiguous otherwise."""
-    if is_channels_last(x):
-        return x.new_empty(x.movedim(1, -1).shape).movedim(-1, 1)
+    """Returns a new tensor with the strides of x, or a contiguous one if x is in no format."""
+    if x.is_contiguous() or is_channels_last(x):
+        return torch.empty_like(x)
     return x.new_empty(x.shape)
 
 
@@ -389,16 +390,19 @@ class FastconvBatchNorm(SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
-        nothing = (None,) * (len(Arguments._fields) - 4)
+        nothing: tuple[Any, ...] = (None,) * (len(Arguments._fields) - 4)
         if grad is None:
             return (None,) * 4 + nothing
         wait_at_exit(grad.device.index)
         x, beside, weight, bias, mean, invstd = ctx.saved_tensors
         of_batch, _, eps, activation, slope = ctx.given
         needed = ctx.needs_input_grad[:4]
-        if torch.is_grad_enabled() and recorded(grad, x, beside, weight, bias):
+        # Outer levels of functorch's transforms may record what this one does not.
+        transformed = torch._C._are_functorch_transforms_active()
+        again = torch.is_grad_enabled() and recorded(grad, x, beside, weight, bias)
+        if transformed or again:
             if of_batch:
-                mean, _, invstd = formulas.statistics(x, eps)
+                mean, _variance, invstd = formulas.statistics(x, eps)
             inputs = Inputs(x, None, weight, bias, mean, invstd, activation, slope)
             found: Any = formulas.gradients(inputs, grad, beside, of_batch)
         else:
@@ -431,7 +435,7 @@ def _below_autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
             torch.enable_grad(),
             _set_fwd_grad_enabled(True),
         ):
-            return forward(*args)  # type: ignore[no-any-return]
+            return forward(*args)
     with torch._C._AutoDispatchBelowAutograd():
         results = forward(*args)
     given = Arguments(*args)
@@ -439,7 +443,7 @@ def _below_autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         for one in (given.running_mean, given.running_var):
             if one is not None and not one.is_inference():  # those of inference mode count none
                 torch.autograd.graph.increment_version(one)
-    return results  # type: ignore[no-any-return]
+    return results
 
 
 def _autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -447,9 +451,9 @@ def _autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     function: Any = FastconvBatchNorm
     if torch._C._are_functorch_transforms_active():
         with enable_single_level_autograd_function():
-            return function.apply(*args)  # type: ignore[no-any-return]
+            return function.apply(*args)
     if recorded(*args[:4]):
-        return function.apply(*args)  # type: ignore[no-any-return]
+        return function.apply(*args)
     return _below_autograd(*args)
 
 

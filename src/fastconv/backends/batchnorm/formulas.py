@@ -1,7 +1,7 @@
 """Batch normalization by PyTorch's operations: on every device, and differentiable.
 
-It is computed in float32, or float64 for float64, and rounded once. ``beside`` is the tensor that an
-activation's gradient needs beside x (``kernels/batchnorm/plan.py: beside``).
+It is computed in float32, or float64 for float64, and rounded once. ``beside`` is the tensor that
+an activation's gradient needs beside x (``kernels/batchnorm/plan.py: beside``).
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ def _of_input(inputs: Inputs, grad: Tensor, sums: Tensor) -> Tensor:
     activation, slope = inputs.activation, inputs.slope
     if activation == "identity":
         return grad
-    if activation in _OF_OUTPUT:
-        return _OF_OUTPUT[activation](grad, applied(sums, None, Epilogue(activation, slope)), slope)
-    return _OF_INPUT[activation](grad, sums, slope)
+    if activation in ("sigmoid", "tanh"):
+        return _OF_OUTPUT[activation](grad, applied(sums, None, Epilogue(activation)), slope)
+    return {**_OF_OUTPUT, **_OF_INPUT}[activation](grad, sums, slope)
 
 
 def scale_and_shift(
@@ -173,7 +173,8 @@ def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
 _Backward = Callable[[Tensor, Tensor, float], Tensor]
 _aten = torch.ops.aten
 
-# PyTorch's own gradients of its activations, where they are differentiable.
+# PyTorch's own gradients of its activations, where they are differentiable. Those that choose
+# between gradients are the same functions of the output and of the input.
 _OF_OUTPUT: dict[str, _Backward] = {
     "relu": lambda grad, y, _: _aten.threshold_backward(grad, y, 0),
     "relu6": lambda grad, y, _: _aten.hardtanh_backward(grad, y, 0.0, 6.0),

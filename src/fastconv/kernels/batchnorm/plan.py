@@ -246,7 +246,7 @@ def _share(tile: Tile, gpu: Gpu, blocks: int) -> int:
 
 
 def _apply(norm: Normalization, tile: Tile, gpu: Gpu) -> Launch:
-    constants = {
+    constants: dict[str, Constant] = {
         "Parameter": norm.parameter, "activation": _activation(norm), "adds": norm.residual
     }  # fmt: skip
     tensors = ("x", "residual", "weight", "bias", "mean", "invstd", "y")
@@ -329,26 +329,21 @@ def _walk(
 def _finish_statistics(norm: Normalization, statistics: Statistics, shares: int) -> Launch:
     tensors = ("scratch", "running_mean", "running_var", "batches", "mean", "invstd")
     numbers = (norm.count, statistics.eps, statistics.momentum)
-    arguments = (
-        *tensors,
-        norm.channels,
-        shares,
-        *(half for one in numbers for half in halves(one)),
-    )
-    # One translation unit has both kernels, so it has the types of both.
+    halved = [half for one in numbers for half in halves(one)]
+    arguments: tuple[Argument, ...] = (*tensors, norm.channels, shares, *halved)
     return _finish(norm, "statistics", norm.parameter, statistics.running, arguments)
 
 
 def _finish_grads(norm: Normalization, shares: int) -> Launch:
     tensors = ("scratch", "invstd", "grad_weight", "grad_bias")
-    arguments = (*tensors, norm.channels, shares, *halves(norm.count))
+    arguments: tuple[Argument, ...] = (*tensors, norm.channels, shares, *halves(norm.count))
     return _finish(norm, "grads", norm.parameter, norm.sum_scalar, arguments)
 
 
 def _finish(
     norm: Normalization, name: str, parameter: str, running: str, arguments: tuple[Argument, ...]
 ) -> Launch:
-    constants: dict[str, Constant] = {
+    constants: dict[str, Constant] = {  # both kernels are in one file, which names both types
         "Acc": norm.sum_scalar,
         "Parameter": parameter,
         "Running": running,
