@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fastconv._precision import Precision
 from fastconv.backends.batchnorm.formulas import scale_and_shift, sum_type
+from fastconv.backends.epilogue import applied
 from fastconv.functional import conv2d
 from fastconv.geometry import Activation, IntOrPair, LayerPadding, PaddingLike, activation_of
 from fastconv.modules import Conv2d, PaddingMode
 from fastconv.ops import batchnorm
+from fastconv.problem import Epilogue
 
 
 def batch_norm_act(
@@ -221,14 +224,26 @@ def _folded(
     return scaled.to(weight.dtype), shift.to(weight.dtype)
 
 
+def _computes(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a call of this layer does what its class does, and nothing else."""
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+    return (
+        type_before_parametrizations(layer) is kind
+        and not hooks
+        and not layer._backward_pre_hooks
+        and "forward" not in vars(layer)
+    )
+
+
 class ConvBNAct2d(nn.Module):
     """A convolution, batch normalization, an addition where there is one, and an activation.
 
     It computes ``activation(bn(conv(input)) + residual)`` for its layers ``conv``, a
     ``fastconv.Conv2d``, and ``bn``, a ``torch.nn.BatchNorm2d``: with their parameters, initial
     values and state dict (``conv.weight``, ``bn.weight``, ``bn.running_mean`` ...), by
-    ``fastconv.conv_bn_act``. ``bn.eval()`` freezes its statistics, as everywhere. Hooks of ``conv``
-    and ``bn`` do not run, because neither is called.
+    ``fastconv.conv_bn_act``. ``bn.eval()`` freezes its statistics, as everywhere. Where one of the
+    two has hooks, or has become a layer of another class, as ``torch.nn.SyncBatchNorm``, they are
+    called one after the other.
 
     Args:
         in_channels: channels of the input.
@@ -305,6 +320,8 @@ class ConvBNAct2d(nn.Module):
             ``(batch, out_channels, out_height, out_width)``.
         """
         conv, bn = self.conv, self.bn
+        if not _computes(conv, Conv2d) or not _computes(bn, nn.BatchNorm2d):
+            return applied(bn(conv(input)), residual, Epilogue(*activation_of(self.activation)))
         mean, var, batches = bn.running_mean, bn.running_var, bn.num_batches_tracked
         if bn.training and bn.track_running_stats and batches is not None:
             batches.add_(1)

@@ -255,6 +255,28 @@ def test_frozen_statistics_in_training() -> None:
     assert layer.conv.weight.grad is not None
 
 
+def test_layers_of_other_classes_are_called() -> None:
+    """What ``convert_sync_batchnorm`` and hooks do to a block's layers."""
+    layer = fastconv.ConvBNAct2d(4, 4, 3, padding=1)
+    images, seen = torch.randn(2, 4, 7, 7), []
+    expected = layer(images, images)
+    for name in ("conv", "bn"):
+        with getattr(layer, name).register_forward_hook(lambda *_: seen.append(1)):
+            torch.testing.assert_close(layer(images, images), expected)
+    assert len(seen) == 2
+
+    class Norm(nn.BatchNorm2d):
+        def forward(self, input: Tensor) -> Tensor:
+            return input * 0
+
+    norm = Norm(4)
+    norm, layer.bn = layer.bn, norm
+    assert torch.equal(layer(images, images), torch.relu(images))
+    layer.bn = norm
+    layer.conv.__class__ = nn.Conv2d
+    torch.testing.assert_close(layer(images, images), expected)
+
+
 def test_evaluation_is_one_operator() -> None:
     layer = fastconv.ConvBNAct2d(4, 4, 3, padding=1).eval()
     images = torch.randn(2, 4, 7, 7)

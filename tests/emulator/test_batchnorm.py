@@ -11,6 +11,7 @@ from torch import Tensor
 from batchnorm_cases import EPS, Case, Tensors, check_close, random_cases, reference
 from causal_cases import ROUNDINGS
 from emulator.batchnorm_passes import Run, backward_run, forward_run
+from emulator.driver import EmulatorError
 from emulator.faults import Fault, with_fault
 from fastconv.backends.batchnorm.launches import Gradients
 from fastconv.kernels.gpus import GPUS, H200
@@ -223,7 +224,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_found(name: str) -> None:
-    """All accesses are in bounds: the comparison with float64 finds these faults."""
+    """All accesses are in bounds: results differ from float64, or between orders of blocks."""
     case, fault = FAULTS[name]
     differs = []
     for is_faulty in (False, True):
@@ -231,7 +232,11 @@ def test_faults_are_found(name: str) -> None:
         run = forward_run(case, tensors)
         if is_faulty:
             run = run._replace(plan=with_fault(run.plan, fault))
-        run.execute()
+        try:
+            run.execute()
+        except EmulatorError as error:
+            differs.append("depends on the order" in str(error))
+            continue
         y = run.tensors["y"]
         assert y is not None
         expected = reference(exact, case.activation)
