@@ -30,6 +30,7 @@ from fastconv.backends import cuda
 from fastconv.kernels import planner
 from fastconv.kernels.family import Declined, Plan
 from fastconv.problem import Epilogue
+from workspaces import workspace
 
 FUSED = Epilogue("relu", residual=True)
 
@@ -165,8 +166,7 @@ def _compiled() -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_any_tensor_may_begin_anywhere(case: PassCase) -> None:
     for _, tensors, plan in placements(case):
-        scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
-        run_both_orders(plan.launches, {**tensors, "scratch": scratch})
+        run_both_orders(plan.launches, {**tensors, **workspace(plan)})
         _check(case, tensors)
 
 
