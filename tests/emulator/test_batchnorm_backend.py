@@ -13,10 +13,15 @@ from batchnorm_cases import EPS, Case, Tensors, check_close, reference
 from emulator.driver import run
 from fastconv.backends import cuda
 from fastconv.backends.batchnorm import launches
+from fastconv.backends.causal import launches as causal
+from fastconv.backends.causal.taps import Inputs
+from fastconv.jit import launch
 from fastconv.kernels.batchnorm.plan import beside
 from fastconv.kernels.family import Plan
 from fastconv.kernels.gpus import H200
 from fastconv.ops import batchnorm
+
+LOADED = launches._loaded
 
 
 class Emulated(NamedTuple):
@@ -116,6 +121,38 @@ def test_views_are_copied() -> None:
     check_close(mean, exact.running_mean, case.dtype, "running mean")
     check_close(var, exact.running_var, case.dtype, "running variance")
     assert y.is_contiguous()
+
+
+class Counted(NamedTuple):
+    """Stands in for loaded launches."""
+
+    names: tuple[str, ...]
+
+    def run(self, *addresses: int) -> None:
+        assert len(addresses) == len(self.names)
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels last"])
+def test_launches_get_an_address_for_each_name(
+    channels_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of normalizations and of causal convolutions, which are launched in the same way."""
+    monkeypatch.setattr(launches, "_loaded", LOADED)
+    monkeypatch.setattr(cuda, "gpu", lambda _: H200)
+    monkeypatch.setattr(launch, "load_launches", lambda _, __, names: Counted(names))
+    case = Case(3, 4, (5,), residual=True, channels_last=channels_last)
+    tensors = Tensors.random(case)
+    leaves = (tensors.x, tensors.residual, tensors.weight, tensors.bias)
+    running = (tensors.running_mean, tensors.running_var, None)
+    for training in (True, False):
+        y, mean, invstd = batchnorm._forward_cuda(
+            *leaves, *running, training, 0.1, EPS, "relu", 0.0
+        )
+    given = (tensors.grad, tensors.x, y, *leaves[2:], mean, invstd)
+    batchnorm._backward_cuda(*given, True, True, "relu", 0.0, True, True, True)
+    inputs = Inputs(tensors.x, torch.randn(4, 3), None, None, None, True)
+    causal.forward(inputs, y)
+    causal._ready_forward.cache_clear()
 
 
 def test_averages_of_all_batches_wait_for_nothing() -> None:
