@@ -29,7 +29,7 @@ CASES = [
     Case(3, 50, (7, 7), torch.bfloat16, residual=True),
     Case(2, 300, (2, 2), torch.bfloat16, channels_last=True),
     Case(70, 24, (), activation="leaky_relu", residual=True),
-    *random_cases(20, 3),
+    *random_cases(12, 3),
 ]
 
 
@@ -149,7 +149,7 @@ def test_given_statistics() -> None:
         check_close(found, gradient, case.dtype, "gradient", 256)
 
 
-@pytest.mark.parametrize("case", CASES[:8], ids=str)
+@pytest.mark.parametrize("case", CASES[:8:2], ids=str)
 def test_channels_depend_on_themselves_alone(case: Case) -> None:
     """NaN and loud numbers in all other channels change no bit."""
     kept = case.channels // 2

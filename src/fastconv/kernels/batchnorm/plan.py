@@ -41,8 +41,8 @@ WIDE_VECTORS = 8
 FORWARD_BLOCKS, BACKWARD_BLOCKS = 4, 3
 """The blocks that an SM has at the same time, for which kernels have few enough registers.
 
-Activations of :data:`CURVED` need more registers, and leave room for one block less. So do
-residuals of channels-last tensors in 16-bit types, whose threads have eight channels.
+Activations of :data:`CURVED` need more registers, and leave room for one block less. So do outputs
+of channels-last tensors in 16-bit types, whose threads have eight channels.
 """
 
 CURVED = frozenset(("silu", "gelu", "gelu_tanh"))
@@ -250,7 +250,7 @@ def _apply(norm: Normalization, tile: Tile, gpu: Gpu) -> Launch:
         "Parameter": norm.parameter, "activation": _activation(norm), "adds": norm.residual
     }  # fmt: skip
     tensors = ("x", "residual", "weight", "bias", "mean", "invstd", "y")
-    many = norm.activation in CURVED or (norm.residual and not tile.wide and tile.vector == 8)
+    many = norm.activation in CURVED or (not tile.wide and tile.vector == 8)
     return _walk(norm, tile, gpu, FORWARD_BLOCKS - many, "apply", constants, tensors)
 
 
