@@ -48,6 +48,8 @@ sm_90a/1 input_grad* tf32 nchw/nchw: 1x32x2x8 1x32x3x1 stride=2,1 padding=1,0
 sm_90a/3 input_grad bfloat16 nhwc/nhwc unaligned: 1x6x2x1 5x6x3x2 stride=2,2 padding=1,1
 sm_90a/1 input_grad*gemm tf32 nchw/nchw: 1x8x4x9 8x8x2x3 stride=2,3 padding=1,1
 sm_90a/1 input_grad*gemm float16 nhwc/nhwc: 1x16x5x4 8x16x2x2 stride=2,2
+sm_90a/2 input_grad bfloat16 nchw/nchw: 2x3x1x520 3x1x1x4 padding=0,0,3,0 groups=3
+sm_90a/1 input_grad float32 nhwc/nhwc: 1x34x1x70 34x1x1x4 padding=0,0,0,3 groups=34
 """
 
 
