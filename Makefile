@@ -103,7 +103,7 @@ SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 1 --report-api-err
   --kernel-name kernel_substring=reduce --kernel-name kernel_substring=few_outputs \
   --kernel-name kernel_substring=wgrad_few_inputs --kernel-name kernel_substring=clear \
   --kernel-name kernel_substring=scale --kernel-name kernel_substring=implicit_gemm \
-  --kernel-name kernel_substring=causal
+  --kernel-name kernel_substring=causal --kernel-name kernel_substring=batchnorm
 CONVOLVE = --kernel-name kernel_substring=convolve
 sanitize:
 	for family in "" ampere depthwise direct; do \

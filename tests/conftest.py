@@ -41,6 +41,7 @@ torch.set_num_threads(1)  # Tensors are tiny: several threads would only wait fo
 SAMPLED = (
     *("api/test_export", "api/test_causal", "api/test_graph_lifetimes"),
     *("bench/test_verify_layers", "emulator/test_causal", "kernels/test_causal_kernels"),
+    *("emulator/test_batchnorm", "kernels/test_batchnorm_kernels", "api/test_batchnorm"),
     *("native/test_native_transposed", "network/test_optimize_kinds"),
 )
 SAMPLED_ONE_IN = 3

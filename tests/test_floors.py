@@ -23,6 +23,7 @@ FLOORS = (
         "backends",
         "ops",
         "functional",
+        "batchnorm",
         "causal",
         "fused",
         "geometry",

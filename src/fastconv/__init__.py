@@ -4,6 +4,7 @@ from fastconv import ops as ops  # registers torch.ops.fastconv
 from fastconv._frozen import frozen_weights
 from fastconv._precision import Precision, precision
 from fastconv._version import __version__ as __version__
+from fastconv.batchnorm import ConvBNAct2d, batch_norm_act, conv_bn_act
 from fastconv.causal import CausalActivation, causal_conv1d_fn, causal_conv1d_update
 from fastconv.errors import (
     CompilationError,
@@ -36,6 +37,7 @@ __all__ = [
     "CompilationError",
     "Conv1d",
     "Conv2d",
+    "ConvBNAct2d",
     "ConvTranspose1d",
     "ConvTranspose2d",
     "Conversion",
@@ -55,11 +57,13 @@ __all__ = [
     "Preparation",
     "PreparedPass",
     "Preparing",
+    "batch_norm_act",
     "bundle",
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "conv1d",
     "conv2d",
+    "conv_bn_act",
     "conv_transpose1d",
     "conv_transpose2d",
     "convert",

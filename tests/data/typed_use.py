@@ -59,6 +59,18 @@ def causal(x: Tensor, state: Tensor, weight: Tensor, final: bool) -> None:
     fastconv.causal_conv1d_fn(x, weight, activation="gelu")  # type: ignore[call-overload]
 
 
+def normalization(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor) -> None:
+    activation: fastconv.Activation = ("leaky_relu", 0.1)
+    assert_type(fastconv.batch_norm_act(x, mean, var, training=True, activation=activation), Tensor)
+    fastconv.batch_norm_act(x, None, None, training=True, momentum=None, residual=x)
+    assert_type(fastconv.conv_bn_act(x, weight, None, mean, var, stride=2), Tensor)
+    layer = fastconv.ConvBNAct2d(3, 4, 3, padding="same", activation=None, precision="ieee")
+    assert_type(layer.conv, fastconv.Conv2d)
+    fastconv.batch_norm_act(x, mean, var, activation="elu")  # type: ignore[arg-type]
+    fastconv.conv_bn_act(x, weight, mean, var)  # type: ignore[call-arg]
+    fastconv.ConvBNAct2d(3, 4, 3, momentum="0.1")  # type: ignore[arg-type]
+
+
 def layers(images: Tensor) -> None:
     layer = fastconv.Conv2d(3, 8, 3, 1, ((1, 0), (2, 1)), bias=False, dtype=torch.float16)
     assert_type(layer.forward(images), Tensor)

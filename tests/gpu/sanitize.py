@@ -2,8 +2,8 @@
 
 An argument names a family, "direct", "ampere" or "depthwise": then only its kernels and the
 portable ones run, with sm_80's shared memory, and "depthwise" runs only narrow groups. Causal
-convolutions, which are not planned with the others, run with "direct". Two of the
-tools do not understand everything that the kernels do. initcheck does not see the bytes that
+convolutions and batch normalization, which are not planned with the others, run with "direct". Two
+of the tools do not understand everything that the kernels do. initcheck does not see the bytes that
 sm_90a's bulk copies write. racecheck reports races where a ring of barriers orders the accesses, on
 Hopper and in Ampere's halo-tile kernel (see docs/kernels/ampere-halo.md).
 
@@ -26,12 +26,14 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import batchnorm_cases
 import oracle
 from causal_cases import Case, Tensors, random_cases
 from fastconv import ops
 from fastconv.backends import cuda
 from fastconv.kernels import planner, plans
 from fastconv.kernels.ampere.halo import plan as ampere_halo
+from fastconv.kernels.batchnorm.plan import beside
 from fastconv.kernels.family import Declined
 from fastconv.kernels.hopper.halo import plan as hopper_halo
 from fastconv.kernels.hopper.wgrad_halo import plan as hopper_weight_grad
@@ -211,6 +213,7 @@ def main() -> int:
             # watched.
             cases = random_cases(24, 1, (4, 2, 9), 300)
             correct += [causal_check(case) for case in cases if case.length > 1]
+            correct += [batchnorm_check(case) for case in batchnorm_cases.random_cases(24, 1)]
     print(f"{sum(correct)} of {len(correct)} correct")
     return 0 if all(correct) else 1
 
@@ -241,6 +244,32 @@ def causal_check(case: Case) -> bool:
     try:
         for actual, expected in zip(*results, strict=True):
             torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+    except AssertionError as error:
+        print(f"wrong: {case}: {error}")
+        return False
+    return True
+
+
+def batchnorm_check(case: batchnorm_cases.Case) -> bool:
+    """Compares both passes of a batch normalization on the GPU with those on the CPU."""
+    tensors, results = batchnorm_cases.Tensors.random(case), []
+    for move in (whole_copy, torch.clone):
+        x, residual, weight, bias, mean, var, grad = (
+            None if one is None else move(one) for one in vars(tensors).values()
+        )
+        options = (case.activation, case.slope)
+        y, *statistics = torch.ops.fastconv.batch_norm_forward(
+            x, residual, weight, bias, mean, var, None, True, 0.1, 1e-5, *options
+        )
+        other = {None: None, "output": y, "residual": residual}[beside(*options, case.residual)]
+        gradients = torch.ops.fastconv.batch_norm_backward(
+            grad, x, other, weight, bias, *statistics, True, case.residual, *options, True, True,
+            case.residual,
+        )  # fmt: skip
+        results.append([one.cpu().double() for one in (y, mean, var, *gradients)])
+    try:
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=3e-2, atol=3e-2)
     except AssertionError as error:
         print(f"wrong: {case}: {error}")
         return False

@@ -235,7 +235,8 @@ class Ready(NamedTuple):
     scratch_bytes: int
     family: str
     packs: int  # see Plan.packs
-    regions: tuple[int, int] = (0, 0)  # where regions of the workspace begin
+    # Where regions of the workspace begin; nothing for launches that name none.
+    regions: tuple[int, int] | tuple[()] = ()
 
     def run(self, *tensors: Tensor | None) -> None:
         """Launches the kernels; tensors are in the order of the pass's names for them."""

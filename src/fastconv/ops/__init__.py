@@ -18,7 +18,8 @@ convolution. Its gradients are ``forward`` and ``weight_grad``.
 
 One-dimensional convolutions are those of images with one row: they have no operators of their own.
 
-Causal depthwise convolutions with states are three operators apart: see ``ops/causal.py``.
+Causal depthwise convolutions with states are three operators apart: see ``ops/causal.py``. So are
+two for batch normalization with a residual and an activation: see ``ops/batchnorm.py``.
 """
 
 from fastconv import native
@@ -26,6 +27,7 @@ from fastconv.ops import (
     autocast,
     autograd,
     batching,
+    batchnorm,
     causal,
     decomposition,
     devices,
@@ -55,6 +57,7 @@ native.register(
 autocast.register("cpu", "AutocastCPU")
 autocast.register("cuda", "AutocastCUDA")
 batching.register()
+batchnorm.register()
 causal.register()
 decomposition.register()
 flops.register()

@@ -67,7 +67,7 @@ A query takes 0.1 ms, about as long as such a gradient.
 """
 
 
-class _Function(_SingleLevelFunction):
+class SingleLevelFunction(_SingleLevelFunction):
     # Compiled autograd reads this attribute, which only torch.autograd.Function has.
     _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
 
@@ -75,7 +75,7 @@ class _Function(_SingleLevelFunction):
 # PyTorch names the nodes of a user's graph after these classes, with "Backward" added.
 
 
-class FastconvConv2d(_Function):
+class FastconvConv2d(SingleLevelFunction):
     @staticmethod
     def forward(*args: Any) -> Tensor:
         return _below_autograd(forward, devices.forward_kernels, args, args[2])
@@ -111,7 +111,7 @@ class FastconvConv2d(_Function):
         return tangent
 
 
-class FastconvInputGrad(_Function):
+class FastconvInputGrad(SingleLevelFunction):
     @staticmethod
     def forward(*args: Any) -> Tensor:
         return _below_autograd(input_grad, devices.input_grad_kernels, args)
@@ -147,7 +147,7 @@ class FastconvInputGrad(_Function):
         return tangent
 
 
-class FastconvWeightGrad(_Function):
+class FastconvWeightGrad(SingleLevelFunction):
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
         return _below_autograd(weight_grad, devices.weight_grad_kernels, args)
@@ -190,7 +190,7 @@ class FastconvWeightGrad(_Function):
         return tangent, bias_tangent if ctx.bias else None
 
 
-class FastconvConvTranspose(_Function):
+class FastconvConvTranspose(SingleLevelFunction):
     """A transposed convolution without an epilogue: the arguments have none."""
 
     @staticmethod
@@ -348,7 +348,7 @@ def forward_here(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: G
     if not _watched():
         kernel = devices.direct(devices.forward_kernels, input, weight, bias)
         if kernel is not None and not torch.is_autocast_enabled(input.device.type):
-            if _recorded(input, weight, bias):
+            if recorded(input, weight, bias):
                 return FastconvConv2d.apply(input, weight, bias, *geometry)  # type: ignore[attr-defined]
             return kernel(input, weight, bias, *geometry)
     check_dense("input", input)
@@ -377,7 +377,7 @@ def fused_here(
     if not _watched() and devices.is_plain(residual):
         kernel = devices.direct(devices.fused_kernels, input, weight, bias)
         if kernel is not None and not torch.is_autocast_enabled(input.device.type):
-            if _recorded(*args[:4]):
+            if recorded(*args[:4]):
                 return _composed(convolve, OPERATORS["fused"].known, *args)
             return kernel(*args)
     for name, tensor in zip(("input", "weight", "bias", "residual"), args[:4], strict=True):
@@ -407,7 +407,7 @@ def transposed_here(
     if not _watched() and devices.is_plain(residual):
         kernel = devices.direct(devices.transposed_kernels, input, weight, bias)
         if kernel is not None and not torch.is_autocast_enabled(input.device.type):
-            if _recorded(*args[:4]):
+            if recorded(*args[:4]):
                 return _recorded_transposed(convolve, OPERATORS["transposed"].known, *args)
             return kernel(*args)
     for name, tensor in zip(("input", "weight", "bias", "residual"), args[:4], strict=True):
@@ -438,7 +438,7 @@ def _transposed(*args: Any) -> Tensor:
     if torch._C._are_functorch_transforms_active():
         with enable_single_level_autograd_function():
             return _recorded_transposed(_bare_transposed, transposed_result, *args)
-    if _recorded(*args[:4]):
+    if recorded(*args[:4]):
         return _recorded_transposed(_bare_transposed, transposed_result, *args)
     with torch._C._AutoDispatchBelowAutograd():
         return transposed(*args)
@@ -454,7 +454,7 @@ def _composed(convolve: Callable[..., Tensor], check: Check, *args: Any) -> Tens
 def _fused(*args: Any) -> Tensor:
     """The operator's autograd kernel."""
     native.load_if_built()
-    if torch._C._are_functorch_transforms_active() or _recorded(*args[:4]):
+    if torch._C._are_functorch_transforms_active() or recorded(*args[:4]):
         return _composed(forward, fused_result, *args)
     with torch._C._AutoDispatchBelowAutograd():
         return fused(*args)
@@ -478,7 +478,7 @@ def _gradient_here(name: str, args: tuple[Any, ...]) -> Any:
     kernel = None if _is_mapped_or_watched() else devices.direct(kernels, *tensors)
     if kernel is None:
         return OPERATORS[name].call(*args)
-    return _FUNCTIONS[name].apply(*args) if _recorded(*tensors) else kernel(*args)
+    return _FUNCTIONS[name].apply(*args) if recorded(*tensors) else kernel(*args)
 
 
 def _gradients_here(
@@ -503,7 +503,7 @@ def _backward_here(args: tuple[Any, ...]) -> Gradients:
     kernel = None if _is_mapped_or_watched() else devices.direct(devices.backward_kernels, *tensors)
     if kernel is None:
         return backward(*args)
-    return gradients.by_parts(_gradient_here, args) if _recorded(*tensors) else kernel(*args)
+    return gradients.by_parts(_gradient_here, args) if recorded(*tensors) else kernel(*args)
 
 
 # The functions that record the operators of gradients.
@@ -528,7 +528,7 @@ def _watched() -> bool:
     )
 
 
-def _recorded(*tensors: Any) -> bool:
+def recorded(*tensors: Any) -> bool:
     """Whether autograd, in either mode, has to record an operation on these tensors."""
     return forward_ad._current_level >= 0 or (
         torch.is_grad_enabled()
@@ -544,6 +544,6 @@ def _kernel(function: Any) -> Callable[..., Any]:
             with enable_single_level_autograd_function():
                 return function.apply(*args)
         # Without anything to record, Function.apply would only cost time.
-        return function.apply(*args) if _recorded(*args[:3]) else function.forward(*args)
+        return function.apply(*args) if recorded(*args[:3]) else function.forward(*args)
 
     return kernel

@@ -115,7 +115,7 @@ def _entry(operator: Operator, result: Result, given: Arguments) -> Entry:
     ready = cuda.ready(need)
     return entry._replace(
         scratch_bytes=ready.scratch_bytes,
-        regions=ready.regions,
+        regions=ready.regions or (0, 0),
         launches=ready.launches.description,
         packs=ready.packs,
         trouble=ready.launches.trouble,

@@ -197,7 +197,7 @@ def transposed_result(
 def _with_epilogue(
     result: Result, input: Form, residual: Form | None, activation: str, slope: float
 ) -> Result:
-    _check_activation(activation, slope, input.dtype)
+    check_activation(activation, slope, input.dtype)
     _check_alike(Input=input, residual=residual)
     if residual is not None and tuple(residual.shape) != result.shape:
         raise RuntimeError(
@@ -207,7 +207,7 @@ def _with_epilogue(
     return result._replace(epilogue=Epilogue(activation, slope, residual is not None))
 
 
-def _check_activation(activation: str, slope: float, dtype: torch.dtype) -> None:
+def check_activation(activation: str, slope: float, dtype: torch.dtype) -> None:
     if activation not in ACTIVATIONS:
         raise unknown_activation(activation)
     if not isfinite(slope) or (slope != 0 and activation != "leaky_relu"):

@@ -36,6 +36,8 @@ double fmin(double, double) noexcept;
 float fmaxf(float, float) noexcept;
 float fabsf(float) noexcept;
 double fmax(double, double) noexcept;
+float sqrtf(float) noexcept;
+double sqrt(double) noexcept;
 float expf(float) noexcept;
 float exp2f(float) noexcept;
 double exp(double) noexcept;

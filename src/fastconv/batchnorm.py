@@ -1,0 +1,343 @@
+"""Batch normalization with what follows it, alone and behind a convolution."""
+
+# This file does not postpone the evaluation of annotations: torch.fx keeps those of forward, and
+# cannot pickle them as strings.
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
+from torch.overrides import handle_torch_function, has_torch_function
+
+from fastconv._precision import Precision
+from fastconv.backends.batchnorm.formulas import scale_and_shift, sum_type
+from fastconv.backends.epilogue import applied
+from fastconv.functional import conv2d
+from fastconv.geometry import Activation, IntOrPair, LayerPadding, PaddingLike, activation_of
+from fastconv.modules import Conv2d, PaddingMode
+from fastconv.ops import batchnorm
+from fastconv.problem import Epilogue
+
+
+def batch_norm_act(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    *,
+    activation: Activation | None = None,
+    residual: Tensor | None = None,
+    num_batches_tracked: Tensor | None = None,
+) -> Tensor:
+    r"""Applies batch normalization as ``torch.nn.functional.batch_norm`` does, and what follows.
+
+    $$
+    y = \operatorname{activation}\Bigl(\frac{x - \text{mean}}{\sqrt{\text{var} + \text{eps}}}
+    \cdot \text{weight} + \text{bias} + \text{residual}\Bigr)
+    $$
+
+    On a GPU, that is one pass over memory for the statistics and one for the output; gradients are
+    one for their sums and one for that of the input. No mask is kept for the activation: its
+    gradient follows from the output, or is computed from the input again. The output is rounded
+    once. Sums are in float32 (float64 for float64), and the same call gives the same bits.
+
+    Args:
+        input: ``(batch, channels, ...)`` in float32, float16, bfloat16 or float64, contiguous or
+            channels-last; other layouts are copied.
+        running_mean: ``(channels)``, the mean that ``training`` updates, and that is used
+            otherwise. It may be None in training.
+        running_var: the same for the variance.
+        weight: ``(channels)``, in the input's type or in float32, or None.
+        bias: the same.
+        training: whether to normalize with the mean and variance of this batch.
+        momentum: the share by which running statistics move towards those of the batch. None takes
+            ``1 / num_batches_tracked``, which makes them averages of all batches.
+        eps: what is added to the variance.
+        activation: as for ``fastconv.conv2d``.
+        residual: a tensor of the input's size and type that is added before the activation.
+        num_batches_tracked: the number of batches, this one included, a tensor of one int64. It is
+            read only where ``momentum`` is None, without waiting for the GPU.
+
+    Returns:
+        A tensor of the input's size, type and memory format.
+
+    Raises:
+        RuntimeError: sizes or devices do not fit together, or statistics are missing, as in
+            PyTorch.
+        ValueError: a channel has only one value in training, as in PyTorch; types do not fit
+            together, or ``activation`` is none of those above.
+        NotImplementedError: the input has a type that is not supported.
+
+    Examples:
+        >>> images, mean, var = torch.randn(8, 16, 9, 9), torch.zeros(16), torch.ones(16)
+        >>> output = fastconv.batch_norm_act(images, mean, var, training=True, activation="relu")
+        >>> expected = torch.nn.functional.batch_norm(images, None, None, training=True)
+        >>> torch.testing.assert_close(output, torch.relu(expected))
+    """
+    tensors = (input, running_mean, running_var, weight, bias, residual, num_batches_tracked)
+    given = tuple(one for one in tensors if one is not None)
+    if has_torch_function(given):
+        return handle_torch_function(
+            batch_norm_act, given, input, running_mean, running_var, weight, bias, training,
+            momentum, eps, activation=activation, residual=residual,
+            num_batches_tracked=num_batches_tracked,
+        )  # fmt: skip
+    name, slope = activation_of(activation)
+    batches = None
+    if momentum is None:
+        momentum = 0.0
+        if training and running_mean is not None:
+            if num_batches_tracked is None:
+                raise ValueError("num_batches_tracked should be given where momentum is None")
+            batches = num_batches_tracked
+    output: Tensor = batchnorm.forward(
+        input, residual, weight, bias, running_mean, running_var, batches, training, momentum, eps,
+        name, slope,
+    )[0]  # fmt: skip
+    return output
+
+
+def conv_bn_act(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    stride: IntOrPair = 1,
+    padding: PaddingLike = 0,
+    dilation: IntOrPair = 1,
+    groups: int = 1,
+    *,
+    training: bool = False,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    activation: Activation | None = None,
+    residual: Tensor | None = None,
+    num_batches_tracked: Tensor | None = None,
+    precision: Precision | None = None,
+) -> Tensor:
+    """Applies a 2-D convolution, batch normalization, an addition and an activation.
+
+    In training these are ``fastconv.conv2d`` and ``fastconv.batch_norm_act``. Otherwise the
+    normalization is folded into the convolution's weight and bias, so that all is one kernel; with
+    gradients, convolution, addition and activation are three steps, as in ``fastconv.conv2d``.
+
+    Args:
+        input: ``(batch, in_channels, height, width)``.
+        weight: the convolution's, ``(out_channels, in_channels / groups, height, width)``.
+        bias: the convolution's, ``(out_channels)``, or None.
+        running_mean: as for ``fastconv.batch_norm_act``.
+        running_var: as for ``fastconv.batch_norm_act``.
+        norm_weight: what normalized channels are multiplied by, or None.
+        norm_bias: what is added to normalized channels, or None.
+        stride: as for ``fastconv.conv2d``.
+        padding: as for ``fastconv.conv2d``.
+        dilation: as for ``fastconv.conv2d``.
+        groups: as for ``fastconv.conv2d``.
+        training: whether to normalize with the mean and variance of this batch.
+        momentum: as for ``fastconv.batch_norm_act``.
+        eps: what is added to the variance.
+        activation: as for ``fastconv.conv2d``.
+        residual: a tensor of the output's size that is added before the activation. Under autocast
+            it may have another type than the convolution's output.
+        num_batches_tracked: as for ``fastconv.batch_norm_act``.
+        precision: as for ``fastconv.conv2d``.
+
+    Returns:
+        ``(batch, out_channels, out_height, out_width)``.
+
+    Raises:
+        RuntimeError: sizes, types or devices do not fit together, as in PyTorch.
+        ValueError: an argument is none of those above, the input is no batch of images, or a
+            channel has only one value in training.
+
+    Examples:
+        >>> images, weight = torch.randn(8, 3, 9, 9), torch.randn(16, 3, 3, 3)
+        >>> mean, var = torch.zeros(16), torch.ones(16)
+        >>> output = fastconv.conv_bn_act(
+        ...     images, weight, None, mean, var, training=True, activation="relu"
+        ... )
+        >>> output.shape
+        torch.Size([8, 16, 7, 7])
+        >>> bool(mean.any())
+        True
+    """
+    tensors = (
+        input, weight, bias, running_mean, running_var, norm_weight, norm_bias, residual,
+        num_batches_tracked,
+    )  # fmt: skip
+    given = tuple(one for one in tensors if one is not None)
+    if has_torch_function(given):
+        return handle_torch_function(
+            conv_bn_act, given, *tensors[:7], stride, padding, dilation, groups, training=training,
+            momentum=momentum, eps=eps, activation=activation, residual=residual,
+            num_batches_tracked=num_batches_tracked, precision=precision,
+        )  # fmt: skip
+    if input.dim() != 4:
+        raise ValueError(f"expected 4D input (got {input.dim()}D input)")
+    if training:
+        output = conv2d(input, weight, bias, stride, padding, dilation, groups, precision=precision)
+        return batch_norm_act(
+            output, running_mean, running_var, norm_weight, norm_bias, training, momentum, eps,
+            activation=activation, residual=residual, num_batches_tracked=num_batches_tracked,
+        )  # fmt: skip
+    if running_mean is None or running_var is None:
+        name = "running_mean" if running_mean is None else "running_var"
+        raise RuntimeError(f"{name} must be defined in evaluation mode")
+    weight, bias = _folded(weight, bias, running_mean, running_var, norm_weight, norm_bias, eps)
+    return conv2d(
+        input, weight, bias, stride, padding, dilation, groups,
+        precision=precision, activation=activation, residual=residual,
+    )  # fmt: skip
+
+
+def _folded(
+    weight: Tensor,
+    bias: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Returns the weight and the bias of the convolution that normalizes as well."""
+    channels = weight.shape[0]
+    named = (
+        ("running_mean", mean), ("running_var", variance), ("weight", norm_weight),
+        ("bias", norm_bias),
+    )  # fmt: skip
+    for name, one in named:
+        if one is not None and one.numel() != channels:
+            raise RuntimeError(f"{name} should contain {channels} elements not {one.numel()}")
+    wide = sum_type(weight.dtype)
+    scale, shift = scale_and_shift(mean.to(wide), variance.to(wide), norm_weight, norm_bias, eps)
+    if bias is not None:
+        shift = shift + bias * scale
+    scaled = weight.to(wide) * scale.view(-1, 1, 1, 1)
+    return scaled.to(weight.dtype), shift.to(weight.dtype)
+
+
+def _computes(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a call of this layer does what its class does, and nothing else."""
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+    return (
+        type_before_parametrizations(layer) is kind
+        and not hooks
+        and not layer._backward_pre_hooks
+        and "forward" not in vars(layer)
+    )
+
+
+class ConvBNAct2d(nn.Module):
+    """A convolution, batch normalization, an addition where there is one, and an activation.
+
+    It computes ``activation(bn(conv(input)) + residual)`` for its layers ``conv``, a
+    ``fastconv.Conv2d``, and ``bn``, a ``torch.nn.BatchNorm2d``: with their parameters, initial
+    values and state dict (``conv.weight``, ``bn.weight``, ``bn.running_mean`` ...), by
+    ``fastconv.conv_bn_act``. ``bn.eval()`` freezes its statistics, as everywhere. Where one of the
+    two has hooks, or has become a layer of another class, as ``torch.nn.SyncBatchNorm``, they are
+    called one after the other.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        kernel_size: one number, or ``(height, width)``.
+        stride: as for ``fastconv.Conv2d``.
+        padding: as for ``fastconv.Conv2d``.
+        dilation: as for ``fastconv.Conv2d``.
+        groups: as for ``fastconv.Conv2d``.
+        bias: whether the convolution has a bias, which the normalization takes away again.
+        padding_mode: as for ``fastconv.Conv2d``.
+        eps: as for ``torch.nn.BatchNorm2d``.
+        momentum: as for ``torch.nn.BatchNorm2d``; None averages all batches.
+        affine: as for ``torch.nn.BatchNorm2d``.
+        track_running_stats: as for ``torch.nn.BatchNorm2d``.
+        activation: as for ``fastconv.conv2d``; None for none.
+        device: where the parameters are.
+        dtype: the type of the parameters.
+        precision: as for ``fastconv.Conv2d``.
+
+    Raises:
+        ValueError: an argument is none of those above.
+
+    Examples:
+        >>> layer = fastconv.ConvBNAct2d(8, 8, 3, padding=1)
+        >>> images = torch.randn(2, 8, 9, 9)
+        >>> output = layer(images, residual=images)
+        >>> expected = torch.relu(layer.bn(layer.conv(images)) + images)
+        >>> torch.testing.assert_close(output, expected)
+        >>> sorted(layer.state_dict())[:3]
+        ['bn.bias', 'bn.num_batches_tracked', 'bn.running_mean']
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: LayerPadding = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = False,
+        padding_mode: PaddingMode = "zeros",
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        activation: Activation | None = "relu",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        precision: Precision | None = None,
+    ) -> None:
+        super().__init__()
+        activation_of(activation)
+        self.conv = Conv2d(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias,
+            padding_mode, device, dtype, precision=precision,
+        )  # fmt: skip
+        self.bn = nn.BatchNorm2d(
+            out_channels, eps, momentum, affine, track_running_stats, device, dtype
+        )
+        self.activation = activation
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Convolves, normalizes, adds the residual and applies the activation.
+
+        Args:
+            input: ``(batch, in_channels, height, width)``.
+            residual: a tensor of the output's size and type that is added before the activation.
+
+        Returns:
+            ``(batch, out_channels, out_height, out_width)``.
+        """
+        conv, bn = self.conv, self.bn
+        if not _computes(conv, Conv2d) or not _computes(bn, nn.BatchNorm2d):
+            return applied(bn(conv(input)), residual, Epilogue(*activation_of(self.activation)))
+        mean, var, batches = bn.running_mean, bn.running_var, bn.num_batches_tracked
+        if bn.training and bn.track_running_stats and batches is not None:
+            batches.add_(1)
+        training = bn.training or (mean is None and var is None)
+        if bn.training and not bn.track_running_stats:
+            mean = var = None
+        input, padding = conv._padded(input)
+        return conv_bn_act(
+            input, conv.weight, conv.bias, mean, var, bn.weight, bn.bias, conv.stride, padding,
+            conv.dilation, conv.groups, training=training, momentum=bn.momentum, eps=bn.eps,
+            activation=self.activation, residual=residual, num_batches_tracked=batches,
+            precision=conv.precision,
+        )  # fmt: skip
+
+    def _get_name(self) -> str:
+        return "fastconv.ConvBNAct2d" if type(self) is ConvBNAct2d else type(self).__name__
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}"

@@ -1,0 +1,75 @@
+"""Runs the kernels of batch normalization in the emulator."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from batchnorm_cases import EPS, Case, Tensors
+from emulator.driver import run_both_orders
+from fastconv.backends.batchnorm import launches
+from fastconv.backends.batchnorm.launches import Call
+from fastconv.kernels.batchnorm import plan
+from fastconv.kernels.family import Gpu, Plan
+from fastconv.kernels.gpus import H200
+
+
+class Run(NamedTuple):
+    """A plan, and the tensors that its launches name."""
+
+    plan: Plan
+    tensors: dict[str, Tensor | None]
+
+    def execute(self) -> None:
+        scratch = torch.full((self.plan.scratch_bytes // 4,), torch.nan)
+        named = {**self.tensors, "scratch": scratch if scratch.numel() else None}
+        given = {name: tensor for name, tensor in named.items() if tensor is not None}
+        run_both_orders(self.plan.launches, given)
+
+
+def _sums(case: Case) -> Tensor:
+    dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
+    return torch.full((case.channels,), torch.nan, dtype=dtype)
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x).fill_(torch.nan)
+
+
+def forward_run(
+    case: Case, tensors: Tensors, gpu: Gpu = H200, batches: Tensor | None = None
+) -> Run:
+    """A forward pass in training; it fills y, mean, invstd, and updates running statistics."""
+    y = _like(tensors.x)
+    options = (tensors.weight, case.activation, case.slope, case.residual)
+    call = Call.of(tensors.x, *options, tensors.residual, y)
+    running = launches.Running(EPS, 0.1, case.parameter)
+    made = plan.forward(call.planned_for, running.planned_for, gpu)
+    given = (
+        tensors.x, tensors.residual, tensors.weight, tensors.bias, tensors.running_mean,
+        tensors.running_var, batches, _sums(case), _sums(case), y,
+    )  # fmt: skip
+    return Run(made, dict(zip(launches.FORWARD, given, strict=False)))
+
+
+def backward_run(
+    case: Case, tensors: Tensors, forward: Run, wanted: launches.Gradients, gpu: Gpu = H200
+) -> Run:
+    """The gradients of a forward pass that has been executed."""
+    other = plan.beside(case.activation, case.slope, case.residual)
+    beside = {None: None, "output": forward.tensors["y"], "residual": tensors.residual}[other]
+    stores = wanted.residual and case.activation != "identity"
+    grad_x = _like(tensors.x)
+    grad_residual = _like(tensors.x) if stores else None
+    options = (tensors.weight, case.activation, case.slope, case.residual)
+    call = Call.of(tensors.x, *options, tensors.grad, beside, grad_x, grad_residual)
+    made = plan.backward(call.planned_for, *wanted, gpu)
+    parameters = [torch.full((case.channels,), torch.nan, dtype=case.parameter) for _ in range(2)]
+    given = (
+        tensors.grad, tensors.x, beside, tensors.weight, tensors.bias, forward.tensors["mean"],
+        forward.tensors["invstd"], grad_x, grad_residual,
+        *(parameters if wanted.parameters else (None, None)),
+    )  # fmt: skip
+    return Run(made, dict(zip(launches.BACKWARD, given, strict=False)))

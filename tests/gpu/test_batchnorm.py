@@ -1,0 +1,130 @@
+"""Batch normalization on a GPU: networks' layers in both formats, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastconv
+from batchnorm_cases import Case, Tensors, check_close, random_cases, reference
+from causal_cases import ROUNDINGS
+from gpu.helpers import CUDA
+
+LAYERS = [
+    Case(16, channels, (side, side), dtype, dtype != torch.float32, last, activation, residual)
+    for channels, side in ((64, 112), (256, 56), (1024, 14), (2048, 7), (80, 73), (32, 149))
+    for dtype, last in ((torch.bfloat16, True), (torch.float32, False), (torch.float16, False))
+    for activation, residual in (("relu", True), ("silu", False))
+]
+
+
+def _activation(case: Case) -> fastconv.Activation:
+    return ("leaky_relu", 0.1) if case.activation == "leaky_relu" else case.activation  # type: ignore[return-value]
+
+
+def _call(case: Case, tensors: Tensors, training: bool = True) -> Tensor:
+    return fastconv.batch_norm_act(
+        tensors.x, tensors.running_mean, tensors.running_var, tensors.weight, tensors.bias,
+        training, activation=_activation(case), residual=tensors.residual,
+    )  # fmt: skip
+
+
+def _check_all(case: Case, training: bool = True) -> None:
+    tensors, exact = Tensors.random(case, "cuda"), Tensors.random(case).double()
+    leaves = [leaf.requires_grad_() for leaf in tensors.leaves]
+    output = _call(case, tensors, training)
+    expected = reference(exact, case.activation, training)
+    check_close(output, expected, case.dtype, "output", 256)
+    check_close(tensors.running_mean, exact.running_mean, case.dtype, "running mean")
+    check_close(tensors.running_var, exact.running_var, case.dtype, "running variance", 256)
+    found = torch.autograd.grad(output, leaves, tensors.grad, retain_graph=True)
+    again = torch.autograd.grad(output, leaves, tensors.grad)
+    assert all(map(torch.equal, found, again)), "the same call gave other bits"
+    gradients = torch.autograd.grad(expected, exact.leaves, exact.grad)
+    # Gradients of rounded outputs near 0 may be chosen otherwise; those before curved activations
+    # are rounded twice. Sums have one rounding for each element, of random signs.
+    bound = 256 + 8 * ROUNDINGS[case.dtype] / ROUNDINGS[torch.float32] * case.residual
+    if case.dtype == torch.float64:
+        bound = 4096
+    for one, gradient in zip(found, gradients, strict=True):
+        share = 1.0 if one.dim() > 1 else max(1.0, float(case.count) ** 0.5 / 64)
+        check_close(one, gradient, case.dtype, "gradient", bound * share)
+
+
+@pytest.mark.parametrize("case", LAYERS, ids=str)
+def test_layers_of_networks(case: Case) -> None:
+    _check_all(case)
+
+
+@pytest.mark.parametrize("case", random_cases(64, 11), ids=str)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_small_and_odd_ones(case: Case, training: bool) -> None:
+    _check_all(case, training)
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels last"])
+def test_means_of_ten_thousand_deviations(channels_last: bool) -> None:
+    case = Case(
+        16, 64, (56, 56), channels_last=channels_last, activation="identity", mean=1e4,
+    )  # fmt: skip
+    tensors, exact = Tensors.random(case, "cuda"), Tensors.random(case).double()
+    output = _call(case, tensors)
+    check_close(output, reference(exact, "identity"), case.dtype, "output", 4096)
+    check_close(tensors.running_var, exact.running_var, case.dtype, "running variance", 256)
+
+
+def test_second_derivatives() -> None:
+    case = Case(3, 4, (3, 3), torch.float64, activation="silu", residual=True)
+    tensors = Tensors.random(case, "cuda")
+    inputs = [leaf.requires_grad_() for leaf in tensors.leaves]
+
+    def function(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return fastconv.batch_norm_act(
+            x, None, None, weight, bias, True, activation="silu", residual=residual
+        )
+
+    # The same call gives the same bits, so that gradcheck tolerates no difference.
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def test_captured_in_a_graph() -> None:
+    """Averages of all batches count the replays, since the kernel reads their number."""
+    layer = fastconv.ConvBNAct2d(8, 16, 3, padding=1, momentum=None, device=CUDA)
+    twin = fastconv.ConvBNAct2d(8, 16, 3, padding=1, momentum=None, device=CUDA)
+    images = torch.randn(4, 8, 20, 20, device=CUDA)
+    layer(images)
+    twin.load_state_dict(layer.state_dict())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer(images)
+    for _ in range(3):
+        images.copy_(torch.randn_like(images))
+        graph.replay()
+        expected = twin(images)
+    assert torch.equal(captured, expected)
+    for name, one in layer.state_dict().items():
+        assert torch.equal(one, twin.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels last"])
+def test_a_block_trains_as_pytorchs(channels_last: bool) -> None:
+    options = {"device": CUDA, "dtype": torch.float64}
+    layer = fastconv.ConvBNAct2d(16, 16, 3, padding=1, **options)
+    parts = torch.nn.Sequential(
+        torch.nn.Conv2d(16, 16, 3, padding=1, bias=False, **options),
+        torch.nn.BatchNorm2d(16, **options),
+    )
+    parts[0].weight.data.copy_(layer.conv.weight)
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    images = torch.randn(8, 16, 20, 20, **options).to(memory_format=memory_format)
+    for _ in range(3):
+        output = layer(images, images)
+        expected = torch.relu(parts(images) + images)
+        torch.testing.assert_close(output, expected)
+        grad = torch.randn_like(output)
+        found = torch.autograd.grad(output, list(layer.parameters()), grad)
+        gradients = torch.autograd.grad(expected, list(parts.parameters()), grad)
+        torch.testing.assert_close(found, gradients)
+    torch.testing.assert_close(layer.bn.running_var, parts[1].running_var)
