@@ -7,7 +7,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # For the GPU targets: a Python whose PyTorch is a CUDA build, with cuda-bindings, pytest, hypothesis.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test lint types docs test-cpu test-corpus test-compile corpus test-gpu test-oldest-torch package test-package examples sanitize stress results results-cpu results-status results-pages clean
+.PHONY: demo test lint types docs test-cpu test-corpus test-compile corpus test-gpu test-oldest-torch package test-package examples sanitize sanitize-cpu stress results results-cpu results-status results-pages clean
 
 # Verifies a few layers, compares their speed with PyTorch's, and writes plots and a page to demo/.
 demo: .venv/demo-ready
@@ -119,6 +119,10 @@ sanitize:
 	for family in depthwise direct; do \
 	  $(SANITIZER) $(CONVOLVE) --tool racecheck $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
 	done
+
+# The CPU kernels on random problems, under AddressSanitizer and UBSan.
+sanitize-cpu: .venv/ready
+	FASTCONV_SANITIZED=2000 $(BIN)/pytest tests/native/test_cpu_kernels.py -k sanitizers
 
 # Processes that compile side by side, are killed, and find the cache folder in every state.
 stress:

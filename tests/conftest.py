@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from effort import ALL
 from fastconv import native, timing
-from fastconv.backends import cuda
+from fastconv.backends import cpu, cuda
 from fastconv.bench import limits, row_timing
 from fastconv.jit import launch, loading
 from fastconv.kernels import plans
@@ -84,6 +84,13 @@ def _native_library() -> Callable[..., Any]:
 def _operators_by_python() -> None:
     """Python serves operators wherever a test does not choose: many tests force what it plans."""
     native.serve_operators(False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_library_but_a_chosen_one() -> Iterator[None]:
+    """Calls on a CPU do not begin to use the native library in the midst of other tests."""
+    with mock.patch.object(cpu, "before_cpu_pass"):
+        yield
 
 
 @pytest.fixture(params=["python", "native"], scope="module")

@@ -163,7 +163,7 @@ class Host:
             self.filled.append(operator)
             fill(*arguments)
 
-        return entry._replace(fill=noted)
+        return entry._replace(fill=noted, cpu_plan=None)
 
     @property
     def operators(self) -> list[str]:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -55,7 +56,7 @@ class TestBuilding:
         assert str(build.SOURCES / "host.cc") in call
         assert native.make(again=True) == (path, True)
         assert len(fake.calls) == 2
-        assert native.describe() == f"native, as soon as a call is made on a GPU ({path.name})"
+        assert native.describe() == f"native, as soon as a call is made ({path.name})"
 
     def test_a_failure_leaves_the_library_that_was_there(
         self, folder: Path, fake: Compiler
@@ -79,12 +80,16 @@ class TestBuilding:
             "Python",
             "SOABI",
             "text",
+            "a kernel's text",
+            "CPU",
         ],
     )
     def test_name(self, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         build._key.cache_clear()
         before = build._key()
-        (tmp_path / "host.cc").write_bytes((build.SOURCES / "host.cc").read_bytes() + b" ")
+        sources = shutil.copytree(build.SOURCES, tmp_path / "native")
+        changed = sources / ("cpu/multiply.h" if part == "a kernel's text" else "host.cc")
+        changed.write_bytes(changed.read_bytes() + b" ")
         monkeypatch.setattr(
             *{
                 "PyTorch": (torch, "__version__", "9.9"),
@@ -95,7 +100,9 @@ class TestBuilding:
                 "ABI": (torch._C, "_GLIBCXX_USE_CXX11_ABI", not torch._C._GLIBCXX_USE_CXX11_ABI),
                 "Python": (sys.implementation, "cache_tag", "cpython-999"),
                 "SOABI": (sysconfig, "get_config_var", lambda name: "another"),
-                "text": (build, "SOURCES", tmp_path),
+                "text": (build, "SOURCES", sources),
+                "a kernel's text": (build, "SOURCES", sources),
+                "CPU": (build, "cpu_features", lambda: "avx1024f"),
             }[part]
         )
         build._key.cache_clear()

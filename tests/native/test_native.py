@@ -54,7 +54,7 @@ assert native.conv2d is native.load()
         assert not build.is_built(), "the process has not waited"
         fake.go.touch()
         wait_until(build.is_built)
-        assert run("call(); native.start_build(); call()") == ["Python", "native"]
+        assert run("call(); native.start_build(); call()") == ["native", "native"]
         assert len(fake.calls) == 1
 
     def test_planning_for_a_gpu_starts_it(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastconv import jit
 from fastconv.backends import cuda
+from fastconv.backends.cpu import plans as cpu_plans
 from fastconv.bench import contestants, kernel_passes
 from fastconv.bench.cases import PASSES, STEP, Case, reason
 from fastconv.kernels import planner
@@ -92,6 +93,19 @@ def attempt(case: Case, gpu: Gpu) -> tuple[list[Configuration], str | None]:
         return planned(case, gpu), None
     except Exception as error:  # One case must not stop the others, whatever is wrong.
         return [], reason(error)
+
+
+def on_cpu(case: Case) -> list[str]:
+    """How a CPU computes each pass of the case: a line for each."""
+    directions = PASSES if case.direction == STEP else (case.direction,)
+    is_last = torch.channels_last in case.memory_formats
+    found = []
+    for direction in directions:
+        which = kernel_passes.kernel_pass(case.workload, direction)
+        plan = cpu_plans.plan(case.workload.problem, which, case.torch_dtype, channels_last=is_last)
+        means = str(plan) if isinstance(plan, cpu_plans.CpuPlan) else f"matrix products ({plan})"
+        found.append(f"{direction} on a CPU: {means}")
+    return found
 
 
 def device_gpu(device: torch.device) -> Gpu | None:

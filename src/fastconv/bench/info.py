@@ -94,6 +94,8 @@ def _planned_for(here: Gpu | None, other: Gpu | None) -> str:
 def _case(case: Case, gpu: Gpu, explain: bool) -> dict[str, Any]:
     planned, failure = configurations.attempt(case, gpu)
     lines = [line for configuration in planned for line in configuration.lines(explain)]
+    if explain:
+        lines += configurations.on_cpu(case)
     return {
         "label": case.label,
         "configurations": [configuration.to_dict() for configuration in planned],

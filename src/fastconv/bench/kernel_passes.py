@@ -18,19 +18,26 @@ The passes of all other layers are the passes of their problems of the same name
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 from torch import Tensor
 
+from fastconv.backends.cpu.plans import Pass
 from fastconv.bench.cases import Tensors
 from fastconv.workloads import Workload
 
-_OF_TRANSPOSED = {"forward": "input_grad", "input_grad": "forward", "weight_grad": "weight_grad"}
+_OF: dict[str, Pass] = {name: name for name in get_args(Pass)}
+_OF_TRANSPOSED: dict[str, Pass] = {
+    "forward": "input_grad",
+    "input_grad": "forward",
+    "weight_grad": "weight_grad",
+}
 _EXCHANGED = {"input": "grad_output", "grad_output": "input"}
 
 
-def kernel_pass(workload: Workload, direction: str) -> str:
+def kernel_pass(workload: Workload, direction: str) -> Pass:
     """The pass of the layer's problem that computes the layer's pass ``direction``."""
-    return _OF_TRANSPOSED[direction] if workload.transposed else direction
+    return (_OF_TRANSPOSED if workload.transposed else _OF)[direction]
 
 
 def counterpart(workload: Workload, role: str) -> str:

@@ -27,6 +27,7 @@ from fastconv.native.build import Unavailable
 __all__ = [
     "HEADER",
     "Unavailable",
+    "before_cpu_pass",
     "conv2d",
     "describe",
     "finish",
@@ -58,7 +59,13 @@ wrong.
 _VARIABLE = "FASTCONV_NATIVE"
 # Characters of the compiler's output that a warning quotes: one missing header can cause megabytes.
 _QUOTED_CHARACTERS = 4000
-_NOT_YET = "the library is built at the first call on a GPU, or by `fastconv build`"
+_NOT_YET = (
+    "the library is built at the first call on a GPU, after some on a CPU, or by `fastconv build`"
+)
+# Passes on a CPU after which the library is built: a process that makes fewer calls ends before it
+# has gained anything from a build, which takes about a minute of the CPU that it computes on.
+_CPU_PASSES_BEFORE_BUILD = 64
+_cpu_passes = 0  # how many passes Python has computed on a CPU
 _reason = _NOT_YET  # why Python serves calls
 _started = False  # whether start_build() has looked for the library
 _forked = False  # whether this process is a fork of one that had imported fastconv
@@ -88,12 +95,14 @@ def describe() -> str:
     if _reason is not _NOT_YET:
         return f"Python ({_reason})"
     if build.is_built():
-        return f"native, as soon as a call is made on a GPU ({build.library().name})"
+        return f"native, as soon as a call is made ({build.library().name})"
     return f"Python ({_missing() or _NOT_YET})"
 
 
 def start_build() -> None:
-    """Starts to build the library, or uses it if it is built; called as a GPU's pass is planned.
+    """Starts to build the library, or uses it if it is built.
+
+    It is called as a GPU's pass is planned, and by :func:`before_cpu_pass`.
 
     Does nothing while a CUDA graph is captured or PyTorch traces, nor in a forked process.
     :func:`describe` says what is missing, and a warning reports a compiler's failure.
@@ -121,6 +130,19 @@ def start_build() -> None:
             _set_reason(str(error))
             return
         conv2d = _load_at_once
+
+
+def before_cpu_pass() -> None:
+    """Is called before each pass that Python computes on a CPU.
+
+    The first call uses the library if it is built. After some more, :func:`start_build` builds it.
+    """
+    global _cpu_passes
+    if _started or conv2d is not None:
+        return
+    _cpu_passes += 1
+    if _cpu_passes >= _CPU_PASSES_BEFORE_BUILD or (_cpu_passes == 1 and build.is_built()):
+        start_build()
 
 
 def finish() -> None:

@@ -36,32 +36,42 @@ _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++20", "-O2", "-g0", "-fPIC", "-shared", "-fvisibility=hidden")
 
 
+# Flags that compile for the CPU of this machine, with all the vector instructions that it has.
+_CPU_FLAGS = {
+    "x86_64": ("-march=native", "-Wno-psabi"),
+    "aarch64": ("-mcpu=native", "-Wno-psabi"),
+}
+
+
 class Target(NamedTuple):
     """A library to build."""
 
     name: str  # the beginning of its file's name
     what: str  # in messages
-    source: str  # a file in SOURCES
+    sources: tuple[str, ...]  # files in SOURCES
     definitions: tuple[str, ...]  # of the preprocessor
     libraries: tuple[str, ...]  # PyTorch's, which it is linked with
+    for_this_cpu: bool  # whether it is compiled for this machine's CPU, and serves no other
 
 
 HOST = Target(
     "host",
     "the native host path",
-    "host.cc",
+    ("host.cc", "cpu/kernels.cc"),
     (f"TORCH_EXTENSION_NAME={_NAME}",),
     ("c10", "torch_cpu", "torch", "torch_python"),
+    for_this_cpu=True,
 )
 DEPLOYED = Target(
     "deploy",
     "the library for programs without Python",
-    "deploy.cc",
+    ("deploy.cc",),
     (
         f'FASTCONV_VERSION="{__version__}"',
         "FASTCONV_SCHEMAS=" + ",".join(f'"{schema}"' for schema in SCHEMAS),
     ),
     ("c10", "torch_cpu"),
+    for_this_cpu=False,
 )
 
 # The type of an ELF program header for notes (PT_NOTE), and the beginning of the note with the
@@ -118,7 +128,8 @@ def command(target: Target = HOST) -> list[str]:
         *(f"-isystem{folder}" for folder in (
             torch_folder / "include", torch_folder / "include/torch/csrc/api/include", include
         )),
-        str(SOURCES / target.source),
+        *(_CPU_FLAGS.get(platform.machine(), ()) if target.for_this_cpu else ()),
+        *(str(SOURCES / source) for source in target.sources),
         f"-L{torch_folder / 'lib'}",
         *(f"-l{name}" for name in target.libraries),
         "-o",
@@ -195,15 +206,26 @@ def load() -> Any:
 @functools.cache
 def _key(target: Target = HOST) -> str:
     """Returns a hash of the sources and of all that the library depends on."""
-    digest = hashlib.sha256((SOURCES / target.source).read_bytes())
-    for header in sorted(SOURCES.glob("*.h")):
-        digest.update(header.read_bytes())
+    digest = hashlib.sha256()
+    for source in (*target.sources, *sorted(map(str, SOURCES.rglob("*.h")))):
+        digest.update((SOURCES / source).read_bytes())
     for part in (
         *_torch_identity(), sys.implementation.cache_tag, sysconfig.get_config_var("SOABI"),
         platform.machine(), *_FLAGS, *target.definitions,
+        cpu_features() if target.for_this_cpu else "",
     ):  # fmt: skip
         digest.update(f"\0{part}".encode())
     return digest.hexdigest()[:32]
+
+
+def cpu_features(file: Path = Path("/proc/cpuinfo")) -> str:
+    """Returns the names of what this machine's first CPU has; empty where Linux does not say."""
+    with suppress(OSError), file.open() as lines:
+        for line in lines:
+            name, _, features = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return " ".join(sorted(features.split()))
+    return ""
 
 
 def _torch_identity() -> Iterator[object]:

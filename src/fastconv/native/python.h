@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <span>
 
+#include "compute_cpu.h"
 #include "entry.h"
 
 namespace fastconv::host {
@@ -85,6 +86,20 @@ inline decltype(Entry::fill) filled_by(const py::object& fill) {
   };
 }
 
+// The function that computes an entry's calls by the CPU kernels, and those whose numbers need
+// another way by a function of Python.
+inline decltype(Entry::fill) filled_by_kernels(const py::object& plan,
+                                               decltype(Entry::fill) otherwise) {
+  const auto [depthwise, rows, columns, depth, channels] =
+      plan.cast<std::tuple<bool, int64_t, int64_t, int64_t, int64_t>>();
+  return [=, plan = CpuPlan{depthwise, {rows, columns, depth, channels}}](
+             const Call& call, Precision precision, const Tensor& result, const Tensor& bias_grad) {
+    if (!compute_by_kernels(call, plan, result, bias_grad)) {
+      otherwise(call, precision, result, bias_grad);
+    }
+  };
+}
+
 inline std::shared_ptr<const Entry> entry_of(const py::object& made) {
   const auto entry = std::make_shared<Entry>();
   entry->shape = made.attr("shape").cast<std::vector<int64_t>>();
@@ -99,6 +114,9 @@ inline std::shared_ptr<const Entry> entry_of(const py::object& made) {
   }
   entry->packs = made.attr("packs").cast<size_t>();
   if (const py::object fill = made.attr("fill"); !fill.is_none()) entry->fill = filled_by(fill);
+  if (const py::object plan = made.attr("cpu_plan"); !plan.is_none()) {
+    entry->fill = filled_by_kernels(plan, entry->fill);
+  }
   if (const py::object trouble = made.attr("trouble"); !trouble.is_none()) {
     entry->trouble = [function = kept(trouble)](auto... what) {
       in_python([&] { py::handle(function.get())(what...); });

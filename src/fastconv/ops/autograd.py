@@ -463,7 +463,7 @@ def _fused(*args: Any) -> Tensor:
 def _backward(*args: Any) -> Gradients:
     """The operator's autograd kernel."""
     native.load_if_built()
-    if torch._C._are_functorch_transforms_active() or _recorded(*args[:3]):
+    if torch._C._are_functorch_transforms_active() or recorded(*args[:3]):
         return gradients.by_operators(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return backward(*args)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, channels_last
 
 from fastconv.backends import cuda
+from fastconv.backends.cpu.plans import CpuPlan, Pass, plan
 from fastconv.kernels import planner
 from fastconv.ops import autograd, devices, hooks
 from fastconv.ops.arguments import Arguments, TransposedArguments, WeightGradArguments
@@ -18,9 +19,10 @@ from fastconv.ops.schema import OPERATORS, Operator, Result
 class Entry(NamedTuple):
     """How calls of one form are computed; ``native/entry.h`` has a struct of the same name.
 
-    ``launches`` compute them (see ``LoadedLaunches.description``), or ``fill`` does. ``fill`` takes
-    the operator's two tensors, the bias or its gradient (or None), the residual (or None), the
-    result and the precision.
+    ``launches`` compute them (see ``LoadedLaunches.description``), or the CPU kernels do as
+    ``cpu_plan`` says, or ``fill`` does: also calls whose numbers the kernels do not take. ``fill``
+    takes the operator's two tensors, the bias or its gradient (or None), the residual (or None),
+    the result and the precision.
     """
 
     shape: tuple[int, ...]  # the result's
@@ -32,6 +34,7 @@ class Entry(NamedTuple):
     launches: Sequence[Any] = ()
     packs: int = 0  # how many of the launches only pack the weight: see Plan.packs
     fill: Callable[..., None] | None = None
+    cpu_plan: CpuPlan | None = None
     trouble: Callable[[int, int, int, int, bool], None] | None = None  # handles a failed launch
 
 
@@ -111,7 +114,7 @@ def _entry(operator: Operator, result: Result, given: Arguments) -> Entry:
     entry = _without_launches(result, given)
     need = _need(operator, result, given) if result.device.type == "cuda" else None
     if need is None:
-        return entry._replace(fill=_fill(operator, result))
+        return entry._replace(fill=_fill(operator, result), cpu_plan=_cpu_plan(operator, result))
     ready = cuda.ready(need)
     return entry._replace(
         scratch_bytes=ready.scratch_bytes,
@@ -120,6 +123,27 @@ def _entry(operator: Operator, result: Result, given: Arguments) -> Entry:
         packs=ready.packs,
         trouble=ready.launches.trouble,
     )
+
+
+_PASSES: dict[Any, Pass] = {
+    planner.forward: "forward",
+    planner.input_grad: "input_grad",
+    planner.weight_grad: "weight_grad",
+}
+
+
+def _cpu_plan(operator: Operator, result: Result) -> CpuPlan | None:
+    """Plans the CPU kernels for a pass on a CPU; None where the CPU backend computes it."""
+    if result.device.type != "cpu":
+        return None
+    found = plan(
+        result.problem,
+        _PASSES[operator.plan],
+        result.dtype,
+        result.epilogue,
+        result.memory_format == channels_last,
+    )
+    return None if isinstance(found, str) else found
 
 
 def _fill(operator: Operator, result: Result) -> Callable[..., None]:

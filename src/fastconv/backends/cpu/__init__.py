@@ -1,5 +1,9 @@
 """The CPU backend: every pass is a series of matrix products on blocks of bounded size.
 
+The native library has kernels of its own for many passes (``plans.py`` says for which), and serves
+them without Python once it is built. This package computes the others, and all passes where there
+is no library.
+
 A block's positions are ordered by row, image and column, so that a shift by rows is a shift in
 memory. A block has ``i`` input channels and ``o`` output channels of each group. The forward pass
 
@@ -37,6 +41,7 @@ from torch import Tensor
 from fastconv.backends.cpu import matrices, taps, tiling
 from fastconv.backends.cpu.scratch import Scratch
 from fastconv.backends.cpu.views import sum_positions
+from fastconv.native import before_cpu_pass
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 # Layers with one input channel and at most this many output channels in a group are thin.
@@ -57,6 +62,7 @@ def forward(
 
     All passes are computed in full precision, whatever ``precision``.
     """
+    before_cpu_pass()
     compute = taps.forward if _is_thin(problem) else matrices.forward
     scratch = Scratch(out.dtype, channels_last=input.stride(1) == 1)
     compute(problem, input, weight, bias, out, scratch, residual, epilogue)
@@ -71,6 +77,7 @@ def weight_grad(
     precision: str | None = None,
 ) -> None:
     """Fills ``out`` with the weight gradient, and ``bias_out`` with the gradient of the bias."""
+    before_cpu_pass()
     if bias_out is not None:
         sum_positions(grad_output, bias_out)
     compute = taps.weight_grad if _is_thin(problem) else matrices.weight_grad
@@ -91,6 +98,7 @@ def input_grad(
 
     Only transposed convolutions, which are input gradients, have a bias and an epilogue.
     """
+    before_cpu_pass()
     scratch = Scratch(out.dtype, channels_last=grad_output.stride(1) == 1)
     # With several output channels, tap by tap would be too many operations on too few elements.
     # An infinite weight excludes it too: taps multiply zeros beyond the gradient's borders, which

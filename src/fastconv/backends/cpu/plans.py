@@ -1,0 +1,179 @@
+"""Which passes the CPU kernels of the native library compute, and in which tiles.
+
+The kernels are in C++ (``native/cpu``); the matrix products of this package compute what they do
+not take, and everything where the library is not built.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from fastconv.backends.cpu.axes import Axis, axes
+from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
+
+Pass = Literal["forward", "input_grad", "weight_grad"]
+
+# The types that the kernels multiply, and that they multiply them in.
+_BYTES = {torch.float32: 4, torch.float64: 8, torch.bfloat16: 4, torch.float16: 4}
+# Activations that they apply. The others are PyTorch's, which compute exponentials in vectors.
+_ACTIVATIONS = ("identity", "relu", "relu6", "leaky_relu", "hardswish")
+
+# The most bytes of a thread's buffers.
+_SCRATCH_BYTES = 8 << 20
+# The L2 cache where the operating system does not say: no CPU of the last ten years has less.
+_USUAL_L2_BYTES = 256 << 10
+# The written channels for which vectors of channels are well filled: those of half a tile.
+_FEWEST_CHANNELS = 16
+# The positions of a pass for which it pays to pack weights that are channels-last: measured with
+# 512 channels, on a Xeon with AVX-512.
+_FEWEST_POSITIONS = 128
+# The residues of a strided input gradient are passes of their own; with more, they are too small.
+_MOST_RESIDUES = 16
+
+
+class CpuPlan(NamedTuple):
+    """How the kernels compute a pass; ``native/compute_cpu.h`` has a struct of the same name."""
+
+    depthwise: bool
+    rows: int  # output rows and columns of a tile
+    columns: int
+    depth: int  # read channels that are staged together
+    channels: int  # written channels of a task
+
+    def __str__(self) -> str:
+        if self.depthwise:
+            return f"depthwise kernel: tiles of {self.rows} rows by {self.columns} columns"
+        return (
+            f"direct kernel: tiles of {self.rows} rows by {self.columns} columns, "
+            f"{self.depth} read channels at a time, {self.channels} written ones"
+        )
+
+
+def plan(
+    problem: Problem,
+    which: Pass,
+    dtype: torch.dtype,
+    epilogue: Epilogue = NO_EPILOGUE,
+    channels_last: bool = False,
+) -> CpuPlan | str:
+    """Returns a plan, or why matrix products compute the pass, as the end of a sentence.
+
+    ``channels_last`` is the memory format of the result.
+    """
+    if dtype not in _BYTES:
+        return f"the kernels do not multiply {dtype}"
+    if epilogue.activation not in _ACTIVATIONS:
+        return f"the kernels do not apply {epilogue.activation}"
+    if 0 in (*problem.input_shape, *problem.weight_shape, *problem.output_shape):
+        return "there is nothing to multiply"
+    rows, columns = axes(problem)
+    if which == "input_grad":
+        if min(rows.step, rows.size) * min(columns.step, columns.size) > _MOST_RESIDUES:
+            return "its strides have too many residues"
+        rows, columns = _gathering(rows), _gathering(columns)
+    if problem.in_channels == problem.out_channels == problem.groups:
+        return _depthwise_plan(rows, columns, _BYTES[dtype])
+    positions = problem.batch * rows.outputs * columns.outputs
+    if channels_last and which != "weight_grad" and positions < _FEWEST_POSITIONS:
+        return f"{positions} positions do not repay the packing of weights"
+    return _direct_plan(problem, which, rows, columns, _BYTES[dtype])
+
+
+def _gathering(axis: Axis) -> Axis:
+    """Bounds the residues of an axis: what an input gradient gathers for every step-th element."""
+    return Axis(
+        size=axis.outputs,
+        outputs=-(-axis.size // axis.step),
+        taps=-(-axis.taps // axis.step) if axis.reach == 1 else axis.taps,
+        step=1,
+        reach=axis.reach,
+        before=0,
+    )
+
+
+def _depthwise_plan(rows: Axis, columns: Axis, itemsize: int) -> CpuPlan | str:
+    for high, wide in _tiles(rows, columns):
+        if 3 * _staged(rows, columns, high, wide) * itemsize <= l2_bytes():
+            return CpuPlan(True, high, wide, 1, 1)
+    return "its taps are so far apart that a tile exceeds the cache"
+
+
+def _direct_plan(
+    problem: Problem, which: Pass, rows: Axis, columns: Axis, itemsize: int
+) -> CpuPlan | str:
+    read, written = (
+        count // problem.groups for count in (problem.in_channels, problem.out_channels)
+    )
+    if which == "input_grad":
+        read, written = written, read
+    if written < _FEWEST_CHANNELS:
+        return f"{written} written channels of a group do not fill vectors"
+    if problem.kernel_size == (1, 1):
+        return "a 1x1 kernel is a matrix product"
+    if which == "weight_grad":
+        return _weight_grad_plan(rows, columns, read, written, itemsize)
+    depth = min(read, 64)
+    for high, wide in _tiles(rows, columns):
+        staged = depth * _staged(rows, columns, high, wide)
+        sums = high * wide * written
+        if 2 * staged * itemsize <= l2_bytes() and (staged + sums) * itemsize <= _SCRATCH_BYTES:
+            return CpuPlan(False, high, wide, depth, written)
+    return "its taps are so far apart that a tile exceeds the cache"
+
+
+def _weight_grad_plan(
+    rows: Axis, columns: Axis, depth: int, channels: int, itemsize: int
+) -> CpuPlan | str:
+    taps = rows.taps * columns.taps
+    some, most = min(depth, 56), min(channels, 128)
+    while taps * some * _up(most, 32) * itemsize > _SCRATCH_BYTES // 4 and most > 32:
+        most = _up(most // 2, 32)
+    if taps * some * _up(most, 32) * itemsize > _SCRATCH_BYTES // 2:
+        return "its kernel is too large"
+    for high, wide in _tiles(rows, columns):
+        staged = some * _staged(rows, columns, high, wide) + high * wide * _up(most, 32)
+        if 2 * staged * itemsize <= l2_bytes():
+            return CpuPlan(False, high, wide, some, most)
+    return "its taps are so far apart that a tile exceeds the cache"
+
+
+def _up(count: int, to: int) -> int:
+    return -(-count // to) * to
+
+
+def _staged(rows: Axis, columns: Axis, high: int, wide: int) -> int:
+    """Elements of a channel that a tile of so many output rows and columns stages."""
+
+    def along(axis: Axis, outputs: int) -> int:
+        phases = min(axis.step, axis.taps)
+        return phases * (outputs + (axis.taps - 1) * axis.reach // axis.step)
+
+    return along(rows, high) * along(columns, wide)
+
+
+def _tiles(rows: Axis, columns: Axis) -> Iterator[tuple[int, int]]:
+    """Yields numbers of rows and columns, from whole images down to a single output."""
+    high, wide = rows.outputs, columns.outputs
+    yield high, wide
+    while high > 1:
+        high = -(-high // 2)
+        yield high, wide
+    while wide > 1:
+        wide = -(-wide // 2)
+        yield high, wide
+
+
+@functools.cache
+def l2_bytes() -> int:
+    """Returns the size of a core's L2 cache, by what Linux says of the first core."""
+    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        with suppress(OSError, ValueError):
+            if (folder / "level").read_text().strip() == "2":
+                return int((folder / "size").read_text().strip().removesuffix("K")) << 10
+    return _USUAL_L2_BYTES

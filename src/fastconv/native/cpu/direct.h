@@ -1,0 +1,270 @@
+// Passes that gather, in layers with many channels.
+//
+// A task is a tile of output rows and columns of one image and group, and some channels. It stages
+// a block of read channels after the other, and for each multiplies register tiles: some columns
+// of a row by two vectors of channels. Sums wait in a buffer until all blocks have been added.
+#pragma once
+
+#include <atomic>
+
+#include "epilogue.h"
+#include "multiply.h"
+
+namespace fastconv::cpu {
+
+// The weights in the order in which they are multiplied: for each group and each tile of channels,
+// (read channels, tap rows, tap columns, channels), with zeros for channels that do not exist.
+template <class Stored>
+class PackedWeights {
+ public:
+  using T = Computed<Stored>;
+
+  PackedWeights(const Gather& pass, const Parallel& parallel)
+      : taps_(pass.rows.taps * pass.columns.taps),
+        tile_elements_(pass.depth * taps_ * kTileChannels<T>),
+        tiles_(ceil_div(pass.channels, kTileChannels<T>)),
+        memory_(buffer_.take<T>(pass.groups * tiles_ * tile_elements_)) {
+    // A part is a share of a tile's read channels, so that few tiles are packed in parallel, too.
+    const int64_t share = std::max<int64_t>(1, 4096 / std::max<int64_t>(taps_, 1));
+    const int64_t shares = ceil_div(pass.depth, share);
+    parallel(pass.groups * tiles_ * shares, [&](int64_t begin, int64_t end) {
+      for (int64_t part = begin; part < end; ++part) {
+        const int64_t first = part % shares * share;
+        const int64_t last = std::min(pass.depth, first + share);
+        T* to = const_cast<T*>(of(part / shares / tiles_, part / shares % tiles_, first));
+        pack(pass, part / shares, first, last, to);
+        if (pass.needs_finite_weights &&
+            !fastconv::cpu::are_finite(to, (last - first) * taps_ * kTileChannels<T>)) {
+          are_finite = false;
+        }
+      }
+    });
+  }
+
+  std::atomic<bool> are_finite = true;  // checked where the pass needs it
+
+  // The weights of a tile of channels, from a read channel on.
+  const T* of(int64_t group, int64_t tile, int64_t first) const {
+    return memory_ + (group * tiles_ + tile) * tile_elements_ + first * taps_ * kTileChannels<T>;
+  }
+
+ private:
+  void pack(const Gather& pass, int64_t place, int64_t first, int64_t last, T* to) {
+    const int64_t group = place / tiles_, channel = place % tiles_ * kTileChannels<T>;
+    const int64_t count = std::min<int64_t>(kTileChannels<T>, pass.channels - channel);
+    const auto& s = pass.weights.strides;
+    const Stored* from = static_cast<const Stored*>(pass.weights.data) + group * s[0] +
+                         channel * s[1] + first * s[2];
+    const bool in_order = s[4] == 1 && s[3] == pass.columns.taps && s[2] == taps_;
+    if constexpr (std::is_same_v<Stored, T>) {
+      if (in_order) {  // read channels and taps follow one another in memory as steps do
+        return copy_transposed(to, kTileChannels<T>, from, s[1], count, kTileChannels<T>,
+                               (last - first) * taps_);
+      }
+    }
+    const int64_t row_step = pass.columns.taps * kTileChannels<T>;
+    for (int64_t p = 0; p < pass.rows.taps; ++p) {
+      for (int64_t q = 0; q < pass.columns.taps; ++q) {
+        for (int64_t c = 0; c < last - first; ++c) {
+          T* step = to + c * taps_ * kTileChannels<T> + p * row_step + q * kTileChannels<T>;
+          copy_row(step, from + c * s[2] + p * s[3] + q * s[4], count, s[1]);
+          std::fill(step + count, step + kTileChannels<T>, T());
+        }
+      }
+    }
+  }
+
+  int64_t taps_, tile_elements_, tiles_;
+  Buffer buffer_;
+  T* memory_;
+};
+
+// A thread's buffers.
+struct Scratch {
+  Buffer stage, grad, sums, offsets;
+};
+
+// A staged block of read channels.
+template <class T>
+struct Block {
+  const T* staged;
+  int64_t row;  // the stride of its rows
+  const int32_t* offsets;
+  int64_t first, steps;  // its first channel, and the steps of all its channels
+  bool is_last;
+};
+
+template <class Stored>
+class DirectGather {
+ public:
+  using T = Computed<Stored>;
+
+  DirectGather(const Gather& pass, const Parallel& parallel)
+      : pass_(pass),
+        row_phases_(pass.rows),
+        column_phases_(pass.columns),
+        weights_(pass, parallel),
+        epilogue_{pass.activation, T(pass.slope)} {}
+
+  bool run(const Parallel& parallel) const {
+    if (!weights_.are_finite) return false;
+    const auto& [rows, columns, depth, channels] = pass_.blocks;
+    const int64_t row_tiles = ceil_div(pass_.rows.outputs, rows),
+                  column_tiles = ceil_div(pass_.columns.outputs, columns),
+                  shares = ceil_div(pass_.channels, channels);
+    const int64_t tasks = pass_.images * pass_.groups * row_tiles * column_tiles * shares;
+    parallel(tasks, [&](int64_t begin, int64_t end) {
+      Scratch scratch;
+      for (int64_t task = begin; task < end; ++task) {
+        int64_t rest = task;
+        const auto next = [&rest](int64_t count) {
+          const int64_t index = rest % count;
+          rest /= count;
+          return index;
+        };
+        Tile tile;
+        tile.channel = next(shares) * channels;
+        tile.column = next(column_tiles) * columns;
+        tile.row = next(row_tiles) * rows;
+        tile.group = next(pass_.groups);
+        tile.image = rest;
+        tile.channels = std::min(channels, pass_.channels - tile.channel);
+        tile.columns = std::min(columns, pass_.columns.outputs - tile.column);
+        tile.rows = std::min(rows, pass_.rows.outputs - tile.row);
+        compute(tile, scratch);
+      }
+    });
+    return true;
+  }
+
+ private:
+  struct Tile {
+    int64_t image, group, row, rows, column, columns, channel, channels;
+  };
+
+  void compute(const Tile& tile, Scratch& scratch) const {
+    const Window rows(pass_.rows, row_phases_, tile.row, tile.rows),
+        columns(pass_.columns, column_phases_, tile.column, tile.columns);
+    const Layout layout(rows, columns);
+    const int64_t depth = std::min(pass_.blocks.depth, pass_.depth);
+    const int64_t taps = pass_.rows.taps * pass_.columns.taps;
+    int32_t* offsets = scratch.offsets.take<int32_t>(depth * taps);
+    list_offsets(offsets, layout, depth);
+    T* staged = scratch.stage.take<T>(depth * layout.channel);
+    const int64_t kept = pass_.depth > depth ? ceil_div(tile.channels, kTileChannels<T>) : 1;
+    T* sums = scratch.sums.take<T>(tile.rows * tile.columns * kept * kTileChannels<T>);
+    const auto& s = pass_.source.strides;
+    const Stored* source = static_cast<const Stored*>(pass_.source.data) + tile.image * s[0] +
+                           tile.group * pass_.depth * s[1];
+    for (int64_t first = 0; first == 0 || first < pass_.depth; first += depth) {
+      const int64_t some = std::min(depth, pass_.depth - first);
+      if (taps > 0) stage(staged, layout, source + first * s[1], s, some, rows, columns);
+      const Block block{staged, layout.row,  offsets,
+                        first,  some * taps, first + depth >= pass_.depth};
+      for (int64_t c = 0; c < tile.channels; c += kTileChannels<T>) {
+        T* of_tile = sums + (kept > 1 ? tile.rows * tile.columns * c : 0);
+        multiply_block(tile, block, c, of_tile);
+      }
+    }
+  }
+
+  void list_offsets(int32_t* to, const Layout& layout, int64_t depth) const {
+    for (int64_t c = 0; c < depth; ++c) {
+      for (int64_t p = 0; p < pass_.rows.taps; ++p) {
+        for (int64_t q = 0; q < pass_.columns.taps; ++q) {
+          *to++ = int32_t(c * layout.channel + layout.offset(row_phases_, column_phases_, p, q));
+        }
+      }
+    }
+  }
+
+  // Multiplies a staged block for a tile's channels from `c` on.
+  void multiply_block(const Tile& tile, const Block<T>& block, int64_t c, T* sums) const {
+    const int64_t channel = tile.channel + c,
+                  channels = std::min<int64_t>(kTileChannels<T>, tile.channels - c);
+    const T* right = weights_.of(tile.group, channel / kTileChannels<T>, block.first);
+    const int64_t pieces = ceil_div(tile.columns, kTilePositions);
+    // Once even without steps, where nothing is added up.
+    for (int64_t step = 0; step == 0 || step < block.steps; step += kSteps) {
+      const int64_t steps = std::min(kSteps, block.steps - step);
+      const bool is_first = block.first == 0 && step == 0,
+                 is_last = block.is_last && step + kSteps >= block.steps;
+      T* to = sums;
+      for (int64_t y = 0; y < tile.rows; ++y) {
+        for (int64_t piece = 0; piece < pieces; ++piece) {
+          const int64_t x = tile.columns * piece / pieces,
+                        positions = tile.columns * (piece + 1) / pieces - x;
+          multiply_for<T>(positions, channels)(
+              block.staged + y * block.row + x, block.offsets + step, steps,
+              right + step * kTileChannels<T>, to, kTileChannels<T>, is_first);
+          if (is_last) finish_tile(tile, channel, channels, y, x, positions, to);
+          to += positions * kTileChannels<T>;
+        }
+      }
+    }
+  }
+
+  // Adds the bias to a register tile's sums, and stores them.
+  void finish_tile(const Tile& tile, int64_t channel, int64_t channels, int64_t y, int64_t x,
+                   int64_t positions, T* sums) const {
+    const int64_t whole = tile.group * pass_.channels + channel;
+    const auto place = [&](const Images& images) {
+      const auto& s = images.strides;
+      Stored* data = static_cast<Stored*>(images.data);
+      return data ? data + tile.image * s[0] + whole * s[1] + (tile.row + y) * s[2] +
+                        (tile.column + x) * s[3]
+                  : nullptr;
+    };
+    Stored* to = place(pass_.target);
+    const Stored* residual = place(pass_.residual);
+    const Stored* bias = pass_.bias ? static_cast<const Stored*>(pass_.bias) + whole : nullptr;
+    for (int64_t c = 0; c < channels; c += kLanes<T>) {
+      const int64_t some = std::min<int64_t>(kLanes<T>, channels - c);
+      const Vector<T> first = bias ? gather_some(bias + c, 1, some) : Vector<T>{};
+      if (pass_.target.strides[1] == 1) {
+        finish_channels(first, to + c,
+                        residual ? residual + c * pass_.residual.strides[1] : nullptr, sums + c,
+                        positions, some);
+      } else {
+        finish_columns(first, to + c * pass_.target.strides[1],
+                       residual ? residual + c * pass_.residual.strides[1] : nullptr, sums + c,
+                       positions, some);
+      }
+    }
+  }
+
+  // Stores vectors of channels, which are neighbours in memory.
+  void finish_channels(Vector<T> bias, Stored* to, const Stored* residual, const T* sums,
+                       int64_t positions, int64_t channels) const {
+    const auto& from = pass_.residual.strides;
+    for (int64_t p = 0; p < positions; ++p) {
+      finish(load(sums + p * kTileChannels<T>) + bias, epilogue_,
+             residual ? residual + p * from[3] : nullptr, from[1], to + p * pass_.target.strides[3],
+             1, channels);
+    }
+  }
+
+  // Transposes sums, and stores vectors of columns.
+  void finish_columns(Vector<T> bias, Stored* to, const Stored* residual, const T* sums,
+                      int64_t positions, int64_t channels) const {
+    constexpr int kBlock = kLanes<T>;
+    const auto &into = pass_.target.strides, &from = pass_.residual.strides;
+    for (int64_t p = 0; p < positions; p += kBlock) {
+      const int64_t some = std::min<int64_t>(kBlock, positions - p);
+      Vector<T> block[kBlock] = {};
+      for (int64_t i = 0; i < some; ++i) block[i] = load(sums + (p + i) * kTileChannels<T>) + bias;
+      transpose<T>(block);
+      for (int64_t c = 0; c < channels; ++c) {
+        finish(block[c], epilogue_, residual ? residual + c * from[1] + p * from[3] : nullptr,
+               from[3], to + c * into[1] + p * into[3], into[3], some);
+      }
+    }
+  }
+
+  const Gather& pass_;
+  Phases row_phases_, column_phases_;
+  PackedWeights<Stored> weights_;
+  Epilogue<T> epilogue_;
+};
+
+}  // namespace fastconv::cpu

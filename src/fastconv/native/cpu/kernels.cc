@@ -1,0 +1,59 @@
+// The CPU kernels, compiled for each type (kernels.h). This file needs no headers but C++'s own.
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("O3")
+#endif
+
+#include "kernels.h"
+
+#include "depthwise.h"
+#include "direct.h"
+#include "weights.h"
+
+namespace fastconv::cpu {
+
+bool has_type(Type type) { return type != kFloat16 || FASTCONV_HAS_FLOAT16; }
+
+int64_t vector_bytes() { return kVectorBytes; }
+
+template <class Function>
+auto for_type(Type type, const Function& function) {
+  switch (type) {
+    case kFloat32:
+      return function(float());
+    case kFloat64:
+      return function(double());
+    case kBfloat16:
+      return function(Bfloat16());
+    case kFloat16:
+#if FASTCONV_HAS_FLOAT16
+      return function(Float16());
+#else
+      break;
+#endif
+  }
+  __builtin_unreachable();
+}
+
+bool gather_direct(const Gather& pass, const Parallel& parallel) {
+  return for_type(pass.type, [&](auto stored) {
+    return DirectGather<decltype(stored)>(pass, parallel).run(parallel);
+  });
+}
+
+void weight_grad_direct(const WeightGrad& pass, const Parallel& parallel) {
+  for_type(pass.type, [&](auto stored) { DirectWeightGrad<decltype(stored)>(pass).run(parallel); });
+}
+
+bool gather_depthwise(const Gather& pass, const Parallel& parallel) {
+  return for_type(pass.type, [&](auto stored) {
+    return DepthwiseGather<decltype(stored)>(pass).run(parallel);
+  });
+}
+
+void weight_grad_depthwise(const WeightGrad& pass, const Parallel& parallel) {
+  for_type(pass.type,
+           [&](auto stored) { DepthwiseWeightGrad<decltype(stored)>(pass).run(parallel); });
+}
+
+}  // namespace fastconv::cpu

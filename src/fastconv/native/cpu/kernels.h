@@ -1,0 +1,112 @@
+// The CPU kernels as functions: what host.cc calls, and tests without PyTorch.
+//
+// They know nothing of PyTorch: a test can compile them alone, with sanitizers.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+namespace fastconv::cpu {
+
+enum Type : int64_t { kFloat32, kFloat64, kBfloat16, kFloat16 };
+
+// Whether the compiler that compiled the kernels has the type.
+bool has_type(Type type);
+
+// The bytes of a vector register that the kernels were compiled for.
+int64_t vector_bytes();
+
+// Rows or columns: for output o, tap t reads element o * step + t * reach - before. Elements
+// outside of [0, size) are zeros.
+struct Axis {
+  int64_t size, outputs, taps, step, reach, before;
+};
+
+// A tensor of images, with its strides in elements: images, channels, rows, columns.
+struct Images {
+  void* data;
+  std::array<int64_t, 4> strides;
+};
+
+// The weight, with its strides in elements: groups, written channels, read channels, tap rows, tap
+// columns.
+struct Weights {
+  const void* data;
+  std::array<int64_t, 5> strides;
+};
+
+// Activations that the kernels apply. The others are passes of their own.
+enum Activation : int64_t { kIdentity, kRelu, kRelu6, kLeakyRelu, kHardswish };
+
+// How a pass is cut into tiles. Results do not depend on it, except by `depth`.
+struct Blocks {
+  int64_t rows, columns;  // output rows and columns of a tile
+  int64_t depth;          // read channels that are staged together
+  int64_t channels;       // written channels of one task
+};
+
+// A pass that gathers: each output is a sum over read channels and taps. Forward passes are one
+// such pass, input gradients one for each residue of the stride.
+struct Gather {
+  Type type;
+  int64_t images, groups;
+  int64_t depth, channels;  // channels of a group that are read, and written
+  Axis rows, columns;
+  Images source, target;
+  Weights weights;
+  const void* bias;  // may be null
+  Images residual;   // its data may be null
+  Activation activation;
+  double slope;
+  // Whether zeros beyond the source's borders must not meet weights that are infinite or NaN: there
+  // is no product of them in an input gradient.
+  bool needs_finite_weights;
+  Blocks blocks;
+};
+
+// A weight gradient: the sums over images, rows and columns of the output's gradient times what
+// taps read of the input.
+struct WeightGrad {
+  Type type;
+  int64_t images, groups;
+  int64_t depth, channels;  // channels of a group of the input, and of the gradient
+  Axis rows, columns;       // those of the forward pass
+  Images input, grad;
+  Weights target;  // the gradient; its data is written
+  Blocks blocks;
+};
+
+// Calls function(begin, end) for parts of the range [0, count), in several threads.
+class Parallel {
+ public:
+  using Body = void (*)(void* context, int64_t begin, int64_t end);
+  using For = void (*)(int64_t count, Body body, void* context);
+
+  explicit Parallel(For function) : function_(function) {}
+
+  template <class Function>
+  void operator()(int64_t count, Function function) const {
+    function_(
+        count,
+        [](void* context, int64_t begin, int64_t end) {
+          (*static_cast<Function*>(context))(begin, end);
+        },
+        &function);
+  }
+
+ private:
+  For function_;
+};
+
+// Both functions that gather return false, and compute nothing, if weights are not finite where
+// they need to be.
+
+// Layers with many channels: a register tile of output columns by output channels.
+bool gather_direct(const Gather& pass, const Parallel& parallel);
+void weight_grad_direct(const WeightGrad& pass, const Parallel& parallel);
+
+// Layers with one read and one written channel in each group.
+bool gather_depthwise(const Gather& pass, const Parallel& parallel);
+void weight_grad_depthwise(const WeightGrad& pass, const Parallel& parallel);
+
+}  // namespace fastconv::cpu

@@ -1,0 +1,75 @@
+// The innermost loop: a register tile of positions by channels.
+//
+//   sums[p][c] += left[offsets[step] + p] * right[step][c], over all steps
+//
+// Sums of neighbouring positions lie `stride` elements apart.
+//
+// A step is a tap and a read channel in passes that gather, where p is an output column; it is a
+// pixel in weight gradients, where p is a channel of the input. Numbers of `left` are broadcast,
+// those of `right` are vectors.
+#pragma once
+
+#include "vectors.h"
+
+namespace fastconv::cpu {
+
+// Vectors of channels in a tile: two, so that a broadcast number is multiplied twice.
+constexpr int kTileVectors = 2;
+
+// The most positions of a tile: sums, two vectors of `right` and a broadcast number fit registers.
+constexpr int kTilePositions = (kRegisters - kTileVectors - 1) / kTileVectors;
+
+template <class T>
+constexpr int kTileChannels = kTileVectors * kLanes<T>;
+
+// The most steps of a call, so that what it reads of `right` stays in the L1 cache while it is
+// called for all positions of a tile. It is also the longest chain of additions: the sums of calls
+// are added to one another.
+constexpr int64_t kSteps = 128;
+
+template <class T, int kPositions, int kVectors>
+void multiply(const T* left, const int32_t* offsets, int64_t steps, const T* right, T* sums,
+              int64_t stride, bool is_first) {
+  Vector<T> chain[kPositions][kVectors] = {};
+  for (int64_t step = 0; step < steps; ++step) {
+    const T* from = left + offsets[step];
+    Vector<T> factors[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      factors[v] = load(right + step * kTileChannels<T> + v * kLanes<T>);
+    }
+#pragma GCC unroll 32
+    for (int p = 0; p < kPositions; ++p) {
+      const Vector<T> number = broadcast(from[p]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) chain[p][v] += number * factors[v];
+    }
+  }
+#pragma GCC unroll 32
+  for (int p = 0; p < kPositions; ++p) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      T* total = sums + p * stride + v * kLanes<T>;
+      store(total, is_first ? chain[p][v] : load(total) + chain[p][v]);
+    }
+  }
+}
+
+template <class T>
+using Multiply = void (*)(const T*, const int32_t*, int64_t, const T*, T*, int64_t, bool);
+
+template <class T, int kVectors, int... kIndex>
+constexpr Multiply<T> multiply_of(int positions, std::integer_sequence<int, kIndex...>) {
+  constexpr Multiply<T> found[] = {multiply<T, kIndex + 1, kVectors>...};
+  return found[positions - 1];
+}
+
+// The function for this many positions and channels of a tile.
+template <class T>
+Multiply<T> multiply_for(int64_t positions, int64_t channels) {
+  constexpr auto kAll = std::make_integer_sequence<int, kTilePositions>();
+  return channels > kLanes<T> ? multiply_of<T, 2>(int(positions), kAll)
+                              : multiply_of<T, 1>(int(positions), kAll);
+}
+
+}  // namespace fastconv::cpu

@@ -1,0 +1,265 @@
+"""The CPU kernels of the native library against float64, and the plans that choose them."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import oracle
+from fastconv import native
+from fastconv.backends.cpu import plans
+from fastconv.backends.cpu.plans import CpuPlan, Pass
+from fastconv.native import build
+from fastconv.ops import entries
+from fastconv.problem import Epilogue, Problem
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the native library is Linux's"),
+    pytest.mark.usefixtures("_poisoned_memory"),
+]
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+LAST = torch.channels_last
+OPERATORS = torch.ops.fastconv
+# The error allowed for a result, relative to the largest one, for sums and then one rounding.
+TOLERANCE = {
+    torch.float32: 5e-6, torch.float64: 1e-12, torch.bfloat16: 1e-2, torch.float16: 1e-3
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _served_natively(_native_library: Any) -> Iterator[None]:
+    native.serve_operators(True)
+    yield
+    native.serve_operators(False)
+
+
+def geometry(problem: Problem) -> tuple[Any, ...]:
+    p = problem
+    return [*p.stride], [*p.padding], [*p.dilation], p.groups, None
+
+
+def results(problem: Problem, input: Tensor, weight: Tensor, bias: Tensor, grad: Tensor) -> Any:
+    """The output and all gradients, by the operators."""
+    how = geometry(problem)
+    output = OPERATORS.forward(input, weight, bias, *how)
+    input_grad = OPERATORS.input_grad(grad, weight, [*problem.input_size], *how)
+    both = OPERATORS.weight_grad(grad, input, [*problem.kernel_size], *how, True)
+    return output, input_grad, *both
+
+
+def expected(problem: Problem, input: Tensor, weight: Tensor, bias: Tensor, grad: Tensor) -> Any:
+    x, w, b = (t.double().contiguous().requires_grad_() for t in (input, weight, bias))
+    pad = problem.padding
+    padded = F.pad(x, (pad.left, pad.right, pad.top, pad.bottom))
+    output = F.conv2d(padded, w, b, problem.stride, 0, problem.dilation, problem.groups)
+    return output.detach(), *torch.autograd.grad(output, (x, w, b), grad.double())
+
+
+def drawn(draw: random.Random, is_depthwise: bool) -> Problem:
+    def pair(*values: int) -> tuple[int, int]:
+        return draw.choice(values), draw.choice(values)
+
+    groups = draw.choice((1, 3, 16, 17, 40)) if is_depthwise else draw.choice((1, 1, 2))
+    depth, channels = (1, 1) if is_depthwise else (draw.choice((1, 17, 40)), draw.choice((16, 45)))
+    kernel, stride, dilation = pair(1, 2, 3, 5, 9), pair(1, 1, 2, 3), pair(1, 1, 2, 3)
+    padding = tuple(draw.choice((0, 1, 2, 5)) for _ in range(4))
+    size = tuple(
+        max(1, dilation[i] * (kernel[i] - 1) + 1 - padding[2 * i] - padding[2 * i + 1])
+        + draw.randint(0, 35)
+        for i in range(2)
+    )
+    shapes = (draw.randint(1, 2), groups * depth, *size), (groups * channels, depth, *kernel)
+    return Problem.of(*shapes, stride, padding, dilation, groups)
+
+
+def same_sized(shape: tuple[int, int, int, int], groups: int) -> Problem:
+    """A 3x3 kernel, with as many output channels as there are input channels."""
+    channels = shape[1]
+    weight = (channels, channels // groups, 3, 3)
+    return Problem.of(shape, weight, (1, 1), (1,) * 4, (1, 1), groups)
+
+
+def tensors(problem: Problem, dtype: torch.dtype, formats: Any) -> tuple[Tensor, ...]:
+    shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
+    input, weight, grad = (
+        torch.randn(shape).to(dtype).contiguous(memory_format=format)
+        for shape, format in zip(shapes, formats, strict=True)
+    )
+    return input, weight, torch.randn(problem.out_channels).to(dtype), grad
+
+
+class TestResults:
+    @pytest.mark.parametrize("is_depthwise", [False, True], ids=["direct", "depthwise"])
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    def test_random_problems(self, dtype: torch.dtype, is_depthwise: bool) -> None:
+        draw, planned = random.Random(f"{dtype} {is_depthwise}"), 0
+        for _ in range(12):
+            problem = drawn(draw, is_depthwise)
+            formats = [draw.choice((torch.contiguous_format, LAST)) for _ in range(3)]
+            given = tensors(problem, dtype, formats)
+            passes: tuple[Pass, ...] = ("forward", "input_grad", "weight_grad")
+            planned += sum(isinstance(plans.plan(problem, p, dtype), CpuPlan) for p in passes)
+            with torch.no_grad():
+                found = results(problem, *given)
+            for name, own, other in zip(
+                ["output", "input", "weight", "bias"], found, expected(problem, *given), strict=True
+            ):
+                error = (own.double() - other).abs().max() / other.abs().max().clamp(min=1)
+                assert error < TOLERANCE[dtype], (name, problem, formats)
+        assert planned > 12, "most of them are the kernels'"
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+    @pytest.mark.parametrize("groups", [1, 16], ids=["direct", "depthwise"])
+    @pytest.mark.parametrize("activation", oracle.ACTIVATIONS)
+    def test_epilogues(self, activation: str, groups: int, dtype: torch.dtype) -> None:
+        weight = torch.randn(16, 16 // groups, 3, 3).to(dtype)
+        slope = 0.01 if activation == "leaky_relu" else 0.0
+        for format in (torch.contiguous_format, LAST):
+            input = torch.randn(1, 16, 7, 21).to(dtype).contiguous(memory_format=format)
+            bias, residual = torch.randn(16).to(dtype), torch.randn_like(input)
+            how = ([1, 1], [1] * 4, [1, 1], groups, None, activation, slope)
+            found = OPERATORS.fused(input, weight, bias, residual, *how)
+            x, w, b, r = (t.double() for t in (input, weight, bias, residual))
+            sums = F.conv2d(x, w, b, 1, 1, 1, groups) + r
+            other = oracle.ACTIVATIONS[activation](sums)
+            assert (found - other).abs().max() < TOLERANCE[dtype] * 20
+
+    def test_views(self) -> None:
+        """Strides of any kind: slices, transposed planes, expanded images."""
+        problem = Problem.of((2, 16, 9, 11), (16, 16, 3, 2), (1, 2), (1, 0, 2, 1), (1, 1), 1)
+        input, weight, bias, grad = tensors(problem, torch.float32, [torch.contiguous_format] * 3)
+        for view in (
+            lambda t: F.pad(t, (1, 2, 2, 1))[:, :, 2:-1, 1:-2],
+            lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
+            lambda t: t.repeat_interleave(2, 3)[..., ::2],
+            lambda t: t[:1, :1].expand(t.shape),
+        ):
+            given = view(input), view(weight), bias, view(grad)
+            for own, other in zip(results(problem, *given), expected(problem, *given), strict=True):
+                assert (own - other).abs().max() < 1e-4
+
+    @pytest.mark.parametrize("groups", [1, 16], ids=["direct", "depthwise"])
+    def test_threads_change_no_bit(self, groups: int) -> None:
+        problem = same_sized((3, 16, 13, 30), groups)
+        given = tensors(problem, torch.float32, [torch.contiguous_format] * 3)
+        first = results(problem, *given)
+        try:
+            for threads in (2, 3):
+                torch.set_num_threads(threads)
+                for own, other in zip(results(problem, *given), first, strict=True):
+                    assert own.equal(other)
+        finally:
+            torch.set_num_threads(1)
+
+    @pytest.mark.parametrize("groups", [1, 16], ids=["direct", "depthwise"])
+    @pytest.mark.parametrize("format", [torch.contiguous_format, LAST], ids=str)
+    def test_an_infinite_weight(self, groups: int, format: torch.memory_format) -> None:
+        """It meets as many zeros beyond a gradient's borders as in Python's backend."""
+        problem = same_sized((1, 16, 12, 16), groups)
+        _, weight, _, grad = tensors(problem, torch.float32, [format] * 3)
+        weight[3, 0, 1, 1] = float("inf")
+
+        def input_grad() -> Tensor:
+            found: Tensor = OPERATORS.input_grad(grad, weight, [12, 16], *geometry(problem))
+            return found
+
+        own = input_grad()
+        native.serve_operators(False)
+        torch.testing.assert_close(own, input_grad(), equal_nan=True)
+        assert not own.isfinite().all()
+
+
+class TestPlans:
+    def test_what_kernels_do_not_take(self) -> None:
+        def reason(dtype: torch.dtype, which: Pass = "forward", **changes: Any) -> object:
+            shapes = {
+                "input": (2, 32, 20, 20),
+                "weight": (32, 32, 3, 3),
+                "stride": (1, 1),
+                **changes,
+            }
+            problem = Problem.of(
+                shapes["input"], shapes["weight"], shapes["stride"], (1,) * 4, (1, 1), 1
+            )
+            return plans.plan(problem, which, dtype, changes.get("epilogue", Epilogue()))
+
+        assert isinstance(reason(torch.float32), CpuPlan)
+        assert "torch.complex64" in str(reason(torch.complex64))
+        assert "1x1" in str(reason(torch.float32, weight=(32, 32, 1, 1)))
+        assert "3 written channels" in str(reason(torch.float32, weight=(3, 32, 3, 3)))
+        assert "silu" in str(reason(torch.float32, epilogue=Epilogue("silu")))
+        assert "residues" in str(reason(torch.float32, "input_grad", stride=(5, 5)))
+        assert "nothing" in str(reason(torch.float32, input=(0, 32, 20, 20)))
+
+    def test_scratch_is_bounded(self) -> None:
+        draw = random.Random(0)
+        for _ in range(200):
+            problem = drawn(draw, draw.random() < 0.5)
+            for which in ("forward", "input_grad", "weight_grad"):
+                found = plans.plan(problem, which, torch.float64)
+                if isinstance(found, CpuPlan):
+                    assert min(found) >= 0
+                    assert found.rows * found.columns * found.channels * 8 <= 8 << 20
+
+    def test_entries_have_them(self) -> None:
+        input, weight = torch.randn(1, 32, 20, 20), torch.randn(32, 32, 3, 3)
+        how = ([1, 1], [1] * 4, [1, 1], 1, None)
+        assert entries.make_entry("forward", input, weight, None, *how).cpu_plan is not None
+        some = [tensor.to(torch.complex64) for tensor in (input, weight)]
+        assert entries.make_entry("forward", *some, None, *how).cpu_plan is None
+
+
+class TestFeatures:
+    def test_features_of_the_first_cpu(self, tmp_path: Path) -> None:
+        """They are in the library's key: a cache folder may be shared by unlike machines."""
+        file = tmp_path / "cpuinfo"
+        file.write_text("processor\t: 0\nflags\t\t: fpu avx2 abm\n\nprocessor\t: 1\nflags\t: x\n")
+        assert build.cpu_features(file) == "abm avx2 fpu"
+        file.write_text("processor\t: 0\nFeatures\t: fp asimd\n")
+        assert build.cpu_features(file) == "asimd fp"
+        assert build.cpu_features(tmp_path / "missing") == ""
+
+
+class TestUse:
+    """On a CPU, the library is used if it is there, and built after some calls."""
+
+    @pytest.mark.parametrize(("is_built", "started_at"), [(True, 1), (False, 64)])
+    def test_when_it_starts(self, is_built: bool, started_at: int) -> None:
+        with (
+            mock.patch.multiple(native, conv2d=None, _started=False, _cpu_passes=0),
+            mock.patch.object(build, "is_built", return_value=is_built),
+            mock.patch.object(native, "start_build") as start,
+        ):
+            for call in range(1, 65):
+                native.before_cpu_pass()
+                assert start.called == (call >= started_at)
+
+
+@pytest.mark.skipif("FASTCONV_SANITIZED" not in os.environ, reason="run by `make sanitize-cpu`")
+def test_sanitizers(tmp_path: Path) -> None:
+    """Random problems under AddressSanitizer and UBSan, with vectors of the least width."""
+    program = tmp_path / "sanitized"
+    source = Path(__file__).parent / "cpu_kernels_program.cc"
+    flags = ["-std=c++20", "-O1", "-g", "-Wno-psabi", f"-I{build.SOURCES}"]
+    flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    sources = [source, build.SOURCES / "cpu/kernels.cc"]
+    subprocess.check_call(["g++", *flags, *sources, "-o", program])
+    problems = os.environ["FASTCONV_SANITIZED"]
+    environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
+    ended = subprocess.run(
+        [program, problems], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert ended.stdout == f"{problems} problems\n"
