@@ -103,9 +103,14 @@ def test_operations_are_counted_by_the_operator() -> None:
         module(torch.randn(2, 3, 10, 10, requires_grad=True)).sum().backward()
     operators = torch.ops.fastconv
     each = 2 * (2 * 8 * 8 * 8) * (3 * 3 * 3)
-    assert counter.get_flop_counts()["Global"] == dict.fromkeys(
-        (operators.forward, operators.input_grad, operators.weight_grad), each
-    )
+    counts = {operators.forward: each, operators.backward: 2 * each}
+    assert counter.get_flop_counts()["Global"] == counts
+    with FlopCounterMode(display=False) as counter:
+        module(torch.randn(2, 3, 10, 10)).sum().backward()
+        module.requires_grad_(False)
+        module(torch.randn(2, 3, 10, 10, requires_grad=True)).sum().backward()
+    counts = {operators.forward: 2 * each, operators.input_grad: each, operators.weight_grad: each}
+    assert counter.get_flop_counts()["Global"] == counts
 
 
 # --- ONNX and core ATen ---------------------------------------------------------------------------
@@ -114,6 +119,7 @@ OPERATORS = [
     torch.ops.fastconv.forward,
     torch.ops.fastconv.input_grad,
     torch.ops.fastconv.weight_grad,
+    torch.ops.fastconv.backward,
 ]
 GEOMETRIES = [
     ((1, 1), (0, 0, 0, 0), (1, 1), 1),
@@ -177,7 +183,7 @@ def test_decompositions_compute_the_same(
 ) -> None:
     table = torch._decomp.get_decompositions(OPERATORS)
     assert {operator.overloadpacket for operator in table} == set(OPERATORS)
-    forward, input_grad, weight_grad = (packet.default for packet in OPERATORS)
+    forward, input_grad, weight_grad, backward = (packet.default for packet in OPERATORS)
     input, weight = (
         _input().to(memory_format=memory_format),
         torch.randn(6, 4 // geometry[-1], 3, 2),
@@ -190,6 +196,9 @@ def test_decompositions_compute_the_same(
         (input_grad, (grad_output, weight, (9, 8), *geometry, None, torch.channels_last)),
         (weight_grad, (grad_output, input, (3, 2), *geometry, None, bias)),
         (weight_grad, (grad_output, input, (3, 2), *geometry, None, bias, torch.channels_last)),
+        (backward, (grad_output, input, weight, *geometry, None, False, bias)),
+        # The same tensors, as those of a transposed convolution.
+        (backward, (input, grad_output, weight, *geometry, None, True, bias)),
     ):
         actual, expected = table[operator](*arguments), operator(*arguments)
         torch.testing.assert_close(actual, expected, check_stride=True)
@@ -220,12 +229,18 @@ def test_nothing_that_computes_is_decomposed(
 
     torch._dynamo.reset()
     as_inductor = aot_autograd(fw_compiler=compiler, decompositions=select_decomp_table)
-    model = nn.Sequential(_make(padding=((1, 0), (2, 3))), nn.ReLU())
+    # One layer has a gradient of the weight, one has both, and one has that of the input.
+    model = nn.Sequential(
+        _make(padding=((1, 0), (2, 3))),
+        nn.ReLU(),
+        fastconv.Conv2d(6, 4, 3),
+        fastconv.Conv2d(4, 4, 1).requires_grad_(False),
+    )
     for network in (
         model,
         torch.compile(model, backend=as_inductor, fullgraph=True, dynamic=dynamic),
     ):
-        network(_input().requires_grad_()).sum().backward()
+        network(_input()).sum().backward()
     seen = set.union(*(_targets(graph.graph) for graph in graphs))
     assert {str(packet.default) for packet in OPERATORS} <= seen
     assert not any("convolution" in target for target in seen)

@@ -26,6 +26,7 @@ import torch
 
 from emulator.forced_plans import (
     TILE_CONSTANTS,
+    Copies,
     kind_of,
     main_kernel,
     planner_of,
@@ -50,12 +51,12 @@ PASSES = ("forward", "input_grad", "weight_grad")
 def _forced(case: PassCase) -> Iterator[PassCase]:
     """The test case with its kernel forced, or if it is forced already, its tile."""
     kernel, family = main_kernel(case.plan), case.plan.family
-    kind = kind_of(kernel)
+    kind = kind_of(case.plan)
     if type(case.planner) is not kind:
         if family in ("hopper", "ampere"):
             yield replace(case, planner=kind(case.direction))
     elif kernel.source in TILE_CONSTANTS and not (case.planner.tile or is_small(case)):
-        if case.direction != "weight_grad":
+        if case.direction != "weight_grad" and kind is not Copies:
             kernel = case.plan.launches[-1].kernel
         yield replace(case, planner=kind(case.direction, tile_of(kernel)))
 

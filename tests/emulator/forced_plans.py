@@ -21,6 +21,7 @@ from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper.halo import plan as hopper_halo
 from fastconv.kernels.hopper.implicit_gemm_nchw import plan as implicit_gemm_nchw
 from fastconv.kernels.hopper.implicit_gemm_nhwc import plan as implicit_gemm_nhwc
+from fastconv.kernels.hopper.relayout import plan as relayout
 from fastconv.kernels.hopper.wgrad_halo import plan as hopper_wgrad_halo
 from fastconv.kernels.hopper.wgrad_implicit_gemm import plan as wgrad_implicit_gemm
 from fastconv.kernels.planning import limits
@@ -31,6 +32,7 @@ FORCED = "*"
 GEMM = "gemm"
 SCALED = "scaled"
 MIRRORED = "mirrored"
+COPIES = "copies"
 MOST_TILES = 1000
 
 
@@ -189,6 +191,24 @@ class Mirrored(Gemm):
         return f"{self.direction}{FORCED}{MIRRORED}{','.join(map(str, self.tile))}"
 
 
+@dataclass(frozen=True)
+class Copies(Forced):
+    """Plans a pass on channels-last copies, which only layers of many channels get."""
+
+    @property
+    def word(self) -> str:
+        return f"{self.direction}{FORCED}{COPIES}{','.join(map(str, self.tile))}"
+
+    def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        last = relayout.channels_last(operands)
+        if self.direction == "weight_grad" and operands.scalar_bytes != 2:
+            raise Declined("weight gradients of elements that do not have 16 bits")
+        plan = Gemm(self.direction, self.tile)(problem, last, gpu)
+        if self.direction == "weight_grad":
+            return relayout.weight_gradient(plan, problem, operands)
+        return relayout.convolution(plan, problem, last, self.direction == "input_grad")
+
+
 def main_kernel(plan: Plan) -> Kernel:
     """The kernel of a plan that its tile belongs to."""
     kernels = [launch.kernel for launch in plan.launches]
@@ -216,7 +236,7 @@ def planner_of(word: str) -> Planner:
     if not forced:
         chosen: Planner = getattr(planner, direction)
         return chosen
-    kinds = {GEMM: Gemm, SCALED: ScaledFp16, MIRRORED: Mirrored}
+    kinds = {GEMM: Gemm, SCALED: ScaledFp16, MIRRORED: Mirrored, COPIES: Copies}
     name = next((name for name in kinds if tile.startswith(name)), "")
     sizes = tile.removeprefix(name)
     kind = kinds.get(name, Forced)
@@ -252,7 +272,10 @@ TILE_CONSTANTS = {
 GEMMS = (implicit_gemm_nhwc.SOURCE, implicit_gemm_nchw.SOURCE, wgrad_implicit_gemm.SOURCE)
 
 
-def kind_of(kernel: Kernel) -> type[Forced]:
+def kind_of(plan: Plan) -> type[Forced]:
+    kernel = main_kernel(plan)
+    if plan.regions:
+        return Copies
     if kernel.source in GEMMS:
         # Only mirrored weight gradients store taps in reverse.
         mirrored = kernel.source == wgrad_implicit_gemm.SOURCE and _is_mirrored(kernel)

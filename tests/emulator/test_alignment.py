@@ -83,6 +83,7 @@ sm_90a/4 weight_grad*gemm float32 nchw/nchw: 1x8x12x12 64x8x1x1
 sm_90a/1 weight_grad* bfloat16 nchw/nchw bias: 2x16x4x16 64x16x3x3 padding=1,1
 sm_90a/1 weight_grad* tf32 nhwc/nhwc bias: 2x16x4x16 64x16x3x3 padding=1,1
 sm_90a/1 weight_grad*scaled tf32 nchw/nchw bias: 2x16x4x16 64x16x3x3 padding=1,1
+sm_90a/1 input_grad*copies bfloat16 nchw/nchw: 2x16x4x8 24x16x3x3 stride=2,2 padding=1,1
 sm_90a/2 weight_grad float16 nhwc/nchw bias: 1x2x1x52 28x2x3x5 padding=4,0,4,0
 sm_90a/1 weight_grad tf32 nchw/nchw bias: 1x1x1x66 74x1x4x4 stride=1,3 padding=3,0,3,0
 """

@@ -9,31 +9,18 @@ import torch
 from torch import Tensor
 
 from emulator import precompile, run_both_orders
+from emulator.forced_plans import Copies
 from emulator.pass_cases import Conv, PassCase, check
 from emulator.test_hopper_halo import FEW
-from fastconv.kernels.family import MAPPED_SCALARS, Declined, Gpu, Operands, Plan
+from fastconv.kernels.family import MAPPED_SCALARS, Declined, Operands
 from fastconv.kernels.gpus import H200
-from fastconv.kernels.hopper import passes
 from fastconv.kernels.hopper.relayout import plan as relayout
-from fastconv.problem import Problem
 
 TYPES = (torch.bfloat16, torch.float16)
 
 
-def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    return passes._gemm_on_copies(problem, operands, gpu, is_reversed=False).plan()
-
-
-def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    return passes._gemm_on_copies(problem, operands, gpu, is_reversed=True).plan()
-
-
-def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    _, plan = passes._on_copies(problem, operands, gpu, most=0.0)
-    return plan()
-
-
-PLANNERS = (forward, input_grad, weight_grad)
+FORWARD, INPUT_GRAD, WEIGHT_GRAD = map(Copies, ("forward", "input_grad", "weight_grad"))
+PLANNERS = (FORWARD, INPUT_GRAD, WEIGHT_GRAD)
 # Planes of odd and of even sizes, of whole vectors, more than a tile, and of one row; channels that
 # do and do not fill tiles; strides that leave pixels without a tap.
 CONVS = (
@@ -49,7 +36,7 @@ CASES = [
 ]
 CASES += [
     PassCase(conv, planner, torch.float32, gpu=FEW, precision="tf32")
-    for conv, planner in product(CONVS, (forward, input_grad))
+    for conv, planner in product(CONVS, (FORWARD, INPUT_GRAD))
 ]
 
 
@@ -104,6 +91,6 @@ def test_classes() -> None:
 )
 def test_declined(changed: dict[str, Tensor], words: str) -> None:
     given = {"dtype": torch.bfloat16, **changed}
-    case = PassCase(CONVS[0], forward, gpu=H200, **given)
+    case = PassCase(CONVS[0], FORWARD, gpu=H200, **given)
     with pytest.raises(Declined, match=words):
         _ = case.plan

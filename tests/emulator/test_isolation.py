@@ -292,8 +292,8 @@ MUTANTS = [
         "sm_90a/1 forward*gemm float16 nhwc/nhwc: 2x8x5x6 16x8x1x1",
         Fault(
             "hopper/implicit_gemm_nhwc/store.cuh",
-            "load_bias<2, C::aligned_bias>(bias + channel);",
-            "load_bias<2, C::aligned_bias>(bias + (channel + 2) % C::out_channels);",
+            "load_bias<2, kBiasPairs>(bias + channel);",
+            "load_bias<2, kBiasPairs>(bias + (channel + 2) % C::out_channels);",
         ),
     ),
     Mutant(
@@ -413,6 +413,15 @@ MUTANTS = [
             "channel, i % kPixels + ((i + 1) % kPixels == 0 && channel + 1 < C::channels))]",
         ),
     ),
+    Mutant(
+        "the next pixel's channels",
+        "sm_90a/1 forward*copies tf32 nchw/nchw: 2x16x3x7 24x16x1x1",
+        Fault(
+            "hopper/relayout/kernel.cuh",
+            "return y < rows ? *element : 0;",
+            "return y < rows ? element[y + 1 < rows] : 0;",
+        ),
+    ),
 ]
 
 # CI has no time for these.
@@ -460,6 +469,15 @@ MORE = [
             "ampere/wgrad_halo/load.cuh",
             "is_below(y, C::in_height) && is_below(x",
             "is_below(y, C::in_height + (channel + 1 < channels_left)) && is_below(x",
+        ),
+    ),
+    Mutant(
+        "the next pixel's channels",
+        "sm_90a/1 forward*copies tf32 nchw/nchw: 2x16x3x7 24x16x1x1",
+        Fault(
+            "hopper/relayout/kernel.cuh",
+            "return y < rows ? *element : 0;",
+            "return y < rows ? element[y + 1 < rows] : 0;",
         ),
     ),
     Mutant(

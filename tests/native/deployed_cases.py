@@ -132,6 +132,12 @@ class Case:
             grad, self.input, self.weight.shape[2:], *self.geometry, self.bias is not None
         )
         self.compare(of_weight, expected[1], scales[1])
+        together = torch.ops.fastconv.backward(
+            grad, self.input, self.weight, *self.geometry, False, self.bias is not None
+        )
+        self.compare(together[0], expected[0], scales[0])
+        self.compare(together[1], expected[1], scales[1])
+        assert torch.equal(together[2], of_bias)
         if self.bias is None:
             assert of_bias.shape == (0,)
         else:

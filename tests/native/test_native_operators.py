@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 
 from fastconv import native
 from fastconv.ops import autograd, devices
@@ -90,6 +91,43 @@ def test_transposed(python_calls: list[str]) -> None:
     assert python_calls
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["", "transposed"])
+def test_backward(is_transposed: bool, bias: bool, python_calls: list[str]) -> None:
+    """The library computes all gradients in one call, unless autograd records it."""
+    backward = torch.ops.fastconv.backward.default
+    shapes = ((2, 6, 3, 5), (2, 4, 6, 5), (6, 2, 2, 2))
+    grad_output, input, weight = tensors(*shapes)
+    if is_transposed:
+        grad_output, input = input, grad_output
+    args = (grad_output, input, weight, (2, 1), (1, 0, 1, 1), (1, 2), 2, None, is_transposed, bias)
+    native.load()
+    found = backward(*args)
+    for recorded in (grad_output, input, weight):
+        recorded.requires_grad_()
+        with torch.no_grad():
+            assert all(map(torch.equal, backward(*args), found))
+        recorded.requires_grad_(False)
+    assert not python_calls
+    expected = devices.kernels("backward")[0](*args)
+    assert all(map(torch.equal, found, expected))
+    assert [t.stride() for t in found] == [t.stride() for t in expected]
+    gradient = backward(grad_output.requires_grad_(), *args[1:])[0]
+    assert gradient.grad_fn is not None
+    assert python_calls
+
+
+def test_nodes_call_one_operator() -> None:
+    """A profiler, of which eager calls inform the dispatcher, sees both gradients as one call."""
+    native.load()
+    shapes = (INPUT, WEIGHT, (6,))
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        FORWARD(*tensors(*shapes, requires_grad=True), *GEOMETRY).sum().backward()
+    events = {event.key: event for event in recorded.key_averages(group_by_input_shape=True)}
+    assert events["fastconv::backward"].input_shapes[1:3] == [list(INPUT), list(WEIGHT)]
+    assert not {"fastconv::input_grad", "fastconv::weight_grad"} & events.keys()
+
+
 def test_python_takes_what_is_not_plain(python_calls: list[str]) -> None:
     input, weight = tensors(INPUT, WEIGHT)
     native.load()
@@ -116,7 +154,7 @@ def test_tests_can_have_python_serve(python_calls: list[str]) -> None:
 
 
 def test_kernels_are_handed_over_by_name() -> None:
-    for name in ("forward", "input_grad", "weight_grad", "fused", "transposed"):
+    for name in ("forward", "input_grad", "weight_grad", "fused", "transposed", "backward"):
         cpu, cuda, recorded = native._kernels[name]
         assert (cpu, cuda) == devices.kernels(name)
         assert recorded is autograd.kernels[name]

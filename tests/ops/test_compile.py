@@ -8,12 +8,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck
 from torch.export import Dim
@@ -289,6 +292,73 @@ def test_precision_where_tracing_stops() -> None:
     assert _precision.override() is None
 
 
+TRANSPOSED = {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2), "groups": 2}
+
+
+@pytest.mark.parametrize("function", ["conv2d", "conv_transpose2d"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])
+@pytest.mark.usefixtures("host_path")
+def test_one_call_computes_both_gradients(function: str, dynamic: bool) -> None:
+    """One alone is computed by itself, and its graph keeps nothing that it does not read."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    options = OPTIONS if function == "conv2d" else TRANSPOSED
+    alone = "input_grad" if function == "conv2d" else "forward"
+    eager = partial(getattr(fastconv, function), **options)
+    shapes = ((3, 4, 9, 8), (6, 2, 3, 2) if function == "conv2d" else (4, 3, 3, 2), (6,))
+    for wanted, expected in (
+        ((0, 1, 2), "backward"),
+        ((0, 1), "backward"),
+        ((0, 2), alone),
+        ((1,), "weight_grad"),
+    ):
+        graphs.clear()
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            eager, backend=aot_autograd(fw_compiler=compiler), fullgraph=True, dynamic=dynamic
+        )
+        leaves = [torch.randn(shape, requires_grad=i in wanted) for i, shape in enumerate(shapes)]
+        found, reference = (
+            torch.autograd.grad(of(*leaves).sin().sum(), [leaves[i] for i in wanted])
+            for of in (compiled, eager)
+        )
+        assert all(map(torch.equal, found, reference))
+        assert [one.stride() for one in found] == [one.stride() for one in reference]
+        called = [node.target for node in graphs[-1].graph.nodes if node.op == "call_function"]
+        ours = [target for target in called if str(target).startswith("fastconv.")]
+        assert ours == [getattr(torch.ops.fastconv, expected).default]
+        given = [node.meta["val"] for node in graphs[-1].graph.nodes if node.op == "placeholder"]
+        tensors = [value for value in given if isinstance(value, Tensor)]
+        assert len(tensors) == (3 if expected == "backward" else 2)
+
+
+def test_export_of_gradients() -> None:
+    class Gradients(nn.Module):
+        def forward(self, grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+            geometry = ((1, 1), (1, 1, 1, 1), (1, 1), 1, None)
+            gradients: tuple[Tensor, ...] = torch.ops.fastconv.backward(
+                grad, input, weight, *geometry, False, True
+            )
+            return gradients
+
+    def example(batch: int) -> tuple[Tensor, ...]:
+        return tuple(torch.randn(shape) for shape in ((batch, 6, 8, 7), (batch, 4, 8, 7)))
+
+    weight, batch = torch.randn(6, 4, 3, 3), Dim("batch")
+    program = torch.export.export(
+        Gradients(), (*example(3), weight), dynamic_shapes=({0: batch}, {0: batch}, None)
+    )
+    exported = _reloaded(program).module()
+    for count in (3, 5):
+        some = example(count)
+        found, expected = exported(*some, weight), Gradients()(*some, weight)
+        assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.usefixtures("host_path")
 def test_gradcheck(backend: str) -> None:
@@ -296,6 +366,7 @@ def test_gradcheck(backend: str) -> None:
 
     def block(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         hidden = fastconv.conv2d(input, weight, bias, **OPTIONS).tanh()
+        hidden = fastconv.conv_transpose2d(hidden, weight, bias, stride=(1, 2), groups=2).tanh()
         return fastconv.conv2d(hidden, weight[:4, :, :2, :1], groups=4 // 2, padding=(0, 1))
 
     shapes = ((2, 4, 6, 7), (4, 2, 3, 2), (4,))

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fastconv
 import oracle
 from fastconv import ops
+from fastconv.ops.schema import gradient_format
 from recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("host_path")
@@ -50,6 +51,16 @@ def weight_grad_without_bias(grad_output: Tensor, input: Tensor) -> Tensor:
     return ops.weight_grad(grad_output, input, WEIGHT[2:], *GEOMETRY, False)[0]
 
 
+def backward(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return ops.backward(grad_output, input, weight, *GEOMETRY, False, True)
+
+
+def backward_of_transposed(
+    grad_output: Tensor, input: Tensor, weight: Tensor
+) -> tuple[Tensor, ...]:
+    return ops.backward(grad_output, input, weight, *GEOMETRY, True, True)
+
+
 # Differentiable functions of tensors, with the tensors' shapes.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "conv2d": (conv2d, (INPUT, WEIGHT)),
@@ -57,6 +68,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "input_grad": (input_grad, (GRAD_OUTPUT, WEIGHT)),
     "weight_grad": (weight_grad_without_bias, (GRAD_OUTPUT, INPUT)),
     "weight_grad with bias": (weight_grad, (GRAD_OUTPUT, INPUT)),
+    "backward": (backward, (GRAD_OUTPUT, INPUT, WEIGHT)),
+    "backward of transposed": (backward_of_transposed, (INPUT, GRAD_OUTPUT, WEIGHT)),
 }
 functions = pytest.mark.parametrize(("function", "shapes"), FUNCTIONS.values(), ids=FUNCTIONS)
 
@@ -73,7 +86,7 @@ def _operator_calls(
     def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
         return [
             torch.randn(shape).to(memory_format=memory_format).to(**kwargs)
-            for shape, memory_format in zip(shapes, (first, second), strict=True)
+            for shape, memory_format in zip(shapes, (first, second), strict=False)
         ]
 
     bias = torch.randn(BIAS).to(**kwargs)
@@ -83,6 +96,10 @@ def _operator_calls(
     for bias_too in (False, True):
         arguments = (*tensors(GRAD_OUTPUT, INPUT), WEIGHT[2:], *GEOMETRY, bias_too)
         yield ops.weight_grad, arguments
+    for transposed, bias_too in ((False, False), (True, True)):
+        ends = (INPUT, GRAD_OUTPUT) if transposed else (GRAD_OUTPUT, INPUT)
+        (grad_output, weight), (input,) = tensors(ends[0], WEIGHT), tensors(ends[1])
+        yield ops.backward, (grad_output, input, weight, *GEOMETRY, transposed, bias_too)
     for written in FORMATS.values():
         yield ops.input_grad, (*tensors(GRAD_OUTPUT, WEIGHT), INPUT[2:], *GEOMETRY, written)
         yield ops.weight_grad, (*tensors(GRAD_OUTPUT, INPUT), WEIGHT[2:], *GEOMETRY, True, written)
@@ -124,6 +141,53 @@ def test_promised_layouts_are_returned(formats: tuple[str, str], dtype: torch.dt
         with FakeTensorMode() as mode:
             fake = (mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments)
             assert describe(operator(*fake)) == returned
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_backward_is_its_parts(bias: bool, dtype: torch.dtype, formats: tuple[str, str]) -> None:
+    """It has their bits and strides, and the memory format that autograd asks them for."""
+    (grad_output, weight), (input,) = (
+        [torch.randn(shape).to(memory_format=FORMATS[name]).to(dtype) for shape in shapes]
+        for name, shapes in zip(formats, ((GRAD_OUTPUT, WEIGHT), (INPUT,)), strict=True)
+    )
+    last = gradient_format(input, weight)
+    found = ops.backward(grad_output, input, weight, *GEOMETRY, False, bias)
+    expected = [
+        ops.input_grad(grad_output, weight, INPUT[2:], *GEOMETRY, last),
+        *ops.weight_grad(grad_output, input, WEIGHT[2:], *GEOMETRY, bias, last),
+    ]
+    assert all(map(torch.equal, found, expected))
+    assert [tensor.stride() for tensor in found] == [tensor.stride() for tensor in expected]
+
+    # The same tensors, as those of a transposed convolution.
+    found = ops.backward(input, grad_output, weight, *GEOMETRY, True, bias)
+    last = gradient_format(grad_output, weight)
+    above = input.contiguous(memory_format=last)
+    expected = [
+        ops.forward(above, weight, None, *GEOMETRY),
+        ops.weight_grad(grad_output, above, WEIGHT[2:], *GEOMETRY, False, last)[0],
+        input.sum((0, 2, 3)) if bias else torch.empty(0, dtype=dtype),
+    ]
+    assert all(map(torch.equal, found, expected))
+    assert [tensor.stride() for tensor in found] == [tensor.stride() for tensor in expected]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((2, 6, 2, 7), (2, 5, 5, 6), WEIGHT), "expected input to have 4 channels"),
+        (((2, 6, 2, 7), (4, 5, 6), WEIGHT), "Expected 4D input"),
+        (((2, 6, 2, 7), INPUT, WEIGHT[1:]), "Expected 4D weight"),
+        (((2, 6, 3, 7), INPUT, WEIGHT), "Expected grad_output of size"),
+        (((3, 6, 2, 7), INPUT, WEIGHT), "Expected grad_output of size"),
+        (((2, 8, 2, 7), INPUT, WEIGHT), "Expected grad_output of size"),
+    ],
+)
+def test_tensors_of_different_convolutions(shapes: Any, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        ops.backward(*(torch.randn(shape) for shape in shapes), *GEOMETRY, False, True)
 
 
 @functions
@@ -430,6 +494,8 @@ def test_only_the_gradients_needed(needed: tuple[int, ...]) -> None:
     with Recorder() as recorder:
         conv2d(*tensors).sin().sum().backward()
     gradients = [name for i, name in enumerate(("input_grad", "weight_grad")) if i in needed]
+    if len(gradients) == 2:
+        gradients = ["backward"]
     assert [name for name, _ in recorder.calls] == ["forward", *gradients]
     expected = grad(_loss(reference), needed)(*(tensor.detach() for tensor in tensors))
     torch.testing.assert_close(tuple(tensors[index].grad for index in needed), expected)

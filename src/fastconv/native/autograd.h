@@ -56,32 +56,36 @@ bool has_tangent(const Tensors&... tensors) {
 
 // --- Autograd ------------------------------------------------------------------------------------
 
+// Whether a backward pass has to call PyTorch's dispatcher, or need not.
+template <class... Tensors>
+bool has_to_dispatch(const Tensors&... tensors) {
+  return !is_plain(keys_of(tensors...)) || is_recorded(tensors...) || has_tangent(tensors...);
+}
+
+inline void dispatch(Pass pass, torch::jit::Stack& stack) {
+  c10::Dispatcher::singleton()
+      .findSchemaOrThrow((std::string("fastconv::") + kOperators[pass]).c_str(), "")
+      .callBoxed(stack);
+}
+
+inline void push(const Geometry& g, torch::jit::Stack& stack) {
+  torch::jit::push(stack, at::IntArrayRef(g.stride), at::IntArrayRef(g.padding),
+                   at::IntArrayRef(g.dilation), g.groups,
+                   g.precision == kPyTorchs ? at::IValue() : at::IValue(kPrecisions[g.precision]));
+}
+
 // Computes an operator in a backward pass, where autocast casts nothing. If autograd records it,
 // Python computes it, called through the dispatcher.
 inline Results gradient(const Call& call) {
   const c10::impl::ExcludeDispatchKeyGuard uncast(c10::autocast_dispatch_keyset);
-  if (is_plain(keys_of(call.first, call.second)) && !is_recorded(call.first, call.second) &&
-      !has_tangent(call.first, call.second)) {
-    return run(call);
-  }
-  const Geometry& g = call.geometry;
-  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
-      (std::string("fastconv::") + kOperators[call.pass]).c_str(), "");
-  const at::IValue precision =
-      g.precision == kPyTorchs ? at::IValue() : at::IValue(kPrecisions[g.precision]);
-  const at::IValue no_bias;
+  if (!has_to_dispatch(call.first, call.second)) return run(call);
   const bool has_size = call.pass != kForward;
-  torch::jit::Stack stack{call.first,
-                          call.second,
-                          has_size ? at::IValue(at::IntArrayRef(call.size)) : no_bias,
-                          at::IntArrayRef(g.stride),
-                          at::IntArrayRef(g.padding),
-                          at::IntArrayRef(g.dilation),
-                          g.groups,
-                          precision};
+  torch::jit::Stack stack{call.first, call.second,
+                          has_size ? at::IValue(at::IntArrayRef(call.size)) : at::IValue()};
+  push(call.geometry, stack);
   if (call.pass == kWeightGrad) stack.emplace_back(call.bias_grad);
   if (call.pass != kForward) stack.emplace_back(call.format);
-  op.callBoxed(stack);
+  dispatch(call.pass, stack);
   return {stack[0].toTensor(), stack.size() > 1 ? stack[1].toTensor() : Tensor()};
 }
 
@@ -109,6 +113,55 @@ inline std::array<int64_t, 2> size_of(const Tensor& tensor) {
   return {tensor.size(2), tensor.size(3)};
 }
 
+// The backward pass of a convolution, transposed or not: the operator `backward`.
+struct Backward {
+  Tensor grad, input, weight;
+  Geometry geometry;
+  bool transposed;
+  bool bias;  // whether it computes the bias's gradient too
+
+  // The memory format of both gradients.
+  at::MemoryFormat format = gradient_format(input, weight);
+  // What the two passes read. That of a transposed convolution's input is a convolution, whose
+  // output has the format of what it reads.
+  Tensor above = transposed ? grad.contiguous(format) : grad;
+
+  Call of_input() const {
+    if (transposed) return {kForward, above, weight, {}, geometry};
+    return {kInputGrad, above, weight, {}, geometry, size_of(input), format};
+  }
+
+  // In the weight's gradient of a transposed convolution, input and output change places.
+  Call of_weight() const {
+    if (transposed) return {kWeightGrad, input, above, {}, geometry, size_of(weight), format};
+    return {kWeightGrad, above, input, {}, geometry, size_of(weight), format, bias};
+  }
+};
+
+struct Gradients {
+  Tensor input{}, weight{}, bias{};
+};
+
+inline Gradients run(const Backward& call) {
+  Gradients found{run(call.of_input()).first};
+  Results of_weight = run(call.of_weight());
+  found.weight = std::move(of_weight.first);
+  found.bias = std::move(of_weight.bias_grad);
+  if (call.transposed && call.bias) found.bias = sum_of_positions(call.grad);
+  return found;
+}
+
+// Computes all gradients as `gradient` computes one.
+inline Gradients gradients(const Backward& call) {
+  const c10::impl::ExcludeDispatchKeyGuard uncast(c10::autocast_dispatch_keyset);
+  if (!has_to_dispatch(call.grad, call.input, call.weight)) return run(call);
+  torch::jit::Stack stack{call.grad, call.input, call.weight};
+  push(call.geometry, stack);
+  torch::jit::push(stack, call.transposed, call.bias);
+  dispatch(kBackward, stack);
+  return {stack[0].toTensor(), stack[1].toTensor(), call.bias ? stack[2].toTensor() : Tensor()};
+}
+
 // --- Sequences -----------------------------------------------------------------------------------
 
 // A 1-D convolution is one of images with one row.
@@ -130,33 +183,39 @@ inline Tensor computed(const Call& call) {
 
 // --- Nodes ---------------------------------------------------------------------------------------
 
-// What a backward pass is computed from. Sequences have been given a row.
-struct Recorded {
-  AutogradContext* context;
-  Tensor grad, input, weight;
-  Geometry geometry;
-  at::MemoryFormat format;  // the memory format of the gradients of input and weight
-
-  // Whether the engine wants a gradient now, which may be recorded and not wanted: that of the
-  // input (0), the weight (1) or the bias (2).
-  bool wants(size_t index) const { return context->needs_input_grad(index); }
-};
-
-// Calls a function that computes the gradients of input, weight and bias.
-template <class Function>
-variable_list gradients(AutogradContext* context, const Tensor& grad, const Function& compute) {
+// Computes the gradients of input, weight and bias that the engine wants: more may be recorded.
+inline variable_list wanted_gradients(AutogradContext* context, const Tensor& above,
+                                      bool transposed) {
   variable_list found(3);
-  if (!grad.defined()) return found;
+  if (!above.defined()) return found;
   const auto saved = context->get_saved_variables();
   const bool sequences = saved[0].dim() == 3;
   const auto as_images = [&](const Tensor& tensor) {
     return sequences ? with_row(tensor) : tensor;
   };
-  const Tensor input = as_images(saved[0]), weight = as_images(saved[1]);
-  compute(Recorded{context, as_images(grad), input, weight,
-                   Geometry::of(context->saved_data["geometry"].toIntVector()),
-                   gradient_format(input, weight)},
-          found);
+  const Tensor grad = as_images(above);
+  const bool input = context->needs_input_grad(0), weight = context->needs_input_grad(1),
+             bias = context->needs_input_grad(2);
+  if (input || weight) {
+    const Backward call{grad,
+                        conjugate(as_images(saved[0])),
+                        conjugate(as_images(saved[1])),
+                        Geometry::of(context->saved_data["geometry"].toIntVector()),
+                        transposed,
+                        bias && !transposed};
+    Gradients some;
+    if (input && weight) {
+      some = gradients(call);
+    } else if (input) {
+      some.input = gradient(call.of_input()).first;
+    } else {
+      const Results both = gradient(call.of_weight());
+      some.weight = both.first;
+      if (call.bias) some.bias = both.bias_grad;
+    }
+    found = {some.input, some.weight, some.bias};
+  }
+  if (bias && !found[2].defined()) found[2] = sum_of_positions(grad);
   for (size_t i = 0; sequences && i < 2; ++i) {
     if (found[i].defined()) found[i] = found[i].squeeze(2);
   }
@@ -171,61 +230,16 @@ struct Conv2d {
   static constexpr bool is_traceable = true;  // compiled autograd may trace it
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    return gradients(context, grads[0], [](const Recorded& r, variable_list& found) {
-      const bool bias = r.wants(2);
-      if (r.wants(0)) {
-        found[0] = gradient({kInputGrad,
-                             r.grad,
-                             conjugate(r.weight),
-                             {},
-                             r.geometry,
-                             size_of(r.input),
-                             r.format})
-                       .first;
-      }
-      if (r.wants(1)) {
-        const auto both = gradient({kWeightGrad,
-                                    r.grad,
-                                    conjugate(r.input),
-                                    {},
-                                    r.geometry,
-                                    size_of(r.weight),
-                                    r.format,
-                                    bias});
-        found[1] = both.first;
-        if (bias) found[2] = both.bias_grad;
-      } else if (bias) {
-        found[2] = sum_of_positions(r.grad);
-      }
-    });
+    return wanted_gradients(context, grads[0], false);
   }
 };
 
-// The gradients of a transposed convolution: that of the input is a convolution, and in that of the
-// weight, input and output's gradient change places.
 struct ConvTranspose {
   static constexpr auto kName = "FastconvConvTransposeBackward";
   static constexpr bool is_traceable = true;
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    return gradients(context, grads[0], [](const Recorded& r, variable_list& found) {
-      // Gradients have this format in PyTorch. In nearly all cases the output's gradient has it.
-      const Tensor above = r.wants(0) || r.wants(1) ? r.grad.contiguous(r.format) : r.grad;
-      if (r.wants(0)) {
-        found[0] = gradient({kForward, above, conjugate(r.weight), {}, r.geometry}).first;
-      }
-      if (r.wants(1)) {
-        found[1] = gradient({kWeightGrad,
-                             conjugate(r.input),
-                             above,
-                             {},
-                             r.geometry,
-                             size_of(r.weight),
-                             r.format})
-                       .first;
-      }
-      if (r.wants(2)) found[2] = sum_of_positions(r.grad);
-    });
+    return wanted_gradients(context, grads[0], true);
   }
 };
 

@@ -14,8 +14,10 @@ namespace fastconv::host {
 
 using at::Tensor;
 
-enum Pass : int64_t { kForward, kInputGrad, kWeightGrad, kFused, kTransposed };
-constexpr std::array kOperators = {"forward", "input_grad", "weight_grad", "fused", "transposed"};
+// The operators. All but kBackward are one pass; kBackward is two.
+enum Pass : int64_t { kForward, kInputGrad, kWeightGrad, kFused, kTransposed, kBackward };
+constexpr std::array kOperators = {"forward", "input_grad", "weight_grad",
+                                   "fused",   "transposed", "backward"};
 constexpr bool has_epilogue(Pass pass) { return pass == kFused || pass == kTransposed; }
 
 // The activations of problem.py. Python raises the error for any other name.

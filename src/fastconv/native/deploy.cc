@@ -140,8 +140,15 @@ std::shared_ptr<const Entry> entry_of(const Call& call, Precision precision) {
 void call_below(Pass pass, Level level, const c10::OperatorHandle& op, Stack* stack) {
   Call call{pass};
   const size_t count = op.schema().arguments().size();
-  TORCH_CHECK(read_call(&torch::jit::peek(*stack, 0, count), call), op.schema(),
-              " got an argument that is none of its values");
+  const IValue* values = &torch::jit::peek(*stack, 0, count);
+  if (pass == kBackward) {
+    const auto both = read_backward(values);
+    TORCH_CHECK(both, op.schema(), " got tensors that do not fit together");
+    call = {pass, both->grad, both->input, both->weight};
+  } else {
+    TORCH_CHECK(read_call(values, call), op.schema(),
+                " got an argument that is none of its values");
+  }
   const bool is_differentiated = is_recorded(call.first, call.second, call.third, call.residual) ||
                                  has_tangent(call.first, call.second, call.third, call.residual);
   TORCH_CHECK_NOT_IMPLEMENTED(

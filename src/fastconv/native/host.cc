@@ -46,7 +46,7 @@ void call_python(Pass pass, Level level, const c10::OperatorHandle& op, Stack* s
     }
     const py::object result = py::handle(python_kernels[pass][level])(*arguments);
     torch::jit::drop(*stack, count);
-    if (pass == kWeightGrad) {
+    if (op.schema().returns().size() > 1) {
       for (const auto& tensor : result) stack->emplace_back(py::cast<Tensor>(tensor));
     } else {
       stack->emplace_back(py::cast<Tensor>(result));

@@ -86,8 +86,31 @@ inline bool read_call(const IValue* values, Call& call) {
       call.bias_grad = values[8].toBool();
       return read(values[2], call.size) && read_geometry(values + 3, call.geometry) &&
              read(values[9], call.format);
+    case kBackward:
+      break;  // it is two calls
   }
   return false;
+}
+
+// Whether the weight has the input's channels. All else that has to agree, one of the two passes
+// finds.
+inline bool have_channels(const Tensor& input, const Tensor& weight, int64_t groups,
+                          bool transposed) {
+  return input.dim() == 4 && weight.dim() == 4 &&
+         input.size(1) == (transposed ? weight.size(0) : weight.size(1) * groups);
+}
+
+// Reads the arguments of `backward`; nothing for what only Python takes.
+inline std::optional<Backward> read_backward(const IValue* values) {
+  Tensor grad, input, weight;
+  Geometry geometry{};
+  if (!read(values[0], grad) || !read(values[1], input) || !read(values[2], weight) ||
+      !read_geometry(values + 3, geometry)) {
+    return {};
+  }
+  const bool transposed = values[8].toBool();
+  if (!have_channels(input, weight, geometry.groups, transposed)) return {};
+  return Backward{grad, input, weight, geometry, transposed, values[9].toBool()};
 }
 
 // --- The kernels ---------------------------------------------------------------------------------
@@ -132,12 +155,32 @@ void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stac
   give(call, run(call), stack, count);
 }
 
+template <Level kLevel>
+void backward_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  constexpr size_t kCount = 10;
+  const bool is_ours = !bypassed && serving && (kLevel != kAutograd || has_only_autograd(keys));
+  const auto call = is_ours ? read_backward(&torch::jit::peek(*stack, 0, kCount)) : std::nullopt;
+  if (!call || (kLevel == kAutograd && (is_recorded(call->grad, call->input, call->weight) ||
+                                        has_tangent(call->grad, call->input, call->weight)))) {
+    return replaced(kBackward, kLevel, op, stack);
+  }
+  Gradients found = run(*call);
+  if (!call->bias) found.bias = empty({0}, call->grad);
+  torch::jit::drop(*stack, kCount);
+  torch::jit::push(*stack, std::move(found.input), std::move(found.weight), std::move(found.bias));
+}
+
 template <Pass kPass, Level kLevel>
 void implement() {
   static auto& library =
       *new torch::Library(torch::Library::IMPL, "fastconv", kKeys[kLevel], __FILE__, __LINE__);
-  library.impl(kOperators[kPass],
-               torch::CppFunction::makeFromBoxedFunction<&kernel<kPass, kLevel>>());
+  if constexpr (kPass == kBackward) {
+    library.impl(kOperators[kPass],
+                 torch::CppFunction::makeFromBoxedFunction<&backward_kernel<kLevel>>());
+  } else {
+    library.impl(kOperators[kPass],
+                 torch::CppFunction::makeFromBoxedFunction<&kernel<kPass, kLevel>>());
+  }
 }
 
 struct NoWarnings : c10::WarningHandler {
@@ -154,7 +197,8 @@ inline void implement_operators() {
     (implement<kPasses, kCuda>(), ...);
     (implement<kPasses, kAutograd>(), ...);
   };
-  implement_all.template operator()<kForward, kInputGrad, kWeightGrad, kFused, kTransposed>();
+  implement_all
+      .template operator()<kForward, kInputGrad, kWeightGrad, kFused, kTransposed, kBackward>();
 }
 
 }  // namespace fastconv::host

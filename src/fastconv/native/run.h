@@ -54,7 +54,8 @@ inline Results run(const Call& call) {
   const Addresses addresses =
       call.pass == kWeightGrad
           ? Addresses{from, by, to, address_of(results.bias_grad), working, copied, other}
-          : Addresses{from, by, address_of(third), address_of(residual), to, working, copied, other};
+          : Addresses{from,   by,   address_of(third), address_of(residual), to, working,
+                      copied, other};
   start_all(*entry, kept ? entry->packs : 0, addresses, stream);
   if (keeps && !kept) {
     Packed packed{entry, second.storage().getWeakStorageImpl(), version, std::move(scratch)};

@@ -16,4 +16,6 @@ SCHEMAS = (
     f"{_GEOMETRY}, str activation, float slope) -> Tensor",
     "transposed(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
     f"SymInt[2] output_padding, {_GEOMETRY}, str activation, float slope) -> Tensor",
+    f"backward(Tensor grad_output, Tensor input, Tensor weight, {_GEOMETRY}, "
+    "bool transposed, bool bias) -> (Tensor, Tensor, Tensor)",
 )

@@ -25,8 +25,8 @@ from fastconv.network.dry_run import (
     calling_frame,
     tensors_of,
 )
-from fastconv.ops import devices
-from fastconv.ops.schema import OPERATORS
+from fastconv.ops import devices, gradients
+from fastconv.ops.schema import OPERATORS, Operator, backward
 from fastconv.problem import Epilogue, Problem
 
 _GPU = "cuda"  # the type of devices that kernels are compiled for
@@ -303,11 +303,13 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if function in _OPERATORS:
-            self._record(function, *args, **kwargs)
+            self._record(_OPERATORS[function], *args, **kwargs)
+        elif function is backward:
+            for name, part in gradients.parts(*args):
+                self._record(OPERATORS[name], *part)
         return function(*args, **kwargs)
 
-    def _record(self, function: Any, *args: Any, **kwargs: Any) -> None:
-        operator = _OPERATORS[function]
+    def _record(self, operator: Operator, *args: Any, **kwargs: Any) -> None:
         result = operator.describe(operator.check, *args, **kwargs)
         if not is_gpu(result.device):
             return

@@ -11,8 +11,12 @@ formulas do.
 computed by ``forward`` and PyTorch's elementwise operators, which have derivatives.
 
 ``transposed`` is ``input_grad`` with a bias and an epilogue, in the terms of a transposed
-convolution. Its gradients are ``forward`` and ``weight_grad``. One-dimensional convolutions are
-those of images with one row: they have no operators of their own.
+convolution. Its gradients are ``forward`` and ``weight_grad``.
+
+``backward`` computes both gradients of a convolution, transposed or not, in one call: see
+``ops/gradients.py``.
+
+One-dimensional convolutions are those of images with one row: they have no operators of their own.
 
 Causal depthwise convolutions with states are three operators apart: see ``ops/causal.py``. So are
 two for batch normalization with a residual and an activation: see ``ops/batchnorm.py``.
@@ -29,11 +33,12 @@ from fastconv.ops import (
     devices,
     entries,
     flops,
+    gradients,
     inductor,
     sharding,
 )
 from fastconv.ops.schema import (
-    OPERATORS,
+    backward,
     forward,
     fused,
     input_grad,
@@ -41,13 +46,13 @@ from fastconv.ops.schema import (
     weight_grad,
 )
 
-__all__ = ["forward", "fused", "input_grad", "transposed", "weight_grad"]
+__all__ = ["backward", "forward", "fused", "input_grad", "transposed", "weight_grad"]
 
 devices.register()
 autograd.register()
 native.register(
     entries.make_entry,
-    {name: (*devices.kernels(name), autograd.kernels[name]) for name in OPERATORS},
+    {name: (*devices.kernels(name), kernel) for name, kernel in autograd.kernels.items()},
 )
 autocast.register("cpu", "AutocastCPU")
 autocast.register("cuda", "AutocastCUDA")
@@ -56,5 +61,6 @@ batchnorm.register()
 causal.register()
 decomposition.register()
 flops.register()
+gradients.register()
 inductor.register()
 sharding.register()

@@ -115,6 +115,21 @@ class TransposedArguments(NamedTuple):
         return self._replace(bias=None, residual=None, activation="identity", slope=0.0)
 
 
+class BackwardArguments(NamedTuple):
+    """The arguments of ``torch.ops.fastconv.backward``."""
+
+    grad_output: Tensor
+    input: Tensor
+    weight: Tensor
+    stride: Ints
+    padding: Ints
+    dilation: Ints
+    groups: int
+    precision: str | None
+    transposed: bool
+    bias: bool
+
+
 Arguments = (
     ForwardArguments
     | InputGradArguments

@@ -29,11 +29,13 @@ from torch.autograd.function import _SingleLevelFunction
 
 from fastconv import native
 from fastconv.backends.epilogue import applied
-from fastconv.ops import devices, hooks
+from fastconv.ops import devices, gradients, hooks
 from fastconv.ops.arguments import Geometry
+from fastconv.ops.gradients import Gradients, sum_of_positions
 from fastconv.ops.schema import (
     OPERATORS,
     Check,
+    backward,
     check_dense,
     describe_fused,
     describe_transposed,
@@ -92,19 +94,10 @@ class FastconvConv2d(SingleLevelFunction):
             wait_at_exit(grad.device.index)
             input, weight = ctx.saved_tensors
             needs_input, needs_weight, needs_bias, *_ = _wanted(ctx, grad, weight)
-            memory_format = gradient_format(input, weight)
-            if needs_input:
-                args = (grad, weight.conj(), input.shape[2:], *ctx.geometry, memory_format)
-                kernels = devices.input_grad_kernels
-                input_ = _gradient_here(input_grad, FastconvInputGrad, kernels, args)
-            if needs_weight:
-                args = (
-                    grad, input.conj(), weight.shape[2:], *ctx.geometry, needs_bias, memory_format
-                )  # fmt: skip
-                kernels = devices.weight_grad_kernels
-                weight_, bias_ = _gradient_here(weight_grad, FastconvWeightGrad, kernels, args)
-            elif needs_bias:
-                bias_ = _sum_of_positions(grad)
+            args = (grad, input.conj(), weight.conj(), *ctx.geometry, False, needs_bias)
+            input_, weight_, bias_ = _gradients_here(args, needs_input, needs_weight)
+            if needs_bias and not needs_weight:
+                bias_ = sum_of_positions(grad)
         return (input_, weight_, bias_ if needs_bias else None, *(None for _ in others))
 
     @staticmethod
@@ -218,23 +211,14 @@ class FastconvConvTranspose(SingleLevelFunction):
             wait_at_exit(grad.device.index)
             input, weight = ctx.saved_tensors
             needs_input, needs_weight, needs_bias, *_ = _wanted(ctx, input, weight)
-            # PyTorch's gradients have this format. In nearly all cases the output's gradient has
-            # it already.
-            memory_format = gradient_format(input, weight)
             if needs_input or needs_weight:
-                above = grad.contiguous(memory_format=memory_format)
-            if needs_input:
-                args = (above, weight.conj(), None, *ctx.geometry)
-                kernels = devices.forward_kernels
-                input_ = _gradient_here(forward, FastconvConv2d, kernels, args)
-            if needs_weight:
-                args = (
-                    input.conj(), above, weight.shape[2:], *ctx.geometry, False, memory_format
-                )  # fmt: skip
-                kernels = devices.weight_grad_kernels
-                weight_, _ = _gradient_here(weight_grad, FastconvWeightGrad, kernels, args)
+                # In nearly all cases the output's gradient has this format already. If not, a
+                # compiler should see the copy.
+                above = grad.contiguous(memory_format=gradient_format(input, weight))
+                args = (above, input.conj(), weight.conj(), *ctx.geometry, True, False)
+                input_, weight_, _ = _gradients_here(args, needs_input, needs_weight)
             if needs_bias:
-                bias_ = _sum_of_positions(grad)
+                bias_ = sum_of_positions(grad)
         return (input_, weight_, bias_, None, *(None for _ in others))
 
     @staticmethod
@@ -326,15 +310,6 @@ def _sum(first: Tensor | None, second: Tensor) -> Tensor:
     return second if first is None else first + second
 
 
-def _sum_of_positions(grad_output: Tensor) -> Tensor:
-    """Computes the gradient of the bias."""
-    if grad_output.dtype != torch.complex32:
-        return grad_output.sum((0, 2, 3))
-    # PyTorch has no sum of complex32 on a CPU.
-    parts = torch.view_as_real(grad_output.resolve_conj()).sum((0, 2, 3))
-    return torch.view_as_complex(parts)
-
-
 def _below_autograd(
     op: Callable[..., Any], kernels: devices.Kernels, args: Any, bias: Tensor | None = None
 ) -> Any:
@@ -359,9 +334,10 @@ def register() -> None:
         weight_grad=_kernel(FastconvWeightGrad),
         fused=_fused,
         transposed=_transposed,
+        backward=_backward,
     )
     for name, kernel in kernels.items():
-        library.impl(OPERATORS[name].call, kernel, "Autograd")
+        library.impl(name, kernel, "Autograd")
 
 
 def forward_here(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
@@ -484,18 +460,62 @@ def _fused(*args: Any) -> Tensor:
         return fused(*args)
 
 
-def _gradient_here(
-    op: Callable[..., Any], function: Any, kernels: devices.Kernels, args: tuple[Any, ...]
-) -> Any:
-    """Computes a gradient operator, in eager mode without a call through the dispatcher.
+def _backward(*args: Any) -> Gradients:
+    """The operator's autograd kernel."""
+    native.load_if_built()
+    if torch._C._are_functorch_transforms_active() or recorded(*args[:3]):
+        return gradients.by_operators(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return backward(*args)
+
+
+def _gradient_here(name: str, args: tuple[Any, ...]) -> Any:
+    """Computes an operator of a gradient, in eager mode without a call through the dispatcher.
 
     Autocast has no rule for gradient operators, but ``is_grads_batched`` may map them.
     """
-    watched = _watched() or torch._C._dispatch_tls_is_dispatch_key_included(_VMAP_MODE)
-    kernel = None if watched else devices.direct(kernels, args[0], args[1])
+    kernels, tensors = devices.KERNELS[name], args[:2]
+    kernel = None if _is_mapped_or_watched() else devices.direct(kernels, *tensors)
     if kernel is None:
-        return op(*args)
-    return function.apply(*args) if recorded(args[0], args[1]) else kernel(*args)
+        return OPERATORS[name].call(*args)
+    return _FUNCTIONS[name].apply(*args) if recorded(*tensors) else kernel(*args)
+
+
+def _gradients_here(
+    args: tuple[Any, ...], needs_input: bool, needs_weight: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Computes the operator ``backward``, or only the part of it that is needed."""
+    if needs_input and needs_weight:
+        return _backward_here(args)
+    of_input, of_weight = gradients.parts(*args)
+    input = _gradient_here(*of_input) if needs_input else None
+    weight, bias = _gradient_here(*of_weight) if needs_weight else (None, None)
+    return input, weight, bias
+
+
+def _backward_here(args: tuple[Any, ...]) -> Gradients:
+    """Computes the operator ``backward``, in eager mode without a call through the dispatcher."""
+    if torch.compiler.is_dynamo_compiling():
+        # Compiled autograd traces a node for all of its gradients. Of two operators, it drops the
+        # one whose result is not wanted.
+        return gradients.by_operators(*args)
+    tensors = args[:3]
+    kernel = None if _is_mapped_or_watched() else devices.direct(devices.backward_kernels, *tensors)
+    if kernel is None:
+        return backward(*args)
+    return gradients.by_parts(_gradient_here, args) if recorded(*tensors) else kernel(*args)
+
+
+# The functions that record the operators of gradients.
+_FUNCTIONS: dict[str, Any] = {
+    "forward": FastconvConv2d,
+    "input_grad": FastconvInputGrad,
+    "weight_grad": FastconvWeightGrad,
+}
+
+
+def _is_mapped_or_watched() -> bool:
+    return _watched() or torch._C._dispatch_tls_is_dispatch_key_included(_VMAP_MODE)
 
 
 def _watched() -> bool:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fastconv.backends.epilogue import applied
-from fastconv.ops import autocast
+from fastconv.ops import autocast, gradients
 from fastconv.ops.arguments import (
+    BackwardArguments,
     ForwardArguments,
     FusedArguments,
     InputGradArguments,
@@ -19,7 +20,7 @@ from fastconv.ops.arguments import (
 )
 from fastconv.ops.schema import (
     OPERATORS,
-    Operator,
+    backward,
     forward,
     input_grad,
     library,
@@ -59,6 +60,11 @@ def _each(
         function(arg, mapped) if isinstance(arg, Tensor) and mapped is not None else arg
         for arg, mapped in zip(args, in_dims, strict=True)
     ]
+
+
+def _one(in_dims: Dims, args: Sequence[Any]) -> list[Any]:
+    """The arguments of one of the mapped calls."""
+    return _each(lambda tensor, mapped: tensor.select(mapped, 0), in_dims, args)
 
 
 def _over_nothing(op: Callable[..., Any], in_dims: Dims, args: Sequence[Any]) -> Any:
@@ -168,26 +174,65 @@ def _vmap_transposed(size: int, in_dims: Dims, given: TransposedArguments) -> tu
     return applied(output, residual, Epilogue(given.activation, given.slope)), 0
 
 
+_RULES: dict[str, Callable[..., Any]] = {
+    "forward": _vmap_forward,
+    "input_grad": _vmap_input_grad,
+    "weight_grad": _vmap_weight_grad,
+    "fused": _vmap_fused,
+    "transposed": _vmap_transposed,
+}
+
+
+def _vmap_backward(size: int, in_dims: Dims, given: BackwardArguments) -> tuple[Any, Any]:
+    (name, of_input), (_, of_weight) = gradients.parts(*_one(in_dims, given))
+    grad, input, weight = zip(given[:3], in_dims[:3], strict=True)
+    (input_,) = _by_rule(size, name, (grad, weight), of_input[2:])
+    both = (input, grad) if given.transposed else (grad, input)
+    weight_, bias_ = _by_rule(size, "weight_grad", both, of_weight[2:])
+    if given.transposed and given.bias:
+        bias_ = torch.stack([gradients.sum_of_positions(one) for one in _expand(*grad, size)])
+    return (input_, weight_, bias_), (0, 0, 0)
+
+
+def _by_rule(
+    size: int, name: str, tensors: Sequence[tuple[Tensor, int | None]], rest: Sequence[Any]
+) -> list[Tensor]:
+    """Maps an operator of two tensors, each given with its mapped dimension.
+
+    The mapped dimension comes first in all results, even if neither tensor has one.
+    """
+    operator, dims = OPERATORS[name], [dim for _, dim in tensors]
+    args = (*(tensor for tensor, _ in tensors), *rest)
+    if dims == [None, None]:
+        results = operator.call(*args)
+        mapped: Any = (None, None) if isinstance(results, tuple) else None
+    else:
+        results, mapped = _RULES[name](size, (*dims, None), operator.arguments(*args))
+    if isinstance(results, Tensor):
+        results, mapped = (results,), (mapped,)
+    return [_expand(result, dim, size) for result, dim in zip(results, mapped, strict=True)]
+
+
 def register() -> None:
-    for name, rule in (
-        ("forward", _vmap_forward),
-        ("input_grad", _vmap_input_grad),
-        ("weight_grad", _vmap_weight_grad),
-        ("fused", _vmap_fused),
-        ("transposed", _vmap_transposed),
-    ):
-        batched = _batched(OPERATORS[name], rule)
-        torch.library.register_vmap(f"fastconv::{name}", batched, lib=library)
+    for name, rule in _RULES.items():
+        operator = OPERATORS[name]
+        _register(operator.call, operator.result, operator.arguments, rule)
+    _register(backward, gradients.check, BackwardArguments, _vmap_backward)
 
 
-def _batched(operator: Operator, rule: Callable[..., Any]) -> Callable[..., Any]:
+def _register(
+    operator: Any,
+    check: Callable[..., Any],
+    arguments: Callable[..., Any],
+    rule: Callable[..., Any],
+) -> None:
     def batched(info: Any, in_dims: Dims, *args: Any) -> Any:
         with autocast.of_mapped():
             if info.batch_size == 0:
-                return _over_nothing(operator.call, in_dims, args)
+                return _over_nothing(operator, in_dims, args)
             # The arguments are checked before dimensions are merged, so that errors name the
             # user's own sizes.
-            operator.result(*_each(lambda tensor, mapped: tensor.select(mapped, 0), in_dims, args))
-            return rule(info.batch_size, in_dims, operator.arguments(*args))
+            check(*_one(in_dims, args))
+            return rule(info.batch_size, in_dims, arguments(*args))
 
-    return batched
+    torch.library.register_vmap(operator._name, batched, lib=library)

@@ -7,6 +7,7 @@ decompositions, and users may do so to get core ATen (docs/deployment.md). Neith
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,24 +15,23 @@ from torch import Tensor
 from torch._decomp import register_decomposition
 
 from fastconv.backends.epilogue import applied
+from fastconv.ops import gradients
 from fastconv.ops.arguments import FusedArguments, Ints, TransposedArguments
-from fastconv.ops.schema import OPERATORS, Result, new_bias_grad
+from fastconv.ops.schema import OPERATORS, Result, backward, new_bias_grad
 
 _aten = torch.ops.aten
 
 
 def register() -> None:
-    for name, decomposition in (
-        ("forward", _forward),
-        ("input_grad", _input_grad),
-        ("weight_grad", _weight_grad),
-        ("fused", _fused),
-        ("transposed", _transposed),
-    ):
-        operator = OPERATORS[name]
-        register_decomposition(operator.call)(decomposition)
-        # Otherwise PyTorch would decompose the operator to make fake tensors of symbolic sizes.
-        register_decomposition(operator.call, type="meta")(operator.fake)
+    for name, operator in OPERATORS.items():
+        _register(operator.call, _DECOMPOSITIONS[name], operator.fake)
+    _register(backward, _backward, gradients.fake)
+
+
+def _register(operator: Any, decomposition: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    register_decomposition(operator)(decomposition)
+    # Otherwise PyTorch would decompose the operator to make fake tensors of symbolic sizes.
+    register_decomposition(operator, type="meta")(fake)
 
 
 def _forward(
@@ -126,6 +126,19 @@ def _transposed(*args: Any) -> Tensor:
         output = output[:, :, top : top + height, left : left + width]
         output = output.contiguous(memory_format=result.memory_format)
     return applied(output, given.residual, result.epilogue)
+
+
+_DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
+    "forward": _forward,
+    "input_grad": _input_grad,
+    "weight_grad": _weight_grad,
+    "fused": _fused,
+    "transposed": _transposed,
+}
+
+
+def _backward(*args: Any) -> gradients.Gradients:
+    return gradients.by_parts(lambda name, given: _DECOMPOSITIONS[name](*given), args)
 
 
 def _check(name: str, *args: Any) -> Result:

@@ -14,6 +14,7 @@ from fastconv import native
 from fastconv.backends import cpu, cuda
 from fastconv.kernels import planner
 from fastconv.kernels.planner import Switch
+from fastconv.ops import gradients
 from fastconv.ops.arguments import Ints
 from fastconv.ops.schema import OPERATORS, Operator, Result, library, new_bias_grad
 
@@ -27,27 +28,33 @@ input_grad_kernels: Kernels = {}
 weight_grad_kernels: Kernels = {}
 fused_kernels: Kernels = {}
 transposed_kernels: Kernels = {}
+backward_kernels: Kernels = {}
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """The classes of tensors that have no ``__torch_function__`` or ``__torch_dispatch__``."""
 
 
-_KERNELS = {
+KERNELS = {
     "forward": forward_kernels,
     "input_grad": input_grad_kernels,
     "weight_grad": weight_grad_kernels,
     "fused": fused_kernels,
     "transposed": transposed_kernels,
+    "backward": backward_kernels,
 }
 
 
 def register() -> None:
     makers = (_forward_on, _input_grad_on, _weight_grad_on, _fused_on, _transposed_on)
-    for (name, found), on in zip(_KERNELS.items(), makers, strict=True):
-        operator = OPERATORS[name]
+    for (name, operator), on in zip(OPERATORS.items(), makers, strict=True):
         for device_type, backend in BACKENDS.items():
-            found[device_type] = on(backend, partial(operator.describe, operator.known))
-            library.impl(operator.call, _loading(found[device_type]), device_type.upper())
+            made = on(backend, partial(operator.describe, operator.known))
+            KERNELS[name][device_type] = made
+    for device_type in BACKENDS:
+        backward_kernels[device_type] = _backward_on(device_type)
+    for name, found in KERNELS.items():
+        for device_type, kernel in found.items():
+            library.impl(name, _loading(kernel), device_type.upper())
 
 
 def _loading(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,9 +67,16 @@ def _loading(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _backward_on(device_type: str) -> Callable[..., Any]:
+    def compute(name: str, args: tuple[Any, ...]) -> Any:
+        return KERNELS[name][device_type](*args)
+
+    return lambda *args: gradients.by_parts(compute, args)
+
+
 def kernels(name: str) -> tuple[Callable[..., Any], ...]:
     """Returns the functions that compute an operator on a CPU and on a GPU."""
-    return tuple(_KERNELS[name][device_type] for device_type in BACKENDS)
+    return tuple(KERNELS[name][device_type] for device_type in BACKENDS)
 
 
 def direct(

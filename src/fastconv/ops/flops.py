@@ -57,6 +57,17 @@ def _register() -> None:
             grad_output, None, weight, *geometry, None, None, wanted, out_val=results
         )
 
+    @flop_counter.register_flop_formula(torch.ops.fastconv.backward)
+    def backward(
+        grad_output: Shape, input: Shape, weight: Shape, *rest: Any, out_shape: Any, **__: Any
+    ) -> int:
+        transposed, bias = rest[-2:]
+        form = (*geometry[:-1], transposed)
+        wanted = [True, True, bias]
+        return of_gradients(
+            grad_output, input, weight, *form, None, None, wanted, out_val=out_shape
+        )
+
     @flop_counter.register_flop_formula(torch.ops.fastconv.weight_grad)
     def weight_grad(grad_output: Shape, input: Shape, *_: Any, out_shape: Any, **__: Any) -> int:
         results, wanted = (None, *out_shape), [False, True, False]

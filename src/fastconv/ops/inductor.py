@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fastconv import problem
 from fastconv.backends import epilogue
 from fastconv.ops.late import when_imported
-from fastconv.ops.schema import OPERATORS, forward, fused
+from fastconv.ops.schema import OPERATORS, backward, forward, fused
 
 VARIABLE = "FASTCONV_FUSE_COMPILED"
 DEVICES = ("cuda",)
@@ -47,8 +47,8 @@ def _keep_operators() -> None:
     """
     from torch._inductor import lowering
 
-    for operator in OPERATORS.values():
-        lowering.make_fallback(operator.call, warn=False)
+    for operator in (*(operator.call for operator in OPERATORS.values()), backward):
+        lowering.make_fallback(operator, warn=False)
 
 
 def _add_pass() -> None:

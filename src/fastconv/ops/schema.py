@@ -79,6 +79,11 @@ fused = torch.ops.fastconv.fused.default
 #   off its four sides, and ``output_padding``, which is below the stride, is added at the bottom
 #   and to the right.
 transposed = torch.ops.fastconv.transposed.default
+# backward(grad_output, input, weight, stride, padding, dilation, groups, precision, transposed,
+#          bias) -> gradients of input, weight and bias
+#   All gradients of a convolution, or of a transposed one, in one call. They have the memory format
+#   that gradient_format says. With bias=False the third gradient is an empty tensor.
+backward = torch.ops.fastconv.backward.default
 
 PRECISION = 7
 """The index of ``precision`` among the arguments of ``forward`` and both gradients."""

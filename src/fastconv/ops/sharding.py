@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastconv.ops.arguments import (
+    BackwardArguments,
     ForwardArguments,
     FusedArguments,
     InputGradArguments,
@@ -19,6 +20,7 @@ from fastconv.ops.arguments import (
 from fastconv.ops.late import when_imported
 from fastconv.ops.schema import (
     OPERATORS,
+    backward,
     forward,
     fused,
     input_grad,
@@ -105,16 +107,35 @@ def _register() -> None:
             rules.append(_rule(args, [second, all_of], all_of, second))
         return rules
 
+    def of_backward(*args: Any) -> list[Rule]:
+        given = BackwardArguments(*args)
+
+        def rule(results: list[Any], grad: Any, input: Any, weight: Any) -> Rule:
+            *both, bias = results
+            return _rule(args, [*both, bias if given.bias else all_of], grad, input, weight)
+
+        rules = [
+            rule([all_of, all_of, all_of], all_of, all_of, all_of),
+            rule([first, part, part], first, first, all_of),
+        ]
+        if given.groups == 1:
+            # The dimensions of the weight's output and input channels.
+            out, into = (second, first) if given.transposed else (first, second)
+            rules.append(rule([part, out, first], second, all_of, out))
+            rules.append(rule([second, into, all_of], all_of, second, into))
+        return rules
+
     register_sharding(forward)(of_forward)
     register_sharding(input_grad)(of_input_grad)
     register_sharding(weight_grad)(of_weight_grad)
     register_sharding(fused)(of_fused)
     register_sharding(transposed)(of_transposed)
+    register_sharding(backward)(of_backward)
     # DTensor caches the form of a result by the arguments. register_sharding has it compare only
     # the arguments from the first int on, but strides, which change the form, are lists before it.
     compared = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
-    for operator in OPERATORS.values():
-        compared[operator.call] = RuntimeSchemaInfo(static_argnum=2, needs_pytree=True)
+    for operator in (*(operator.call for operator in OPERATORS.values()), backward):
+        compared[operator] = RuntimeSchemaInfo(static_argnum=2, needs_pytree=True)
 
 
 def _rule(args: Any, results: list[Any], *tensors: Any) -> Rule:

@@ -17,6 +17,9 @@ __device__ __forceinline__ unsigned narrow_two(bfloat16, float first, float seco
   return floats_to_bfloats(first, second);
 }
 
+// `aligned_bias` promises 4 bytes: two 16-bit elements.
+constexpr bool kBiasPairs = C::aligned_bias && kScalarBytes == 2;
+
 // Adds the bias to a tile's accumulators. A thread has channels 8 j + 2 (lane % 4) and the next.
 __device__ __forceinline__ void add_bias(float (&acc)[kAccumulators], const Scalar* bias,
                                          int column, int lane) {
@@ -24,7 +27,7 @@ __device__ __forceinline__ void add_bias(float (&acc)[kAccumulators], const Scal
   for (int j = 0; j < kTileColumns / 8; ++j) {
     const int channel = column + 8 * j + 2 * (lane % 4);
     if (channel >= C::out_channels) continue;
-    const auto pair = load_bias < 2, C::aligned_bias && kScalarBytes == 2 > (bias + channel);
+    const auto pair = load_bias<2, kBiasPairs>(bias + channel);
 #pragma unroll
     for (int i = 0; i < 4; ++i) acc[4 * j + i] += widen(pair.element[i % 2]);
   }
