@@ -315,7 +315,8 @@ def _walk(
         norm.channels, tile.plane, tile.segments, tile.group, tile.lanes, tile.at_once, tile.rows,
         rows, tile.tiles,
     )  # fmt: skip
-    sums = tile.threads // 32 if tile.wide else tile.threads * tile.vector
+    # kPadding in sums.cuh
+    sums = tile.threads // 32 if tile.wide else tile.threads * tile.vector + 32
     adds_up = "scratch" in tensors and name != "grad_apply"
     return Launch(
         Kernel(f"batchnorm/{name}.cuh", f"batchnorm_{name}", tuple(constants.items())),

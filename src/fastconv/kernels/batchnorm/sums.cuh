@@ -1,7 +1,8 @@
 // Adds up two numbers for each channel of a block, in a fixed order.
 //
 //   narrow   [number][element of a vector][thread] in shared memory: first the rows of each column,
-//            then, by a warp for each channel, the columns of a channel
+//            then, by a warp for each channel, the columns of a channel. Threads are padded, so
+//            that neighbouring columns lie in different banks.
 //   wide     shuffles, then [warp][number] in shared memory
 #pragma once
 #include "batchnorm/walk.cuh"
@@ -10,6 +11,7 @@ namespace fastconv {
 namespace batchnorm {
 
 constexpr int kSums = 2;
+constexpr int kPadding = 32 / kVector;
 using Sums = Acc[kSums][kColumns];
 
 // Adds a number up over the lanes of a warp; all of them get the sum.
@@ -47,10 +49,11 @@ __device__ __forceinline__ void add_up_columns(const Sums& sums, const Sizes& si
                                                const Part& part, const Emit& emit) {
   Acc* const shared = reinterpret_cast<Acc*>(shared_memory());
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int pitch = threads + kPadding;
 #pragma unroll
   for (int s = 0; s < kSums; ++s) {
 #pragma unroll
-    for (int e = 0; e < kVector; ++e) shared[(s * kVector + e) * threads + thread] = sums[s][e];
+    for (int e = 0; e < kVector; ++e) shared[(s * kVector + e) * pitch + thread] = sums[s][e];
   }
   __syncthreads();
   const int columns = part.channels * sizes.plane;
@@ -58,7 +61,7 @@ __device__ __forceinline__ void add_up_columns(const Sums& sums, const Sizes& si
     Acc totals[kSums];
 #pragma unroll
     for (int s = 0; s < kSums; ++s) {
-      Acc* const first = shared + (s * kVector + column % kVector) * threads + column / kVector;
+      Acc* const first = shared + (s * kVector + column % kVector) * pitch + column / kVector;
       totals[s] = *first;
       for (int row = 1; row < sizes.at_once; ++row) totals[s] += first[row * sizes.lanes];
       *first = totals[s];
@@ -73,7 +76,7 @@ __device__ __forceinline__ void add_up_columns(const Sums& sums, const Sizes& si
       const int column = channel * sizes.plane + i;
 #pragma unroll
       for (int s = 0; s < kSums; ++s) {
-        totals[s] += shared[(s * kVector + column % kVector) * threads + column / kVector];
+        totals[s] += shared[(s * kVector + column % kVector) * pitch + column / kVector];
       }
     }
 #pragma unroll
