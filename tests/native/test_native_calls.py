@@ -149,7 +149,7 @@ class TestPyTorch:
         with torch.profiler.profile() as profile:
             fastconv.conv2d(*some).sum().backward()
         names = {event.key for event in profile.key_averages()}
-        assert {"fastconv::forward", "fastconv::input_grad", "fastconv::weight_grad"} <= names
+        assert {"fastconv::forward", "fastconv::backward"} <= names
         assert host.asked == []
 
     def test_compile(self, host: Host) -> None:
