@@ -27,6 +27,7 @@ FLOORS = (
         "fused",
         "geometry",
         "transposed",
+        "layers",
         "modules",
         "network",
         "_frozen",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastconv.fused import Fused
-from fastconv.modules import COUNTERPARTS
+from fastconv.layers import COUNTERPARTS
 from fastconv.network.exchange import (
     Model,
     copied,

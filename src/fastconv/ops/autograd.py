@@ -28,7 +28,7 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 
 from fastconv import native
-from fastconv.backends.epilogue import applied
+from fastconv.backends.epilogue import applied, per_channel
 from fastconv.ops import devices, hooks
 from fastconv.ops.arguments import Geometry
 from fastconv.ops.schema import (
@@ -47,7 +47,7 @@ from fastconv.ops.schema import (
     transposed_result,
     weight_grad,
 )
-from fastconv.problem import Pair, check_words
+from fastconv.problem import check_words
 
 # The dispatch key of torch.autograd.grad(is_grads_batched=True), whose vmap is not functorch's.
 _VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")
@@ -114,7 +114,7 @@ class FastconvConv2d(_Function):
         if weight_t is not None:
             tangent = _sum(tangent, forward(input, weight_t, None, *ctx.geometry))
         if bias_t is not None:
-            tangent = _sum(tangent, bias_t[:, None, None].expand(ctx.output_shape))
+            tangent = _sum(tangent, _everywhere(bias_t, ctx.output_shape))
         return tangent
 
 
@@ -180,7 +180,7 @@ class FastconvWeightGrad(_Function):
             if needs_input:
                 input_ = input_grad(grad_output.conj(), grad, input.shape[2:], *ctx.geometry)
         elif ctx.bias and bias_grad is not None and needs_grad_output:
-            grad_output_ = bias_grad[:, None, None].expand_as(grad_output)
+            grad_output_ = _everywhere(bias_grad, grad_output.shape)
         return (grad_output_, input_, *(None for _ in others))
 
     @staticmethod
@@ -246,7 +246,7 @@ class FastconvConvTranspose(_Function):
         if weight_t is not None:
             tangent = _sum(tangent, transposed(input, weight_t, None, None, *ctx.arguments))
         if bias_t is not None:
-            tangent = _sum(tangent, bias_t[:, None, None].expand(ctx.output_shape))
+            tangent = _sum(tangent, _everywhere(bias_t, ctx.output_shape))
         return tangent
 
 
@@ -326,12 +326,18 @@ def _sum(first: Tensor | None, second: Tensor) -> Tensor:
     return second if first is None else first + second
 
 
+def _everywhere(bias: Tensor, shape: torch.Size) -> Tensor:
+    """Returns a bias at all positions of an output of this shape."""
+    return per_channel(bias, len(shape) - 2).expand(shape)
+
+
 def _sum_of_positions(grad_output: Tensor) -> Tensor:
     """Computes the gradient of the bias."""
+    all_but_channels = (0, *range(2, grad_output.dim()))
     if grad_output.dtype != torch.complex32:
-        return grad_output.sum((0, 2, 3))
+        return grad_output.sum(all_but_channels)
     # PyTorch has no sum of complex32 on a CPU.
-    parts = torch.view_as_real(grad_output.resolve_conj()).sum((0, 2, 3))
+    parts = torch.view_as_real(grad_output.resolve_conj()).sum(all_but_channels)
     return torch.view_as_complex(parts)
 
 
@@ -417,7 +423,7 @@ def transposed_here(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    output_padding: Pair,
+    output_padding: tuple[int, ...],
     geometry: Geometry,
     activation: str,
     slope: float,
