@@ -8,7 +8,6 @@ from random import Random
 import pytest
 import torch
 
-from effort import ALL
 from emulator.driver import precompile
 from emulator.pass_cases import (
     SCALARS,
@@ -21,6 +20,7 @@ from emulator.pass_cases import (
     check,
     float64,
     run,
+    some,
 )
 from fastconv.kernels import direct, planner
 from fastconv.kernels.gpus import GPUS, H200
@@ -52,7 +52,7 @@ def _cases() -> list[PassCase]:
             bias = planned is direct.weight_grad and i % 2 == 0
             cases.append(replace(case, bias_grad=bias))
             cases.append(replace(case, dtype=torch.float32, channels_last=True))
-    return [*cases, *map(_random_case, range(200 if ALL else 20))]
+    return [*cases, *map(_random_case, range(100))]
 
 
 def _random_case(seed: int) -> PassCase:
@@ -78,35 +78,32 @@ def _random_case(seed: int) -> PassCase:
     )  # fmt: skip
 
 
-CASES = _cases()
+RUN = some(_cases(), one_in=8)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    precompile({launch.kernel for case in CASES for launch in case.plan.launches})
+    precompile({launch.kernel for case in RUN for launch in case.plan.launches})
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", RUN, ids=str)
 def test_against_float64(case: PassCase) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("activation", ["identity", "silu"])
-def test_epilogues(activation: str) -> None:
-    epilogue = Epilogue(activation, residual=True)
-    check(PassCase(CONVS[1], direct.forward, epilogue=epilogue))
+def test_epilogues() -> None:
+    epilogue = Epilogue("silu", residual=True)
     check(PassCase(CONVS[1], direct.forward, torch.bfloat16, True, epilogue=epilogue))
 
 
-@pytest.mark.parametrize("conv", CONVS[:1], ids=str)
-@pytest.mark.parametrize("planned", PASSES[:2])
-def test_a_volume_alone_as_in_a_batch(planned: Planner, conv: Conv) -> None:
-    assert_alone_as_in_batch(PassCase(conv, planned))
+def test_a_volume_alone_as_in_a_batch() -> None:
+    assert_alone_as_in_batch(PassCase(CONVS[1], direct.forward))
 
 
-@pytest.mark.parametrize("planned", PASSES[:2])
-@pytest.mark.parametrize("conv", [CONVS[2], CONVS[4], CONVS[7]], ids=str)
-def test_infinity_stays_where_it_is(planned: Planner, conv: Conv) -> None:
+@pytest.mark.parametrize(
+    ("conv", "planned"), [(CONVS[2], PASSES[0]), (CONVS[4], PASSES[1]), (CONVS[7], PASSES[1])]
+)
+def test_infinity_stays_where_it_is(conv: Conv, planned: Planner) -> None:
     """Taps that a residue lacks, planes of other outputs and padding do not meet the infinity."""
     case = PassCase(conv, planned)
     tensors = Tensors.random(case)

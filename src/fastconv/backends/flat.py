@@ -1,11 +1,13 @@
 """Convolutions of volumes that are convolutions of images, seen through other strides.
 
 A pointwise axis, along which each output reads the input at its own position alone, can be taken
-together with the one before or behind it, wherever the tensors' strides allow it: without a copy,
-three axes become two. So the kernels for images compute
+together with the one before it, wherever the tensors' strides allow it: without a copy, three axes
+become two. So the kernels for images compute
 
 - a kernel of (k, 1, 1): rows are planes, and columns are all positions of a plane;
 - a kernel of (1, 1, k): rows are those of all planes;
+- a kernel of (k, k, 1) without stride: columns are all positions of a plane, and taps that were
+  neighbours are a row's width apart;
 - a kernel of (1, k, k) of channels-last volumes: each plane is an image;
 - a kernel as deep as the volume, of contiguous volumes: planes are channels.
 """
@@ -21,6 +23,12 @@ from torch import Tensor
 from fastconv.problem import Axis, Padding, Problem
 
 View = Callable[[Tensor], Tensor]
+
+MOST_APART = 32
+"""The most elements between taps that were neighbours before a pointwise axis came between them.
+
+A tile of neighbouring outputs reads all that lies between its taps.
+"""
 
 
 class Flat(NamedTuple):
@@ -44,13 +52,31 @@ def flattened(problem: Problem, input: Tensor, weight: Tensor, output: Tensor) -
         batch = problem.batch * depth.input_size
         images = replace(problem, batch=batch, depth=None)
         return Flat(images, _planes, _only_plane, _planes)
-    if rows.is_pointwise and columns.is_pointwise and _merge(input, 3, 4) and _merge(output, 3, 4):
-        across = columns._replace(input_size=rows.input_size * columns.input_size)
+    across = _together(rows, columns)
+    if across is not None and _merge(input, 3, 4) and _merge(output, 3, 4):
         return Flat(_of_axes(problem, depth, across), _flat(3), _first_column, _flat(3))
-    if depth.is_pointwise and rows.is_pointwise and _merge(input, 2, 3) and _merge(output, 2, 3):
-        down = rows._replace(input_size=depth.input_size * rows.input_size)
-        return Flat(_of_axes(problem, down, columns), _flat(2), _only_plane, _flat(2))
+    down = _together(depth, rows)
+    if down is not None and _merge(input, 2, 3) and _merge(output, 2, 3):
+        return Flat(_of_axes(problem, down, columns), _flat(2), _first_row, _flat(2))
     return None
+
+
+def _together(outer: Axis, inner: Axis) -> Axis | None:
+    """Returns the axis of all positions along two, if the inner one is pointwise.
+
+    Whoever goes one step along the outer axis passes all positions of the inner one. Outputs are
+    evenly spaced unless the outer axis has a stride.
+    """
+    size = inner.input_size
+    near = size == 1 or outer.is_pointwise or (outer.stride == 1 and size <= MOST_APART)
+    if not (inner.is_pointwise and near):
+        return None
+    return outer._replace(
+        input_size=outer.input_size * size,
+        before=outer.before * size,
+        after=outer.after * size,
+        dilation=outer.dilation * size,
+    )
 
 
 def _spans_depth(depth: Axis) -> bool:
@@ -104,6 +130,10 @@ def _planes(tensor: Tensor) -> Tensor:
 
 def _only_plane(tensor: Tensor) -> Tensor:
     return tensor.select(2, 0)
+
+
+def _first_row(weight: Tensor) -> Tensor:
+    return weight.select(3, 0)
 
 
 def _first_column(weight: Tensor) -> Tensor:

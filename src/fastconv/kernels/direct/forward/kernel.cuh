@@ -207,11 +207,15 @@ __device__ __forceinline__ Columns columns_of(int residue) {
   return Columns(residue % Columns::kResidues);
 }
 
-__device__ __forceinline__ Offset in_offset(int channel, Offset plane, Offset row, Offset column) {
+__device__ __forceinline__ Offset in_offset(int channel, Offset row, Offset column) {
   if constexpr (C::in_channels_last) {
-    return ((plane * C::in_height + row) * C::in_width + column) * (C::group_in * C::groups) +
-           channel;
+    return (row * C::in_width + column) * (C::group_in * C::groups) + channel;
   }
+  return (static_cast<Offset>(channel) * C::in_height + row) * C::in_width + column;
+}
+
+__device__ __forceinline__ Offset in_offset(int channel, Offset plane, Offset row, Offset column) {
+  if constexpr (C::in_channels_last) return in_offset(channel, plane * C::in_height + row, column);
   return ((static_cast<Offset>(channel) * D::in + plane) * C::in_height + row) * C::in_width +
          column;
 }
@@ -264,12 +268,19 @@ __device__ __forceinline__ void load_input(Scalar* tile, const Scalar* image, in
     const int column = rest % kVectors * kVector;
     const Offset y = first_row + static_cast<Offset>(row) * kRowStep;
     const Offset x = first_column + static_cast<Offset>(column) * kColumnStep;
-    const Read read(first_channel + channel);
-    const int plane = D::exists ? first_plane + read.tap * Depth::kTapStep : 0;
-    const bool valid = read.exists(depth) && plane >= 0 && plane < D::in && y >= 0 &&
-                       y < C::in_height && x >= 0 && x < C::in_width;
-    const Offset offset =
-        valid ? in_offset(group * C::group_in + read.channel, plane, y, x) : Offset{0};
+    bool valid = false;
+    Offset offset = 0;
+    if constexpr (D::exists) {
+      const Read read(first_channel + channel);
+      const int plane = first_plane + read.tap * Depth::kTapStep;
+      valid = read.exists(depth) && plane >= 0 && plane < D::in && y >= 0 && y < C::in_height &&
+              x >= 0 && x < C::in_width;
+      if (valid) offset = in_offset(group * C::group_in + read.channel, plane, y, x);
+    } else {
+      valid = first_channel + channel < C::group_in && y >= 0 && y < C::in_height && x >= 0 &&
+              x < C::in_width;
+      if (valid) offset = in_offset(group * C::group_in + first_channel + channel, y, x);
+    }
     copy_elements<kVector>(tile + (channel * kRows + row) * kPitch + column, image + offset, valid);
   }
 }

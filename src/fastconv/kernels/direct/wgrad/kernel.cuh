@@ -159,19 +159,20 @@ __device__ __forceinline__ Acc split_sum(const Acc* workspace, int block, int in
   return total;
 }
 
-// A channel of one plane, or none: the last tile may go beyond a group's channels.
+// A channel of one of a volume's planes, or none.
 struct Place {
   int channel, plane;
   bool exists;
 };
 
-// Copies [channels][stage_rows][kTapRows][columns] of an image; place(i) is the i-th channel. Stage
-// rows are row_step apart, tap rows tap_step; elements outside of the image become zero.
+// Copies [channels][stage_rows][kTapRows][columns] of an image: channels from first_channel on or,
+// of a volume, place(i) for each i below kChannels. Stage rows are row_step apart, tap rows
+// tap_step; elements outside of the image become zero.
 template <int kChannels, int kTapRows, int kColumns, int kStep, int kPitch, int kVector,
           bool kChannelsLast, int kAllChannels, int kDepth, int kHeight, int kWidth, class PlaceOf>
-__device__ __forceinline__ void load(Scalar* tile, const Scalar* image, PlaceOf place,
-                                     Offset first_row, Offset row_step, Offset tap_step,
-                                     Offset first_column) {
+__device__ __forceinline__ void load(Scalar* tile, const Scalar* image, const PlaceOf& place,
+                                     int first_channel, int end_channel, Offset first_row,
+                                     Offset row_step, Offset tap_step, Offset first_column) {
   constexpr int kVectors = kColumns / kVector;
   constexpr int kRows = C::stage_rows * kTapRows;
 #pragma unroll 1  // leaves the registers to the accumulators
@@ -180,15 +181,27 @@ __device__ __forceinline__ void load(Scalar* tile, const Scalar* image, PlaceOf 
     const int rest = kChannelsLast ? i / kChannels : i % (kRows * kVectors);
     const int row = rest / kVectors;
     const int column = rest % kVectors * kVector;
-    const Place at = place(channel);
+    const int c = first_channel + channel;
     const Offset y = first_row + row / kTapRows * row_step + row % kTapRows * tap_step;
     const Offset x = first_column + static_cast<Offset>(column) * kStep;
-    const bool valid = at.exists && y >= 0 && y < kHeight && x >= 0 && x < kWidth;
+    bool valid = false;
     Offset offset = 0;
-    if (valid) {
-      const Offset c = at.channel, plane = at.plane;
-      offset = kChannelsLast ? ((plane * kHeight + y) * kWidth + x) * kAllChannels + c
-                             : ((c * kDepth + plane) * kHeight + y) * kWidth + x;
+    if constexpr (D::exists) {
+      const Place at = place(channel);
+      const Offset plane = at.plane;
+      valid = at.exists && y >= 0 && y < kHeight && x >= 0 && x < kWidth;
+      if (valid) {
+        offset =
+            kChannelsLast
+                ? ((plane * kHeight + y) * kWidth + x) * kAllChannels + at.channel
+                : ((static_cast<Offset>(at.channel) * kDepth + plane) * kHeight + y) * kWidth + x;
+      }
+    } else {
+      valid = c < end_channel && y >= 0 && y < kHeight && x >= 0 && x < kWidth;
+      if (valid) {
+        offset = kChannelsLast ? (y * kWidth + x) * kAllChannels + c
+                               : (static_cast<Offset>(c) * kHeight + y) * kWidth + x;
+      }
     }
     copy_elements<kVector>(tile + (channel * kRows + row) * kPitch + column, image + offset, valid);
   }
@@ -290,31 +303,28 @@ extern "C" __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Co
     const Unit stage = unit - first;
     const long long image = unit / kImageUnits;
     const int row = row_of(unit), column = column_of(unit);
-    const int plane = D::exists ? static_cast<int>(unit / kPlaneUnits % D::out) : 0;
-    const auto out_channel = [&](int channel) -> Place {
-      const int m = tile.group * C::group_out + tile.m * kTileM + channel;
-      return {m, plane, m < (tile.group + 1) * C::group_out};
+    const int m = tile.group * C::group_out + tile.m * kTileM;
+    const int i = tile.group * C::group_in + tile.i * kTileI;
+    const auto written = [&](int channel) -> Place {
+      const int plane = static_cast<int>(unit / kPlaneUnits % D::out);
+      return {m + channel, plane, m + channel < (tile.group + 1) * C::group_out};
     };
-    const auto in_channel = [&](int channel) -> Place {
-      if constexpr (D::exists) {
-        const int read = tile.i * kTileI + channel;
-        const int at = plane * D::stride + read / C::group_in * D::dilation - D::padding;
-        return {tile.group * C::group_in + read % C::group_in, at,
-                read < kReads && at >= 0 && at < D::in};
-      } else {
-        const int i = tile.group * C::group_in + tile.i * kTileI + channel;
-        return {i, 0, i < (tile.group + 1) * C::group_in};
-      }
+    const auto read = [&](int channel) -> Place {
+      const int index = tile.i * kTileI + channel;
+      const int plane = static_cast<int>(unit / kPlaneUnits % D::out) * D::stride +
+                        index / C::group_in * D::dilation - D::padding;
+      return {tile.group * C::group_in + index % C::group_in, plane,
+              index < kReads && plane >= 0 && plane < D::in};
     };
     constexpr int kOut = C::groups * C::group_out, kIn = C::groups * C::group_in;
-    const long long grad_offset = image * kOut * D::out * C::out_height * C::out_width;
-    const long long in_offset = image * kIn * D::in * C::in_height * C::in_width;
     load<kTileM, 1, C::stage_columns, 1, kGradPitch, C::vector_grad, C::grad_channels_last, kOut,
-         D::out, C::out_height, C::out_width>(grads(stage), grad_output + grad_offset, out_channel,
-                                              row, 1, 0, column);
+         D::out, C::out_height, C::out_width>(
+        grads(stage), grad_output + image * kOut * D::out * C::out_height * C::out_width, written,
+        m, (tile.group + 1) * C::group_out, row, 1, 0, column);
     load<kTileI, C::block_taps, kInputColumns, kColumnStep, kInputPitch, C::vector_input,
          C::in_channels_last, kIn, D::in, C::in_height, C::in_width>(
-        inputs(stage), input + in_offset, in_channel,
+        inputs(stage), input + image * kIn * D::in * C::in_height * C::in_width, read, i,
+        (tile.group + 1) * C::group_in,
         static_cast<Offset>(row) * C::stride_height +
             static_cast<Offset>(tile.tap_row) * C::dilation_height - C::padding_top,
         C::stride_height, C::dilation_height,
