@@ -14,7 +14,14 @@ from fastconv.errors import (
 )
 from fastconv.exporter import bundle, export
 from fastconv.functional import conv1d, conv2d, conv3d
-from fastconv.fused import FusedConv1d, FusedConv2d, FusedConvTranspose1d, FusedConvTranspose2d
+from fastconv.fused import (
+    FusedConv1d,
+    FusedConv2d,
+    FusedConv3d,
+    FusedConvTranspose1d,
+    FusedConvTranspose2d,
+    FusedConvTranspose3d,
+)
 from fastconv.geometry import Activation, LayerPadding, PaddingLike
 from fastconv.modules import (
     Conv1d,
@@ -52,8 +59,10 @@ __all__ = [
     "FastconvError",
     "FusedConv1d",
     "FusedConv2d",
+    "FusedConv3d",
     "FusedConvTranspose1d",
     "FusedConvTranspose2d",
+    "FusedConvTranspose3d",
     "GpuUnavailable",
     "LaunchError",
     "LayerPadding",
