@@ -389,6 +389,9 @@ def _reached(
         return autograd.transposed_here(
             _convolution, input, weight, bias, residual, output_padding, geometry, *after
         )
+    check_transposed(
+        input.shape, weight.shape, output_padding, stride, around, dilation, groups, len(stride)
+    )
     plain = (stride, (0,) * len(around), dilation, groups, mode)
     whole = _convolution(input, weight, None, (0,) * len(stride), *plain)
     behind = [more - after for more, after in zip(output_padding, around[1::2], strict=True)]
