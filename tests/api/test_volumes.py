@@ -69,10 +69,9 @@ def test_against_pytorch(seed: int, dtype: torch.dtype) -> None:
     others = [one.clone().requires_grad_() for one in tensors]
     try:
         expected = theirs(*others, **arguments)
-    except RuntimeError as error:  # an output of no size
+    except RuntimeError:  # an output of no size
         with pytest.raises(RuntimeError, match="Output size is too small"):
             ours(*mine, **arguments)
-        assert "too small" in str(error)
         return
     actual = ours(*mine, **arguments)
     gradient = torch.randn_like(expected)

@@ -62,7 +62,8 @@ forward = torch.ops.fastconv.forward.default
 # input_grad(grad_output, weight, input_size, stride, padding, dilation, groups, precision,
 #            memory_format) -> gradient
 #   input_size is (height, width), or (depth, height, width), which does not follow from the
-#   output's size when strides are above 1; memory_format is the gradient's, and None means channels-last if either tensor is.
+#   output's size when strides are above 1; memory_format is the gradient's, and None means
+#   channels-last if either tensor is.
 input_grad = torch.ops.fastconv.input_grad.default
 # weight_grad(grad_output, input, kernel_size, stride, padding, dilation, groups, precision, bias,
 #             memory_format) -> gradients of weight and bias

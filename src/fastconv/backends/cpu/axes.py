@@ -11,8 +11,9 @@ from fastconv.problem import Problem
 
 
 class Axis(NamedTuple):
-    """Planes, rows or columns: for output ``o``, tap ``t`` reads element ``o * step + t * reach - before``.
+    """Planes, rows or columns.
 
+    For output ``o``, tap ``t`` reads element ``o * step + t * reach - before``.
     Elements outside ``range(size)`` are zeros.
     """
 
