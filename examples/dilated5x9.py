@@ -100,10 +100,10 @@ SOURCES["hopper/halo/kernel.cuh"] = r"""
 // Few output channels: `stack` output rows share the 64 rows of M. Stacked row j multiplies tap row
 // t by kernel row t - j; above and below the kernel, the weights are zero.
 //
-// One block per SM, with three warpgroups that work concurrently:
-//   producer   warp 0 streams packed weights through a ring of stages with bulk copies; warps 1-3
-//              load input pixels, round or split them, and write them to a ring of input stages.
-//              This copy also transposes NCHW and writes the zeros of the padding.
+// One block per SM, with three or four warpgroups that work concurrently:
+//   producers  warp 0 streams packed weights through a ring of stages with bulk copies; the others
+//              (`loader_warps`) load input pixels, round or split them, and write them to a ring of
+//              input stages. This copy also transposes NCHW and writes the zeros of the padding.
 //   consumers  two warpgroups, with different channels (channel_groups = 2) or different rows; they
 //              issue the MMAs, and store their accumulators through shared memory.
 // An input stage is either the halo tile of a chunk of input channels, or, with `rolling`, one row
@@ -216,7 +216,7 @@ __device__ __forceinline__ void convolve(const Scalar* input, unsigned char* scr
     barrier_init_fence();
   }
   __syncthreads();
-  if (warp < 4) {
+  if (warp < kProducerWarps) {
     give_back_registers<C::producer_registers>();
     if (warp > 0) {
       if constexpr (C::staged) {
@@ -238,7 +238,7 @@ __device__ __forceinline__ void convolve(const Scalar* input, unsigned char* scr
 }  // namespace hopper
 }  // namespace fastconv
 
-__global__ void __launch_bounds__(384, 1)
+__global__ void __launch_bounds__(Config::threads, 1)
     convolve(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
              Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
   fastconv::hopper::convolve(input, scratch, bias, output, batch, FASTCONV_EPILOGUE(output));
@@ -1709,18 +1709,19 @@ SOURCES["hopper/halo/stage.cuh"] = r"""
 // Contiguous (NCHW) input: copied to shared memory as it lies in global memory, then transposed
 // from there into the halo tile.
 //
-// Each loading warp copies pieces: one line of as many channels as two 16-byte vectors of the tile
-// have. The copies run some pieces ahead of the one that the warp transposes, rounds or splits. A
-// long line takes one bulk copy per channel (`bulk_loads`), a short one cp.async of 16 bytes per
-// lane. Copies start at the multiple of 16 bytes before a line's first pixel, so that rows may
-// begin anywhere. A line has the columns of all residues of a column stride, which are taken apart
-// as they are transposed: each column of the image is copied once.
+// Each loading warp copies pieces: one line of as many channels as one or two 16-byte vectors of
+// the tile have (`piece_vectors`). The copies run some pieces ahead of the one that the warp
+// transposes, rounds or splits. A long line takes one bulk copy per channel (`bulk_loads`), a short
+// one cp.async of 16 bytes per lane. Copies start at the multiple of 16 bytes before a line's first
+// pixel, so that rows may begin anywhere. A line has the columns of all residues of a column
+// stride, which are taken apart as they are transposed: each column of the image is copied once.
 #include "device/tensor/load.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-constexpr int kPieces = C::k_steps * kRowSlots * kStageRows;
+constexpr int kLinePieces = C::k_steps * 2 / C::piece_vectors;  // pieces of a line's channels
+constexpr int kPieces = kLinePieces * kRowSlots * kStageRows;
 static_assert(!C::staged || (!C::in_channels_last && !kSpaceToDepth), "");
 
 // The column of a line that a residue's pixel reads. Residues are counted by their slots.
@@ -1754,17 +1755,17 @@ struct Piece {
   const Scalar* first;  // first column inside, of the first channel
 
   __device__ Piece(const Source& source, int index) {
-    const int k_step = index % C::k_steps;
-    const int line = index / C::k_steps;
+    const int of_line = index % kLinePieces;
+    const int line = index / kLinePieces;
     const int slot = kRowSlots == 1 ? 0 : line / kStageRows;
     const int y = source.row +
                   C::dilation_height * (slot + (line - slot * kStageRows) * kRowResidues) -
                   C::padding_top;
     const int x = source.column - C::padding_left;
-    channel = source.channel + k_step * kPieceChannels;
+    channel = source.channel + of_line * kPieceChannels;
     const int lines_before =
         kColumnSlots == 1 ? line : line + slot * (kColumnSlots - 1) * kStageRows;
-    target = 2 * k_step * kPlanePixels + lines_before * C::pitch;
+    target = C::piece_vectors * of_line * kPlanePixels + lines_before * C::pitch;
     before = max(-x, 0);
     bool exists = static_cast<unsigned>(y) < static_cast<unsigned>(C::in_height);
     int end = C::in_width - x;
@@ -1866,7 +1867,7 @@ __device__ __forceinline__ void convert_batch(const Piece& piece, int plane, int
   }
 }
 
-// Transposes a piece that has arrived into its input stage. `scales` belong to its two vectors, and
+// Transposes a piece that has arrived into its input stage. `scales` belong to its vectors, and
 // `of_chunk` is its first channel in the chunk.
 __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, unsigned char* stage,
                                         int lane, const Scale (&scales)[2],
@@ -1875,7 +1876,7 @@ __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, u
   const bool whole =
       piece.columns == kRawReach && (kWholeChunks || piece.channel + kPieceChannels <= C::group_in);
 #pragma unroll
-  for (int plane = 0; plane < 2; ++plane) {
+  for (int plane = 0; plane < C::piece_vectors; ++plane) {
     // Operands in two parts leave no registers for the scales of both vectors.
     const Scale scale =
         C::parts == 1 ? scales[plane] : powers.of(of_chunk + plane * kVectorChannels);
@@ -1962,8 +1963,9 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
     powers.load(items, stage.item.image, source.column_of(stage.item.group));
     Input::wait(at);
     for (; piece < kPieces; piece += kLoaderWarps) {
-      const int of_chunk = piece % C::k_steps * kPieceChannels;
-      const Scale scales[2] = {powers.of(of_chunk), powers.of(of_chunk + kVectorChannels)};
+      const int of_chunk = piece % kLinePieces * kPieceChannels;
+      const Scale scales[2] = {powers.of(of_chunk),
+                               powers.of(of_chunk + (C::piece_vectors - 1) * kVectorChannels)};
       if constexpr (C::bulk_loads) {
         barrier_wait(full + arrived.stage, arrived.parity);
       } else {
@@ -3187,7 +3189,7 @@ struct Consumer {
   __device__ Consumer() {
     lane = static_cast<int>(threadIdx.x) % 32;
     // The shuffle tells the compiler that the warp's number is uniform.
-    const int number = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 4;
+    const int number = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - kProducerWarps;
     warp = number % 4;
     warpgroup = number / 4;
     turn = warpgroup == 0;
@@ -3637,12 +3639,16 @@ static_assert(!C::wraps || (C::stride_height == 1 && C::stride_width == 1 &&
 static_assert(!C::wraps || !C::staged || (C::padding_left == 0 && C::in_width == kPaddedWidth),
               "neighbours in memory");
 
-// Raw input (`staged`): pieces of a line as they lie in memory, with the channels of two vectors.
+// Raw input (`staged`): pieces of a line as they lie in memory, with the channels of
+// `piece_vectors` vectors.
 // A piece has the columns of all residues of a column stride. Every loading warp has raw_slots
 // slots of its own. kRawAligned: pieces are whole rows, which all begin at multiples of 16 bytes.
-constexpr int kLoaderWarps = 3;
+constexpr int kLoaderWarps = C::loader_warps;
+constexpr int kProducerWarps = kLoaderWarps + 1;  // the first streams weights
+static_assert(kProducerWarps % 4 == 0 && 32 * (kProducerWarps + kConsumerWarps) == C::threads,
+              "whole warpgroups");
 constexpr int kRawSlots = C::staged ? kLoaderWarps * C::raw_slots : 0;
-constexpr int kPieceChannels = 2 * kVectorChannels;
+constexpr int kPieceChannels = C::piece_vectors * kVectorChannels;
 constexpr int kRawReach = C::pitch * C::stride_width - (kColumnUnit - 1);  // columns of a line
 constexpr int kRawLine = C::wraps || kRawReach < C::in_width ? kRawReach : C::in_width;
 constexpr bool kRawAligned = kStrips == 1 && C::padding_left >= 0 && C::in_width % kVector == 0;
@@ -3687,7 +3693,7 @@ struct Watch {
     return (*reinterpret_cast<const unsigned*>(marks[stage]) & 0xffffffu) != 0;
   }
 };
-static_assert(kLoaderWarps <= 3, "a byte for each");
+static_assert(kLoaderWarps <= 3 || !kWatches, "a byte for each");
 
 __device__ __forceinline__ Watch& watch() {
   return *reinterpret_cast<Watch*>(shared_memory() + kWatch);
@@ -9997,10 +10003,14 @@ class Launch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The launches in order, and the bytes of their workspace (the tensor ``scratch``)."""
+    """The launches in order, and the bytes of their workspace (the tensor ``scratch``).
+
+    ``regions`` are tensors that lie in the workspace, and the bytes before them.
+    """
 
     launches: tuple[Launch, ...]
     scratch_bytes: int
+    regions: dict[str, int] = {}  # noqa: RUF012  # nothing changes it
 
 
 class Target(NamedTuple):
@@ -10449,20 +10459,21 @@ SM_90A_FORWARD_FLOAT_TF32_0 = config(
     tap_step_width=1, tap_dilation_height=1, tap_dilation_width=1, image_height=508,
     image_width=496, out_step_height=1, out_step_width=1, row_at=0, row_begin=0, row_end=1,
     column_at=0, column_begin=0, column_end=1, stacked_columns=1, interleave=1,
-    in_channels_last=False, out_channels_last=False, vector_loads=False, staged=False,
-    raw_slots=0, bulk_loads=False, vector_stores=False, bulk_stores=True, channel_groups=1,
-    stack=1, pixels=248, tile_rows=1, block_rows=2, register_tile_m=64, loaders=96,
-    unit_vectors=2, smaller_part=True, watches=False, tile_columns=248, pitch=272, lead=0,
-    joint_stores=False, wraps=False, turns=False, plane_padding=0, rolling=True,
-    segment_tiles=32, k_steps=2, stage_taps=3, input_stages=8, weight_stages=4, resident=False,
-    pass_pixels=128, buffers=1, batch=2, batches_ahead=2, producer_registers=136,
-    consumer_registers=184, shared_bytes=223824, packed_at=368640, tables_at=552960,
-    table_channels=64, table_columns=32, repairs=False,
+    in_channels_last=False, out_channels_last=False, vector_loads=False, staged=True,
+    raw_slots=1, bulk_loads=True, vector_stores=False, bulk_stores=True, channel_groups=1,
+    stack=1, pixels=168, tile_rows=1, block_rows=2, register_tile_m=64, loaders=224,
+    loader_warps=7, piece_vectors=1, threads=512, unit_vectors=2, smaller_part=True,
+    watches=False, tile_columns=168, pitch=192, lead=0, joint_stores=False, wraps=False,
+    turns=False, plane_padding=0, rolling=True, segment_tiles=16, k_steps=2, stage_taps=3,
+    input_stages=8, weight_stages=3, resident=False, pass_pixels=176, buffers=1, batch=2,
+    batches_ahead=2, producer_registers=72, consumer_registers=184, shared_bytes=226424,
+    packed_at=368640, tables_at=552960, table_channels=64, table_columns=32, repairs=False,
 )
 SM_90A_FORWARD_FLOAT_TF32_1 = config(
-    SM_90A_FORWARD_FLOAT_TF32_0, scaled_fp16=False, staged=True, raw_slots=2, bulk_loads=True,
-    rolling=False, segment_tiles=1, k_steps=1, stage_taps=5, input_stages=2, weight_stages=3,
-    batch=5, shared_bytes=223120, packed_at=0, repairs=True,
+    SM_90A_FORWARD_FLOAT_TF32_0, scaled_fp16=False, raw_slots=2, pixels=248, loaders=96,
+    loader_warps=3, piece_vectors=2, threads=384, tile_columns=248, pitch=272, rolling=False,
+    segment_tiles=1, k_steps=1, stage_taps=5, input_stages=2, pass_pixels=128, batch=5,
+    producer_registers=136, shared_bytes=223120, packed_at=0, repairs=True,
 )
 TUNED["sm_90a", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
@@ -10478,7 +10489,7 @@ TUNED["sm_90a", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
         ),
         Launch(
             "hopper/halo/kernel.cuh", "convolve", SM_90A_FORWARD_FLOAT_TF32_0,
-            grid=128, block=384, shared_bytes=223824,
+            grid=132, block=512, shared_bytes=226424,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
@@ -10589,16 +10600,17 @@ TUNED["sm_86", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
 )
 
 SM_90A_INPUT_GRAD_FLOAT_TF32_0 = config(
-    SM_90A_FORWARD_FLOAT_TF32_1, scaled_fp16=True, transposed=True, group_in=64, group_out=32,
-    in_height=508, in_width=496, out_height=512, out_width=512, padding_top=6, padding_left=20,
-    last_tap_row=4, last_tap_column=8, image_height=512, image_width=512, raw_slots=1, stack=2,
-    pixels=256, block_rows=4, tile_columns=256, pitch=280, stage_taps=3, pass_pixels=48,
-    batch=2, shared_bytes=230776, packed_at=884736, tables_at=1327104, table_channels=32,
-    table_columns=64, repairs=False,
+    SM_90A_FORWARD_FLOAT_TF32_0, transposed=True, group_in=64, group_out=32, in_height=508,
+    in_width=496, out_height=512, out_width=512, padding_top=6, padding_left=20, last_tap_row=4,
+    last_tap_column=8, image_height=512, image_width=512, stack=2, pixels=176, block_rows=4,
+    tile_columns=176, pitch=200, rolling=False, segment_tiles=1, k_steps=1, input_stages=2,
+    weight_stages=6, shared_bytes=232264, packed_at=884736, tables_at=1327104,
+    table_channels=32, table_columns=64,
 )
 SM_90A_INPUT_GRAD_FLOAT_TF32_1 = config(
-    SM_90A_INPUT_GRAD_FLOAT_TF32_0, scaled_fp16=False, weight_stages=4, pass_pixels=128,
-    batch=5, shared_bytes=230152, packed_at=0, repairs=True,
+    SM_90A_INPUT_GRAD_FLOAT_TF32_0, scaled_fp16=False, pixels=256, loaders=96, loader_warps=3,
+    piece_vectors=2, threads=384, tile_columns=256, pitch=280, weight_stages=4, pass_pixels=128,
+    batch=5, producer_registers=136, shared_bytes=230152, packed_at=0, repairs=True,
 )
 TUNED["sm_90a", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
@@ -10614,7 +10626,7 @@ TUNED["sm_90a", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
         ),
         Launch(
             "hopper/halo/kernel.cuh", "convolve", SM_90A_INPUT_GRAD_FLOAT_TF32_0,
-            grid=132, block=384, shared_bytes=230776,
+            grid=132, block=512, shared_bytes=232264,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
@@ -10832,9 +10844,11 @@ TUNED["sm_86", "weight_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
 )
 
 SM_90A_FORWARD_FLOAT_IEEE_0 = config(
-    SM_90A_FORWARD_FLOAT_TF32_0, parts=2, pixels=128, tile_columns=128, pitch=152,
-    segment_tiles=64, stage_taps=1, weight_stages=3, batches_ahead=1, producer_registers=88,
-    consumer_registers=208, shared_bytes=227904, packed_at=737280, tables_at=1290240,
+    SM_90A_FORWARD_FLOAT_TF32_0, parts=2, staged=False, raw_slots=0, bulk_loads=False,
+    pixels=128, loaders=96, loader_warps=3, piece_vectors=2, threads=384, tile_columns=128,
+    pitch=152, segment_tiles=64, stage_taps=1, pass_pixels=128, batches_ahead=1,
+    producer_registers=88, consumer_registers=208, shared_bytes=227904, packed_at=737280,
+    tables_at=1290240,
 )
 SM_90A_FORWARD_FLOAT_IEEE_1 = config(
     SM_90A_FORWARD_FLOAT_IEEE_0, scaled_fp16=False, rolling=False, segment_tiles=1, k_steps=1,
@@ -10951,10 +10965,10 @@ TUNED["sm_86", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
 )
 
 SM_90A_INPUT_GRAD_FLOAT_IEEE_0 = config(
-    SM_90A_INPUT_GRAD_FLOAT_TF32_0, parts=2, staged=False, raw_slots=0, bulk_loads=False,
-    pixels=128, tile_columns=128, pitch=152, pass_pixels=64, batch=1, batches_ahead=1,
-    producer_registers=88, consumer_registers=208, shared_bytes=229664, packed_at=1769472,
-    tables_at=3096576,
+    SM_90A_INPUT_GRAD_FLOAT_TF32_1, parts=2, scaled_fp16=True, staged=False, raw_slots=0,
+    bulk_loads=False, pixels=128, tile_columns=128, pitch=152, weight_stages=3, pass_pixels=64,
+    batch=1, batches_ahead=1, producer_registers=88, consumer_registers=208,
+    shared_bytes=229664, packed_at=1769472, tables_at=3096576, repairs=False,
 )
 SM_90A_INPUT_GRAD_FLOAT_IEEE_1 = config(
     SM_90A_INPUT_GRAD_FLOAT_IEEE_0, scaled_fp16=False, compensated=True, pixels=104,
@@ -11383,6 +11397,7 @@ def run(built: BuiltPlans, which: str, tensors: dict[str, Tensor]) -> None:
     scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     addresses["scratch"] = scratch.data_ptr()
+    addresses.update((name, scratch.data_ptr() + at) for name, at in plan.regions.items())
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream().cuda_stream
         for launch in plan.launches:

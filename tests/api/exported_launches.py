@@ -15,6 +15,7 @@ from emulator import run_both_orders
 from fastconv import jit
 from fastconv.jit import compile, nvrtc
 from fastconv.kernels import family
+from workspaces import split
 
 
 def emulate(module: ModuleType, architecture: str, shared_kib: int = 0) -> list[str]:
@@ -24,8 +25,8 @@ def emulate(module: ModuleType, architecture: str, shared_kib: int = 0) -> list[
     def run(ready: Any, which: str, tensors: dict[str, Tensor]) -> None:
         plan = ready.plans[which]
         sources.extend(launch.source for launch in plan.launches)
-        scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)  # NaNs
-        run_both_orders(launches(plan), {**tensors, "scratch": scratch})
+        working = split(plan.scratch_bytes, plan.regions)
+        run_both_orders(launches(plan), {**tensors, **working})
 
     module.run = run
     module.build = lambda kernels, architecture: None

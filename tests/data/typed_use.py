@@ -88,7 +88,7 @@ def layers(images: Tensor) -> None:
 
 def volumes(video: Tensor) -> None:
     layer = fastconv.Conv3d(3, 8, 3, padding=((2, 0), (1, 1), (1, 1)), precision="tf32")
-    assert_type(layer(video), Tensor)
+    assert_type(layer.forward(video), Tensor)
     up = fastconv.ConvTranspose3d(8, 3, 2, (1, 2, 2), padding=((1, 0), (0, 0), (0, 1)))
     fastconv.conv3d(video, layer.weight, padding=layer.padding, stride=layer.stride)
     fastconv.conv3d(video, layer.weight, padding=[[2, 0], [1, 1], [1, 1]], activation="silu")

@@ -157,7 +157,8 @@ class Gemm(Forced):
     def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         if self.direction == "weight_grad":
             return self._weight_grad(problem, operands, gpu)
-        gemm: Any = implicit_gemm_nchw if operands.scalar == "float" else implicit_gemm_nhwc
+        planes = operands.scalar == "float" and not operands.input_channels_last
+        gemm: Any = implicit_gemm_nchw if planes else implicit_gemm_nhwc
         transposed = self.direction == "input_grad"
         layer = gemm.layer_of(problem.without_idle_dilation, operands, gpu, transposed)
         plans: list[Plan] = gemm.plans(layer, gpu, most=MOST_TILES if self.tile else 1)

@@ -16,6 +16,7 @@ from emulator import driver
 from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.gpus import H200
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
+from workspaces import workspace
 
 SCALARS = {
     torch.float16: ("fastconv::float16", 2),
@@ -108,7 +109,9 @@ class PassCase:
     @property
     def ties_to_even(self) -> bool:
         """Whether the planned kernel rounds ties to even in TF32, rather than away from zero."""
-        return bool(dict(self.plan.launches[-1].kernel.constants).get("ties_to_even"))
+        return any(
+            dict(launch.kernel.constants).get("ties_to_even") for launch in self.plan.launches
+        )
 
     @property
     def input_format(self) -> torch.memory_format:
@@ -209,9 +212,8 @@ def run(
     if bias_grad is not None:
         read["bias_grad"] = bias_grad
     plan, output = case.plan, new_output(case)
-    scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
     execute = driver.run_both_orders if both_orders else driver.run
-    execute(plan.launches, {**read, "output": output, "scratch": scratch})
+    execute(plan.launches, {**read, "output": output, **workspace(plan)})
     return output
 
 

@@ -30,6 +30,7 @@ from fastconv.backends import cuda
 from fastconv.kernels import planner
 from fastconv.kernels.family import Declined, Plan
 from fastconv.problem import Epilogue
+from workspaces import workspace
 
 FUSED = Epilogue("relu", residual=True)
 
@@ -40,6 +41,7 @@ sm_75/1 forward bfloat16 nhwc/nhwc: 2x8x6x6 8x1x3x3 padding=1,1 groups=8
 sm_90a/2 weight_grad*gemm float16 nchw/nchw: 1x8x12x12 64x8x1x1
 sm_75/1 forward float16 nchw/nhwc: 2x3x4x8 8x3x3x3 padding=1,1
 sm_80/1 forward* bfloat16 nhwc/nhwc: 1x16x4x8 16x16x3x3 padding=1,1
+sm_90a/1 forward bfloat16 nchw/nchw: 2x3x1x520 3x1x1x4 padding=0,0,3,0 groups=3
 """
 # The other kernels, with each type that a kernel reads in its own kind of vectors.
 MORE_LINES = """\
@@ -55,6 +57,10 @@ sm_75/1 forward float16 nchw/nchw: 2x8x6x8 8x1x3x3 padding=1,1 groups=8
 sm_75/1 input_grad float32 nchw/nchw: 2x8x6x8 8x1x3x3 padding=1,1 groups=8
 sm_75/1 weight_grad bfloat16 nhwc/nhwc bias: 2x8x6x6 8x1x3x3 padding=1,1 groups=8
 sm_75/1 weight_grad float32 nchw/nchw bias: 2x8x6x8 8x1x3x3 padding=1,1 groups=8
+sm_75/1 input_grad float32 nchw/nchw: 2x3x1x520 3x1x1x4 padding=0,0,3,0 groups=3
+sm_75/1 forward float16 nhwc/nhwc: 2x64x1x70 64x1x1x4 padding=0,0,3,3 groups=64
+sm_75/1 weight_grad bfloat16 nchw/nchw bias: 2x3x1x520 3x1x1x4 padding=0,0,3,0 groups=3
+sm_75/1 weight_grad float16 nhwc/nhwc bias: 2x64x1x70 64x1x1x4 padding=0,0,3,0 groups=64
 sm_90a/2 forward tf32 nchw/nchw: 1x2x61x64 2x1x3x31 padding=11,7,9,5 groups=2
 sm_90a/1 forward float16 nhwc/nhwc: 2x8x3x1 8x1x4x37 padding=9,0,55,0 groups=8
 sm_80/1 forward* tf32 nchw/nchw: 1x16x4x8 16x16x3x3 padding=1,1
@@ -165,8 +171,7 @@ def _compiled() -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_any_tensor_may_begin_anywhere(case: PassCase) -> None:
     for _, tensors, plan in placements(case):
-        scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
-        run_both_orders(plan.launches, {**tensors, "scratch": scratch})
+        run_both_orders(plan.launches, {**tensors, **workspace(plan)})
         _check(case, tensors)
 
 

@@ -10,7 +10,8 @@ from random import Random
 import pytest
 import torch
 
-from emulator import precompile
+from effort import ALL
+from emulator import isolated, precompile
 from emulator.pass_cases import (
     SCALARS,
     Conv,
@@ -28,11 +29,12 @@ from emulator.pass_cases import (
 from fastconv.kernels import depthwise
 from fastconv.kernels.depthwise import passes
 from fastconv.kernels.depthwise.layer import Layer
+from fastconv.kernels.depthwise.rows.plan import LEAST_POSITIONS, LEAST_ROW_BYTES
 from fastconv.kernels.depthwise.tiles import best
 from fastconv.kernels.depthwise.toeplitz import plan as toeplitz
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
-from fastconv.problem import Problem
+from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 PASSES: tuple[Planner, ...] = (depthwise.forward, depthwise.input_grad, depthwise.weight_grad)
 CONVS = (
@@ -55,6 +57,12 @@ CONVS = (
     Conv("wide image", (1, 3, 3, 530), (3, 1, 2, 3), padding=(0, 1, 1, 1), groups=3),
     Conv("one pixel", (2, 3, 1, 1), (3, 1, 1, 1), groups=3),
     Conv("rows longer than threads", (2, 3, 1, 787), (3, 1, 1, 4), padding=(0, 0, 3, 3), groups=3),
+    Conv("one row of whole words", (2, 3, 1, 1024), (3, 1, 1, 4), padding=(0, 0, 3, 0), groups=3),
+    Conv("one row of an odd length", (2, 3, 1, 1027), (3, 1, 1, 7), padding=(0, 0, 6, 6), groups=3),
+    Conv("one row, many channels", (2, 66, 1, 75), (66, 1, 1, 5), padding=(0, 0, 9, 0), groups=66),
+    Conv("one row of a stride's padding", (1, 3, 1, 1030), (3, 1, 1, 3), (2, 1), (1, 0, 1, 1),
+         groups=3),
+    Conv("one row, many tiles", (1, 2, 1, 9001), (2, 1, 1, 17), padding=(0, 0, 8, 8), groups=2),
     Conv("long rows in strides", (1, 2, 2, 801), (2, 1, 2, 5), (1, 2), (1, 1, 2, 2), groups=2),
     Conv("one column", (2, 4, 150, 1), (4, 1, 4, 3), (1, 1), (3, 0, 1, 1), groups=4),
     Conv("one column in strides", (1, 6, 83, 1), (6, 2, 5, 1), (3, 2), (2, 1, 0, 1), groups=3),
@@ -136,6 +144,42 @@ def test_against_float64(case: PassCase) -> None:
 @pytest.mark.parametrize("seed", range(16))
 def test_random_problems(seed: int) -> None:
     check(_drawn(Random(seed)))
+
+
+@pytest.mark.parametrize("seed", range(80 if ALL else 10))
+def test_random_rows(seed: int) -> None:
+    case = _drawn_row(Random(seed))
+    assert case.plan.launches[0].kernel.source.startswith("depthwise/rows/")
+    check(case)
+    isolated.check(case)
+
+
+def _drawn_row(draw: Random) -> PassCase:
+    """Draws a pass of a depthwise layer of one row that is long enough for kernels of its own."""
+    while True:
+        dtype, last = draw.choice(list(SCALARS)), draw.random() < 0.4
+        least = LEAST_POSITIONS if last else LEAST_ROW_BYTES // dtype.itemsize
+        taps = draw.choice((1, 2, 3, 4, 4, 5, 9, 16, 17, 31, 64))
+        length = draw.choice((least + draw.randint(0, 70), 8 * least, draw.randint(least, 2000)))
+        sides = (draw.randint(0, taps + 2), draw.randint(0, taps + 2))
+        padding = draw.choice(((taps - 1, 0), (taps - 1, taps - 1), (0, 0), sides))
+        channels = draw.choice((2, 3, 8, 33, 40, 66, 130)) if last else draw.choice((2, 3, 5))
+        if length + sum(padding) - (taps - 1) < least:
+            continue
+        planner = draw.choice(PASSES)
+        has_epilogue = planner is depthwise.forward and draw.random() < 0.5
+        return PassCase(
+            Conv("drawn", (draw.randint(1, 3), channels, 1, length), (channels, 1, 1, taps),
+                 padding=(0, 0, *padding), groups=channels),
+            planner,
+            dtype,
+            channels_last=last,
+            aligned=draw.random() < 0.75,
+            gpu=replace(GPUS[draw.choice(("sm_70", "sm_86", "sm_90a"))], sm_count=2),
+            bias=draw.random() < 0.6,
+            bias_grad=planner is depthwise.weight_grad and draw.random() < 0.6,
+            epilogue=Epilogue("silu", residual=True) if has_epilogue else NO_EPILOGUE,
+        )  # fmt: skip
 
 
 def _drawn(draw: Random) -> PassCase:

@@ -48,6 +48,8 @@ sm_90a/1 forward*gemm1,192,1 float16 nhwc/nhwc: 1x8x1x1 384x8x1x1 padding=0,1
 sm_90a/2 forward*gemm tf32 nchw/nchw: 1x40x1x64 48x40x1x1 dilation=5,5
 sm_90a/1 forward*gemm tf32 nchw/nchw: 2x9x14x14 302x9x1x1 stride=2,2
 sm_90a/1 forward tf32 nchw/nchw: 1x4x1x1 8x4x1x1
+sm_90a/2 forward bfloat16 nchw/nchw: 2x3x1x517 3x1x1x4 padding=0,0,3,0 groups=3
+sm_86/1 forward float16 nhwc/nhwc: 1x34x1x70 34x1x1x4 padding=0,0,3,0 groups=34
 """
 
 
@@ -88,15 +90,23 @@ TOEPLITZ = [
         "sm_90a/1 forward float16 nhwc/nhwc: 2x8x3x1 8x1x4x37 padding=9,0,55,0 groups=8",
     )
 ]
+# Depthwise layers of one row approximate SiLU of 16-bit types.
+APPROXIMATED = [
+    replace(corpus.case_of(line), epilogue=Epilogue("silu", residual=True))
+    for line in (
+        "sm_90a/2 forward bfloat16 nchw/nchw: 2x3x1x517 3x1x1x4 padding=0,0,3,0 groups=3",
+        "sm_75/1 forward float16 nhwc/nhwc: 1x34x1x70 34x1x1x4 padding=0,0,3,0 groups=34",
+    )
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    cases = (*CASES, *REPAIRED, *TOEPLITZ)
+    cases = (*CASES, *REPAIRED, *TOEPLITZ, *APPROXIMATED)
     precompile({launch.kernel for case in cases for launch in case.plan.launches})
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *APPROXIMATED], ids=str)
 def test_against_float64(case: PassCase) -> None:
     check(case)
 
@@ -129,6 +139,14 @@ def test_toeplitz_infinity_has_its_epilogue(case: PassCase) -> None:
     assert "toeplitz" in case.plan.launches[-1].kernel.source
     tensors = Tensors.random(case)
     at_corners(tensors.input, SPECIAL_VALUES[:3])
+    check_special_values(case, tensors)
+
+
+@pytest.mark.parametrize("case", APPROXIMATED, ids=str)
+def test_special_values_of_approximations(case: PassCase) -> None:
+    tensors = Tensors.random(case)
+    numbers = (*SPECIAL_VALUES[:3], 0.0, -0.0, 6e4, -6e4, 1e2, -1e2, 1e-7)
+    tensors.input[0, 0, 0, 10 : 10 + 5 * len(numbers) : 5] = torch.tensor(numbers).to(case.dtype)
     check_special_values(case, tensors)
 
 

@@ -29,7 +29,7 @@ from emulator.test_hopper_halo import FEW, ONE
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.hopper.implicit_gemm_nhwc import plan as implicit_gemm_nhwc
 from fastconv.kernels.hopper.implicit_gemm_nhwc.tiles import tiles_of
-from fastconv.problem import Problem
+from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 TYPES = (torch.bfloat16, torch.float16)
 
@@ -68,11 +68,14 @@ def _case(
     bias: bool = True,
     gpu: Gpu = FEW,
     plain_weight: bool = False,
+    epilogue: Epilogue = NO_EPILOGUE,
 ) -> PassCase:
     return PassCase(
         conv,
         planner,
         dtype=dtype,
+        precision="tf32" if dtype is torch.float32 else "ieee",
+        epilogue=epilogue,
         channels_last=True,
         gpu=gpu,
         bias=bias,
@@ -91,6 +94,7 @@ UNEVEN = Conv(
     "uneven", (2, 16, 11, 10), (24, 16, 2, 3), stride=(2, 3), padding=(0, 2, 3, 1), dilation=(3, 2)
 )
 DILATED = Conv("dilated", (2, 72, 9, 9), (16, 72, 3, 3), padding=(4, 4, 4, 4), dilation=(4, 4))
+SLIM = Conv("slim", (2, 20, 7, 6), (12, 20, 3, 2), padding=(1, 1, 1, 0))
 AWAY = Conv("beyond the padding", (1, 16, 3, 2), (8, 16, 1, 1), stride=(4, 3), padding=(4, 4, 3, 3))
 CONVS = (POINTWISE, WIDE, STRIDED, THREE, DOWN, PATCHES, UNEVEN, DILATED, AWAY)
 TILES = ((1, 64, 3), (2, 64, 1), (2, 128, 2), (2, 256, 1), (3, 192, 1), (4, 64, 1), (4, 128, 1))
@@ -121,6 +125,17 @@ CASES = [
     *(_case(with_tile(forward, 1, columns), WIDE, gpu=ONE) for columns in (64, 128, 192, 256)),
     # Contiguous weights are packed first.
     *(_case(planner, THREE, plain_weight=True) for planner in (forward, input_grad)),
+    # TF32: all layers, and boxes of 32 channels of which one, two or eight make a tile.
+    *(_case(planner, conv, torch.float32) for conv in (*CONVS, SLIM)
+      for planner in (forward, input_grad)),
+    *(_case(with_tile(forward, *tile), WIDE, torch.float32, gpu=ONE)
+      for tile in ((1, 64, 3), (2, 128, 2), (1, 192, 1), (2, 256, 1), (4, 64, 1))),
+    *(_case(planner, conv, torch.float32, plain_weight=True) for conv in (THREE, UNEVEN)
+      for planner in (forward, input_grad)),
+    _case(input_grad, Conv("patches of 3", (3, 3, 12, 20), (24, 3, 4, 4), stride=(4, 4)),
+          torch.float32),
+    *(_case(forward, conv, torch.float32, epilogue=Epilogue("silu", residual=True))
+      for conv in (POINTWISE, WIDE, DOWN)),
 ]  # fmt: skip
 
 
@@ -161,7 +176,7 @@ def _random(seed: int) -> PassCase:
         case = _case(
             _tile_drawn(draw, draw.choice((forward, input_grad))),
             _drawn_conv(draw, f"random {seed}"),
-            draw.choice(TYPES),
+            draw.choice((*TYPES, torch.float32)),
             bias=draw.random() < 0.7,
             gpu=draw.choice((ONE, FEW)),
             plain_weight=draw.random() < 0.2,
@@ -185,7 +200,12 @@ def test_correct(case: PassCase) -> None:
     check(case)
 
 
-ALONE = [_case(forward, THREE), _case(input_grad, DOWN)]
+ALONE = [
+    _case(forward, THREE),
+    _case(input_grad, DOWN),
+    _case(forward, DOWN, torch.float32),
+    _case(input_grad, THREE, torch.float32),
+]
 
 
 @pytest.mark.parametrize("case", ALONE, ids=str)
@@ -195,9 +215,11 @@ def test_an_image_does_not_depend_on_its_batch(case: PassCase) -> None:
 
 @pytest.mark.parametrize("case", ALONE, ids=str)
 def test_infinity_stays_where_it_is(case: PassCase) -> None:
+    """TF32 also makes the last numbers before infinity infinite."""
     tensors = Tensors.random(case)
-    at_corners(tensors.input, SPECIAL_VALUES[:3])
-    at_corners(tensors.grad_output, SPECIAL_VALUES[:3])
+    values = SPECIAL_VALUES if case.dtype == torch.float32 else SPECIAL_VALUES[:3]
+    at_corners(tensors.input, values)
+    at_corners(tensors.grad_output, values)
     check_special_values(case, tensors)
 
 
@@ -229,7 +251,8 @@ def test_declines() -> None:
             _ = PassCase(conv, forward, dtype, channels_last, aligned).plan
         return str(reason.value)
 
-    assert "float" in declined(THREE, dtype=torch.float32)
+    assert "float in ieee" in declined(THREE, dtype=torch.float32)
+    assert "double in ieee" in declined(THREE, dtype=torch.float64)
     assert "contiguous" in declined(THREE, channels_last=False)
     assert "aligned" in declined(THREE, aligned=False)
     assert "9 channels" in declined(Conv("odd", (1, 9, 4, 4), (8, 9, 1, 1)))

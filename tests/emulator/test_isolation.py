@@ -96,6 +96,42 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "an element too far: the last channel's last",
+        "sm_90a/1 forward bfloat16 nchw/nchw: 1x4x1x517 4x1x1x3 padding=0,1 groups=4",
+        Fault(
+            "depthwise/rows/words.cuh",
+            "p + e >= 0 && p + e < length ?",
+            "p + e >= -static_cast<int>(blockIdx.x > 0) && p + e < length ?",
+        ),
+    ),
+    Mutant(
+        "an element too far: the last channel's last",
+        "sm_90a/1 weight_grad float32 nchw/nchw bias: 1x4x1x261 4x1x1x3 padding=0,1 groups=4",
+        Fault(
+            "depthwise/rows/words.cuh",
+            "p + e >= 0 && p + e < length ?",
+            "p + e >= -static_cast<int>(blockIdx.x > 0) && p + e < length ?",
+        ),
+    ),
+    Mutant(
+        "a position too far: the next image's first",
+        "sm_90a/1 forward float16 nhwc/nhwc: 2x8x1x65 8x1x1x3 padding=0,1 groups=8",
+        Fault(
+            "depthwise/rows/convolve.cuh",
+            "first + tensors.origin, tensors.in_length, at.channels, nullptr);",
+            "first + tensors.origin, tensors.in_length + (at.batch == 0), at.channels, nullptr);",
+        ),
+    ),
+    Mutant(
+        "the next channel's partial sums",
+        "sm_90a/1 weight_grad float32 nhwc/nhwc bias: 2x40x1x65 40x1x1x3 padding=0,1 groups=40",
+        Fault(
+            "causal/reduce.cuh",
+            "1ll * tap * dim + channel;",
+            "1ll * tap * dim + (channel + 1 < dim ? channel + 1 : channel);",
+        ),
+    ),
+    Mutant(
         "a column too far: the next row's",
         "sm_90a/1 forward float16 nhwc/nhwc: 2x8x12x17 8x1x3x3 padding=1,1 groups=8",
         Fault(

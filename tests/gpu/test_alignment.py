@@ -20,6 +20,7 @@ from fastconv.kernels.family import Plan
 from fastconv.kernels.gpus import H200
 from gpu.helpers import CUDA, is_hopper
 from gpu.test_corpus import LONG_SUMS
+from workspaces import workspace
 
 WORKS = [
     work
@@ -57,7 +58,7 @@ def test_any_tensor_may_begin_anywhere(work: PassCase) -> None:
             pytest.skip("needs more shared memory than this GPU has")
         named = {one: _here(tensor) for one, tensor in tensors.items()}
         assert named[name].data_ptr() % 16 == work.dtype.itemsize
-        named["scratch"] = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8, device=CUDA)
+        named |= workspace(plan, CUDA)
         prepared = launch.load_launches(plan.launches, CUDA)
         prepared.run(*(named[one].data_ptr() if one in named else 0 for one in prepared.names))
         torch.manual_seed(0)

@@ -12,6 +12,7 @@ from fastconv import jit
 from fastconv.jit import launch
 from fastconv.kernels.gpus import H200
 from gpu.helpers import CUDA, is_hopper
+from workspaces import workspace
 
 # Errors allowed, in roundings of the accumulation type. Tensor cores truncate accumulators.
 LONG_SUMS = {"tf32": 100, "float32": 8, "float64": 4, "float16": 100, "bfloat16": 100}
@@ -46,7 +47,7 @@ def _run(case: PassCase, tensors: Tensors) -> Tensor:
     plan, output = case.plan, here(new_output(case))
     named = {name: here(tensor) for name, tensor in tensors_read(case, tensors).items()}
     named["output"] = output
-    named["scratch"] = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8, device=CUDA)
+    named |= workspace(plan, CUDA)
     if case.bias_grad:
         named["bias_grad"] = output.new_full(case.conv.weight[:1], torch.nan)
     prepared = launch.load_launches(plan.launches, CUDA)

@@ -6,13 +6,10 @@ from math import gcd, prod
 from typing import Any
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
-from fastconv.kernels.family import Gpu, Launch, Plan
+from fastconv.kernels.family import REGION_ALIGNMENT, Gpu, Launch, Plan
+from fastconv.kernels.hopper.relayout.plan import TILE
 from fastconv.kernels.planning import launches
-from planner_cases import (
-    gemm_of,
-    is_few_outputs,
-    packed_layers,
-)
+from planner_cases import gemm_of, is_few_outputs, packed_layers, without_copies
 
 REGISTERS = 168  # per thread, with which a block of 384 threads is launched
 
@@ -261,24 +258,32 @@ def _assert_legal_few_outputs(plan: Plan, gpu: Gpu) -> None:
 
 def _assert_legal_nhwc(plan: Plan, gpu: Gpu) -> None:
     """Checks what ``implicit_gemm_nhwc`` relies on; its tensor maps check themselves."""
-    *packs, launch = plan.launches
+    *packs, launch = without_copies(plan).launches
     c: dict[str, Any] = dict(launch.kernel.constants)
     input_map, weight_map, output_map, *_, batch = launch.arguments
-    assert plan.packs == len(packs) <= 1
+    assert len(packs) <= 1
     weights = c["weight_out"] * c["weight_in"] * c["kernel_height"] * c["kernel_width"]
-    assert plan.scratch_bytes == len(packs) * 2 * weights
+    vector = 4 if c["Scalar"] == "float" else 8
+    depth, n_major = 8 * vector, c["transposed"] and vector == 8
+    packed_bytes = len(packs) * 16 // vector * weights
+    if plan.regions:
+        _assert_legal_copies(plan, packed_bytes)
+    else:
+        assert (plan.packs, plan.scratch_bytes) == (len(packs), packed_bytes)
     assert weight_map.tensor == ("scratch" if packs else "weight")
-    assert c["in_channels"] % 8 == c["out_channels"] % 8 == 0
+    assert (input_map.scalar == weight_map.scalar == "tf32") == (vector == 4)
+    assert output_map.scalar == c["Scalar"]
+    assert c["in_channels"] % vector == c["out_channels"] % vector == 0
 
     # A stage has the size that the copies fill, and begins where their swizzle pattern begins.
     rows, columns = 64 * c["consumers"], c["tile_columns"]
-    boxes = ceil_div(columns, 64)
-    weight_bytes = (boxes if c["transposed"] else 1) * weight_map.box_bytes
-    weight_columns = 64 * boxes if c["transposed"] else columns
+    boxes = ceil_div(columns, depth)
+    weight_bytes = (boxes if n_major else 1) * weight_map.box_bytes
+    weight_columns = depth * boxes if n_major else columns
     assert (input_map.box_bytes, weight_bytes) == (128 * rows, 128 * weight_columns)
     stage = input_map.box_bytes + (0 if c["resident"] else weight_bytes)
     taps = c["kernel_height"] * c["kernel_width"]
-    stay = taps * ceil_div(c["in_channels"], 64) * weight_bytes if c["resident"] else 0
+    stay = taps * ceil_div(c["in_channels"], depth) * weight_bytes if c["resident"] else 0
     if c["resident"]:
         assert c["dense"]
         assert c["out_channels"] <= columns
@@ -287,7 +292,7 @@ def _assert_legal_nhwc(plan: Plan, gpu: Gpu) -> None:
     assert boxes % (c["buffers"] * c["joined"]) == 0
     if c["joined"] > 1:  # Joined TMA boxes all lie side by side in memory.
         assert c["dense"]
-        assert c["out_channels"] % 64 == columns % 64 == 0
+        assert c["out_channels"] % depth == columns % depth == 0
     assert c["stages"] >= 2
     staged = 4 * c["consumers"] * c["buffers"] * c["joined"] * 16 * 128
     used = stay + c["stages"] * (stage + 16) + staged + 16
@@ -304,6 +309,31 @@ def _assert_legal_nhwc(plan: Plan, gpu: Gpu) -> None:
     assert positions + rows < 2**31
     assert launch.grid[0] <= tiles < 2**31
     assert launch.grid[0] <= c["blocks"] * gpu.sm_count
+
+
+def _assert_legal_copies(plan: Plan, packed_bytes: int) -> None:
+    """Checks the copies of tensors, which lie in the workspace after ``packed_bytes``."""
+    begins = [region.offset for region in plan.regions]
+    assert begins[0] == round_up(packed_bytes, REGION_ALIGNMENT)
+    assert all(offset % REGION_ALIGNMENT == 0 for offset in begins)
+    ends = [*begins[1:], plan.scratch_bytes]
+    place = {
+        region.name: (region.offset, end) for region, end in zip(plan.regions, ends, strict=True)
+    }
+    copies = [launch for launch in plan.launches if launch.kernel.entry == "transpose"]
+    assert len(copies) == len(place)
+    for launch in copies:
+        source, target, rows, columns = launch.arguments
+        (region,) = {source, target} & set(place)
+        begin, end = place[region]
+        images, rest = divmod(launch.grid[0], ceil_div(rows, TILE) * ceil_div(columns, TILE))
+        assert rest == 0
+        c: dict[str, Any] = dict(launch.kernel.constants)
+        vector = 4 if c["Scalar"] == "float" else 8
+        moved = 16 // vector * images * rows * columns
+        assert 0 <= end - begin - moved < REGION_ALIGNMENT
+        assert c["vector_loads"] == (columns % vector == 0)
+        assert c["vector_stores"] == (rows % vector == 0)
 
 
 def _assert_legal_nchw(plan: Plan, gpu: Gpu) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -64,9 +65,15 @@ def is_few_outputs(plan: Plan) -> bool:
     return plan.launches[0].kernel.entry == "few_outputs"
 
 
+def without_copies(plan: Plan) -> Plan:
+    """The plan without the launches that copy tensors to another memory format."""
+    own = tuple(launch for launch in plan.launches if launch.kernel.entry != "transpose")
+    return replace(plan, launches=own)
+
+
 def gemm_of(plan: Plan) -> str:
     """The name of the implicit-GEMM kernel that the plan launches, or nothing."""
-    entry = plan.launches[-1].kernel.entry
+    entry = without_copies(plan).launches[-1].kernel.entry
     return entry if entry.startswith("implicit_gemm") else ""
 
 

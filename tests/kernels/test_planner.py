@@ -32,6 +32,7 @@ from planner_cases import (
     make_problem,
     packed_layers,
     planned_once,
+    without_copies,
 )
 
 # --- The choice of a family -----------------------------------------------------------------------
@@ -252,7 +253,7 @@ def _order(plan: Plan) -> tuple[Any, ...]:
         constants = dict(plan.launches[0].kernel.constants)
         return ("few_outputs", *(constants[name] for name in FEW_OUTPUTS_ORDER))
     if gemm_of(plan):
-        constants = dict(plan.launches[-1].kernel.constants)
+        constants = dict(without_copies(plan).launches[-1].kernel.constants)
         return (gemm_of(plan), *(constants[name] for name in GEMM_ORDER[gemm_of(plan)]))
     return tuple(constants[name] for _, _, constants in packed_layers(plan) for name in ORDER)
 

@@ -171,17 +171,19 @@ def test_sections_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return [replace(made_up.LAYER, name=f"{model}_01", model=model)]
 
     monkeypatch.setattr(layers, "_layers_of", layers_of)
-    order = list(layers._in_order(catalogue.JOBS[0], torch.device("cuda")))
+    jobs = [job for job in catalogue.JOBS if command.MEASURE[job.name] == layers.measure]
+    order, others = (list(layers._in_order(job, torch.device("cuda"))) for job in jobs)
     assert [name for name, _ in order[:5]] == [*["layers"] * 2, *["layers-ampere"] * 2, "layers"]
     assert len(order) == len(layers._FOUNDING) + len(layers._AMPERE) + len(layers._OTHERS)
-    for name, section in order:
+    assert [section for _, section in others] == list(layers._SEQUENCES)
+    for name, section in (*order, *others):
         cases = section.cases(torch.device("cuda"))
         found = Results({}, rows=[Row(case, "", error="none") for case in cases])
         assert section.part_of(found) == found, section.title
         with section.planned():
             expected = "ampere:sm_80" if name == "layers-ampere" else "all"
             assert str(planner.current()) == expected
-    titles = {section.title: section for _, section in order}
+    titles = {section.title: section for _, section in others}
     some = titles["Transposed layers, bfloat16 NHWC"].cases(torch.device("cuda"))
     assert {case.workload.name for case in some} == {"unet_up2", "dcgan_up4"}
     founding, step = order[0][1].cases(torch.device("cuda")), order[0][1].passes[-1]

@@ -7,8 +7,8 @@ A block begins with a comment that says what it has, and ends with another:
 
 ``founding`` has the founding workloads, ``networks`` whole networks, ``compiled`` those that were
 also measured after ``torch.compile``, ``models`` the sums over all layers of networks.
-``FILE; NAMES; PASSES; MODES`` has layers, where FILE is ``layers`` or ``layers-ampere``, and a mode
-has its memory format:
+``FILE; NAMES; PASSES; MODES`` has layers, where FILE is ``layers``, ``layers-ampere`` or
+``sequences``, and a mode has its memory format:
 
     <!-- results: layers; asym5x9 resnet50_03; forward input_grad; float32 tf32 nchw -->
 """
@@ -35,6 +35,7 @@ from results import catalogue
 BLOCK = re.compile(
     r"(?P<begin><!-- results: (?P<what>[^\n]*?) -->\n)(?P<text>.*?)(?P<end><!-- end -->)", re.DOTALL
 )
+LAYERS = ("layers", "layers-ampere", "sequences")  # files of figures of single layers
 REFERENCE = "h200"  # the folder whose figures pages have; else, the first GPU's
 
 PASS_NAMES = {
@@ -117,7 +118,7 @@ def parsed(what: str) -> tuple[str, Callable[[Any], Table]]:
     if what == "models":
         return "layers", models_table
     words = [one.strip() for one in what.split(";")]
-    if len(words) != 4 or words[0] not in ("layers", "layers-ampere"):
+    if len(words) != 4 or words[0] not in LAYERS:
         raise BlockError(f"no block {what!r}: tools/results/blocks.py says what there is")
     passes = words[2].split()
     if unknown := [one for one in passes if one not in PASS_NAMES]:

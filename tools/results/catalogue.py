@@ -86,8 +86,9 @@ _LAYER_SOURCES = (
     "tools/results/layers.py",
 )
 _LAYERS = File(
-    "layers", "single layers: the suites, and every layer of networks", _LAYER_SOURCES
+    "layers", "single 2-D layers: the suites, and every layer of networks", _LAYER_SOURCES
 )  # fmt: skip
+_SEQUENCES = File("sequences", "layers of sequences, and transposed layers", _LAYER_SOURCES)
 _AMPERE = File(
     "layers-ampere",
     "the founding workloads by the kernels for all GPUs since Ampere, with the shared memory of an "
@@ -133,6 +134,7 @@ _KERNELBENCH = File(
 
 JOBS = (
     Job("layers", (_LAYERS, _AMPERE), on_cpu=True),
+    Job("sequences", (_SEQUENCES,)),
     Job("networks", (_NETWORKS,)),
     Job("host", (_HOST,)),
     Job("host-python", (_HOST_PYTHON,), {"FASTCONV_NATIVE": "0"}),

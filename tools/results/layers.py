@@ -104,11 +104,13 @@ _OTHERS = (
     Section("Depthwise layers, float32 NCHW", ("depthwise",), (), PASSES, _IEEE, ("nchw",)),
     Section("Depthwise layers, bfloat16", ("depthwise",), (), PASSES, _BFLOAT16, ("nchw", "nhwc")),
     Section("ConvNeXt-T, bfloat16 NHWC", (), ("convnext_tiny",), PASSES, _BFLOAT16, ("nhwc",)),
-    Section("Sequences, TF32 NCHW", ("sequence",), (), PASSES, _TF32, ("nchw",)),
+)  # fmt: skip
+_SEQUENCES = (
+    Section("Sequences, TF32 NCHW", ("sequence",), (), _ALL, _TF32, ("nchw",)),
     Section("Sequences, bfloat16 NCHW", ("sequence",), (), PASSES, _BFLOAT16, ("nchw",)),
     Section("Sequences of channels-last, bfloat16", ("sequence",), (), PASSES, _BFLOAT16, ("nhwc",),
             only=("shortconv4", "mamba4")),
-    Section("Transposed layers, TF32 NCHW", ("transposed",), (), PASSES, _TF32, ("nchw",)),
+    Section("Transposed layers, TF32 NCHW", ("transposed",), (), _ALL, _TF32, ("nchw",)),
     Section("Transposed layers, bfloat16 NCHW", ("transposed",), (), PASSES, _BFLOAT16, ("nchw",)),
     Section("Transposed layers, bfloat16 NHWC", ("transposed",), (), PASSES, _BFLOAT16, ("nhwc",),
             only=("unet_up2", "dcgan_up4")),
@@ -120,7 +122,7 @@ def sections(file: str, device_type: str) -> tuple[Section, ...]:
     """The sections of a file, in the order of its page."""
     if device_type == "cpu":
         return _ON_CPU
-    return _AMPERE if file == "layers-ampere" else _FOUNDING + _OTHERS
+    return {"layers": _FOUNDING + _OTHERS, "layers-ampere": _AMPERE, "sequences": _SEQUENCES}[file]
 
 
 def _in_order(job: Job, device: torch.device) -> Iterator[tuple[str, Section]]:

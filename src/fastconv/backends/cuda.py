@@ -270,13 +270,19 @@ def _flat(problem: Problem, input: Tensor, weight: Tensor, output: Tensor) -> Fl
     return None
 
 
-# The names of a pass's tensors in launches, in the order of Ready.run.
-CONV_TENSORS = ("input", "weight", "bias", "residual", "output", "scratch")
+# The names of a pass's tensors in launches: those that Ready.run takes, in its order, then the
+# workspace, and the regions of it.
+REGIONS = 2
+CONV_TENSORS = (
+    "input", "weight", "bias", "residual", "output", "scratch", "input_copy", "output_copy"
+)  # fmt: skip
 TENSORS: dict[Pass, tuple[str, ...]] = {
     planner.forward: CONV_TENSORS,
     planner.input_grad: CONV_TENSORS,
-    planner.weight_grad: ("grad_output", "input", "output", "bias_grad", "scratch"),
-}
+    planner.weight_grad: (
+        "grad_output", "input", "output", "bias_grad", "scratch", "grad_output_copy", "input_copy"
+    ),
+}  # fmt: skip
 
 
 class Ready(NamedTuple):
@@ -286,16 +292,18 @@ class Ready(NamedTuple):
     scratch_bytes: int
     family: str
     packs: int  # see Plan.packs
+    regions: tuple[int, int] = (0, 0)  # where regions of the workspace begin
 
     def run(self, *tensors: Tensor | None) -> None:
         """Launches the kernels; tensors are in the order of the pass's names for them."""
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         if self.scratch_bytes == 0:
-            self.launches.run(*addresses, 0)
+            self.launches.run(*addresses, 0, *self.regions)
             return
         device = tensors[0].device  # type: ignore[union-attr]  # the first is never absent
         scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
-        self.launches.run(*addresses, scratch.data_ptr())
+        at = scratch.data_ptr()
+        self.launches.run(*addresses, at, *(at + offset for offset in self.regions))
 
 
 def _need(
@@ -376,10 +384,12 @@ def _ready(need: Need) -> Ready:
             before_layer(need)
         plan = pool.claim(need) or planned(need)
     device = torch.device("cuda", need.device)
-    prepared = launch.load_launches(plan.launches, device, TENSORS[need.plan])
+    names = TENSORS[need.plan]
+    prepared = launch.load_launches(plan.launches, device, names)
     _note_made(need)
     _latest.need = None if need.plan is planner.weight_grad else need
-    return Ready(prepared, plan.scratch_bytes, plan.family, plan.packs)
+    first, second = plan.offsets(names[-REGIONS:])
+    return Ready(prepared, plan.scratch_bytes, plan.family, plan.packs, (first, second))
 
 
 before_layer: Callable[[Need], None] | None = None

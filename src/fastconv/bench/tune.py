@@ -116,9 +116,14 @@ class _Run:
         self._output = torch.empty_like(contestants.ours(case)(tensors))
         device = tensors.input.device
         self._workspace = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
+        at = self._workspace.data_ptr()
+        self._working = [
+            at,
+            *(at + one for one in plan.offsets(cuda.CONV_TENSORS[-cuda.REGIONS :])),
+        ]
         self._launches = launch.load_launches(plan.launches, device, cuda.CONV_TENSORS)
 
     def __call__(self, tensors: Tensors) -> Tensor:
-        operands = (self._read(tensors), tensors.weight, None, None, self._output, self._workspace)
-        self._launches.run(*(0 if one is None else one.data_ptr() for one in operands))
+        read, weight = self._read(tensors).data_ptr(), tensors.weight.data_ptr()
+        self._launches.run(read, weight, 0, 0, self._output.data_ptr(), *self._working)
         return self._output

@@ -31,7 +31,7 @@ from fastconv.kernels.gpus import number as architecture_number
 from fastconv.ops.entries import Entry
 
 _TITLE = b"fastconv bundle\n"
-_FORMAT = 1  # changes with this layout, and with that of keys in native/entry.h
+_FORMAT = 2  # changes with this layout, and with that of keys in native/entry.h
 _TENSOR, _INTEGER, _MAP = range(3)  # the kinds of arguments in native/entry.h
 
 
@@ -85,12 +85,15 @@ class _Tables:
 def _entry(planned: Planned, tables: _Tables) -> bytes:
     entry, plan = planned.entry, planned.plan
     scratch_bytes, packs = (0, 0) if plan is None else (plan.scratch_bytes, plan.packs)
+    regions = (
+        entry.regions if plan is None else plan.offsets(planned.tensors[-len(entry.regions) :])
+    )
     return (
         _list(map(_numbers, planned.key))
         + _numbers(*divmod(architecture_number(planned.gpu), 10), planned.gpu.sm_count)
         + _list(map(_numbers, entry.shape))
-        + _numbers(entry.channels_last, entry.bias_elements, *entry.copied, scratch_bytes, packs)
-        + _numbers(planned.is_filled)
+        + _numbers(entry.channels_last, entry.bias_elements, *entry.copied, scratch_bytes)
+        + _numbers(*regions, packs, planned.is_filled)
         + _list(
             _launch(launch, tables.kernel(launch, planned.gpu), planned.tensors)
             for launch in planned.launches

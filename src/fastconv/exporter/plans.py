@@ -26,15 +26,20 @@ Constants = tuple[tuple[str, Constant], ...]
 
 # The tensors that plans may use. Exported files pass all of them but the weight gradient's
 # "bias_grad", for which they launch a separate kernel: an absent tensor is a null pointer.
-_CONVOLUTION_TENSORS = {"input", "weight", "bias", "output", "scratch"}
+_CONVOLUTION_TENSORS = {
+    "input", "weight", "bias", "output", "scratch", "input_copy", "output_copy"
+}  # fmt: skip
 _PLANNERS = {
     "forward": (planner.forward, _CONVOLUTION_TENSORS),
     "input_grad": (planner.input_grad, _CONVOLUTION_TENSORS),
     "weight_grad": (
         planner.weight_grad,
-        {"grad_output", "input", "output", "bias_grad", "scratch"},
+        {
+            "grad_output", "input", "output", "bias_grad", "scratch",
+            "grad_output_copy", "input_copy",
+        },
     ),
-}
+}  # fmt: skip
 # The number of splits is this argument of both kernels of Ampere's weight gradient (split-K).
 _SPLITS_ARGUMENT = 5
 
@@ -154,7 +159,7 @@ def _assignment(one: Tuned, geometry: str, names: dict[Constants, str]) -> str:
         "".join(definitions)
         + f'TUNED["{target}", "{which}", {geometry}, "{scalar}", "{precision}"] = '
         + f"lambda share: Plan(\n    launches=(\n{launches}    ),\n"
-        + f"    scratch_bytes={_scratch_bytes(plan)},\n)"
+        + f"    scratch_bytes={_scratch_bytes(plan)},\n{_regions(plan)})"
     )
 
 
@@ -226,6 +231,12 @@ def _scratch_bytes(plan: Plan) -> str:
     if splits is None:
         return str(plan.scratch_bytes)
     return f"{plan.scratch_bytes // splits} * {_share(splits)}"
+
+
+def _regions(plan: Plan) -> str:
+    """Where the regions of the workspace begin, as Python; nothing if there are none."""
+    begin = {region.name: region.offset for region in plan.regions}
+    return f"    regions={begin},\n".replace("'", '"') if begin else ""
 
 
 def _splits(launch: Launch) -> int | None:

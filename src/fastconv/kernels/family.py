@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 from pathlib import Path
+from typing import NamedTuple
 
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
@@ -256,6 +257,21 @@ class Declined(Exception):
     """
 
 
+class Region(NamedTuple):
+    """A part of the workspace that launches take as a tensor: its name, and where it begins.
+
+    ``offset`` is a multiple of :data:`REGION_ALIGNMENT`. Regions follow the rest of the workspace,
+    one after the other. A pass has at most two, of the names ``input_copy``, ``output_copy`` and
+    ``grad_output_copy``.
+    """
+
+    name: str
+    offset: int
+
+
+REGION_ALIGNMENT = 256
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a pass is computed: launches in order, and bytes of workspace (tensor ``scratch``).
@@ -273,6 +289,12 @@ class Plan:
     choice: str = ""  # this plan's name in such a table
     packs: int = 0  # the first launches, which pack the weight into a workspace that others read
     cycles: float = 0.0  # the estimated time of all launches, 0 where there is no estimate
+    regions: tuple[Region, ...] = ()
+
+    def offsets(self, names: Iterable[str]) -> tuple[int, ...]:
+        """Where the regions of these names begin in the workspace; 0 for those it does not have."""
+        begin = {region.name: region.offset for region in self.regions}
+        return tuple(begin.get(name, 0) for name in names)
 
 
 @dataclass(frozen=True)

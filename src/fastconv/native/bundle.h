@@ -16,7 +16,7 @@ namespace fastconv::host {
 static_assert(std::endian::native == std::endian::little, "the numbers of bundles");
 
 constexpr std::string_view kMagic = "fastconv bundle\n";
-constexpr int64_t kFormat = 1;  // changes with the layout of bundles and with that of keys
+constexpr int64_t kFormat = 2;  // changes with the layout of bundles and with that of keys
 constexpr int64_t kMostUnsigned = int64_t(1) << 32;
 
 // What plans depend on: a GPU's compute capability and its number of SMs.
@@ -182,6 +182,7 @@ inline BundledEntry read_entry(BundleReader& reader, size_t kernels) {
   entry.bias_elements = reader.number();
   for (bool& copied : entry.copied) copied = reader.below(2);
   entry.scratch_bytes = reader.number();
+  for (int64_t& region : entry.regions) region = reader.below(entry.scratch_bytes + 1);
   entry.packs = reader.number();
   read.is_filled = reader.below(2);
   for (int64_t left = reader.count(); left > 0; --left) {

@@ -14,7 +14,7 @@
 namespace fastconv::host {
 
 constexpr size_t kMapBytes = 128;  // the size of a CUtensorMap
-constexpr size_t kTensors = 6;     // the most tensors of a pass, workspace included
+constexpr size_t kTensors = 8;     // the most tensors of a pass, workspace and regions included
 
 struct Argument {
   enum { kTensor, kInteger, kMap } kind;
@@ -37,6 +37,7 @@ struct Entry {
   int64_t bias_elements;       // elements of the bias's gradient
   std::array<bool, 2> copied;  // which of the two tensors have to be made contiguous first
   int64_t scratch_bytes;
+  std::array<int64_t, 2> regions{};  // where regions of the workspace, which are tensors, begin
   std::vector<Launch> launches;
   size_t packs;  // the first launches, which pack the weight into a workspace that the others read
   // Computes the call if it needs more than launches; otherwise empty. Arguments: the call, its

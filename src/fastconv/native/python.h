@@ -93,6 +93,7 @@ inline std::shared_ptr<const Entry> entry_of(const py::object& made) {
   entry->bias_elements = made.attr("bias_elements").cast<int64_t>();
   entry->copied = made.attr("copied").cast<std::array<bool, 2>>();
   entry->scratch_bytes = made.attr("scratch_bytes").cast<int64_t>();
+  entry->regions = made.attr("regions").cast<std::array<int64_t, 2>>();
   for (const auto& launch : made.attr("launches")) {
     entry->launches.push_back(launch_of(py::reinterpret_borrow<py::tuple>(launch)));
   }

@@ -49,10 +49,12 @@ inline Results run(const Call& call) {
   at::DataPtr scratch = kept ? at::DataPtr() : workspace(entry->scratch_bytes, results.first);
   const uintptr_t from = address_of(first), by = address_of(second), to = address_of(results.first),
                   working = uintptr_t(kept ? kept->memory.get() : scratch.get());
+  const auto [first_region, second_region] = entry->regions;
+  const uintptr_t copied = working + first_region, other = working + second_region;
   const Addresses addresses =
       call.pass == kWeightGrad
-          ? Addresses{from, by, to, address_of(results.bias_grad), working}
-          : Addresses{from, by, address_of(third), address_of(residual), to, working};
+          ? Addresses{from, by, to, address_of(results.bias_grad), working, copied, other}
+          : Addresses{from, by, address_of(third), address_of(residual), to, working, copied, other};
   start_all(*entry, kept ? entry->packs : 0, addresses, stream);
   if (keeps && !kept) {
     Packed packed{entry, second.storage().getWeakStorageImpl(), version, std::move(scratch)};

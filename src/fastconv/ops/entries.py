@@ -28,6 +28,7 @@ class Entry(NamedTuple):
     bias_elements: int  # elements of the bias's gradient, 0 for none
     copied: tuple[bool, bool] = (False, False)  # which of the two tensors to make contiguous first
     scratch_bytes: int = 0
+    regions: tuple[int, int] = (0, 0)  # where regions of the workspace begin
     launches: Sequence[Any] = ()
     packs: int = 0  # how many of the launches only pack the weight: see Plan.packs
     fill: Callable[..., None] | None = None
@@ -114,6 +115,7 @@ def _entry(operator: Operator, result: Result, given: Arguments) -> Entry:
     ready = cuda.ready(need)
     return entry._replace(
         scratch_bytes=ready.scratch_bytes,
+        regions=ready.regions,
         launches=ready.launches.description,
         packs=ready.packs,
         trouble=ready.launches.trouble,

@@ -104,10 +104,14 @@ class Launch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The launches in order, and the bytes of their workspace (the tensor ``scratch``)."""
+    """The launches in order, and the bytes of their workspace (the tensor ``scratch``).
+
+    ``regions`` are tensors that lie in the workspace, and the bytes before them.
+    """
 
     launches: tuple[Launch, ...]
     scratch_bytes: int
+    regions: dict[str, int] = {}  # noqa: RUF012  # nothing changes it
 
 
 class Target(NamedTuple):

@@ -250,6 +250,7 @@ def run(built: BuiltPlans, which: str, tensors: dict[str, Tensor]) -> None:
     scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     addresses["scratch"] = scratch.data_ptr()
+    addresses.update((name, scratch.data_ptr() + at) for name, at in plan.regions.items())
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream().cuda_stream
         for launch in plan.launches:

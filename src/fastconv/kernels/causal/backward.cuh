@@ -14,7 +14,7 @@
 //                   [tile + after][channel] gradient before the activation, in the type of sums,
 //                   [halo + tile + after] sequences
 #pragma once
-#include "causal/tile.cuh"
+#include "causal/sums.cuh"
 
 namespace fastconv {
 namespace causal {
@@ -29,7 +29,6 @@ constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
 constexpr int kInputBytes = round_up(kInputs * kChannels * kScalarBytes, 16);
 constexpr int kGradBytes = round_up(kGradients * kChannels * kScalarBytes, 16);
 constexpr int kSumBytes = kGradients * kChannels * static_cast<int>(sizeof(Acc));
-constexpr int kRound = min_of(kWidth + 1, 8);  // sums of a thread in shared memory at once
 
 // --- The gradient before the activation, in shared memory ----------------------------------------
 
@@ -173,16 +172,6 @@ __device__ __forceinline__ void add_final(Values& result, const Scalar* grad_fin
   }
 }
 
-// A thread's sums: the gradients of its channels' taps, and of their biases.
-struct Sums {
-  Taps taps;
-  Acc biases[kGroup];
-
-  __device__ __forceinline__ Acc& of(int g, int number) {
-    return number < kWidth ? taps[g][number < kWidth ? number : 0] : biases[g];
-  }
-};
-
 // Adds a run's products to the sums. Positions beyond the sequence are left out, rather than
 // multiplied by zero: an input may be infinite.
 __device__ __forceinline__ void add_products(Sums& sums, const Values& own, const Staged& staged,
@@ -227,54 +216,6 @@ __device__ __forceinline__ void store_states(Scalar* grad_states, const Scalar* 
   }
 }
 
-// --- The sums of a block -------------------------------------------------------------------------
-
-// Contiguous: all threads have the same channel. Warps add up by shuffles.
-__device__ __forceinline__ void store_channel(Sums& sums, Acc* shared, Acc* partials, int dim) {
-  const int thread = static_cast<int>(threadIdx.x);
-#pragma unroll
-  for (int j = 0; j <= kWidth; ++j) {
-    Acc sum = sums.of(0, j);
-#pragma unroll
-    for (int flip = 16; flip > 0; flip /= 2) sum += __shfl_xor_sync(~0u, sum, flip);
-    if (thread % 32 == 0) shared[thread / 32 * (kWidth + 1) + j] = sum;
-  }
-  __syncthreads();
-  for (int j = thread; j <= kWidth; j += kThreads) {
-    Acc sum = 0;
-    for (int warp = 0; warp < kThreads / 32; ++warp) sum += shared[warp * (kWidth + 1) + j];
-    partials[1ll * j * dim] = sum;
-  }
-}
-
-// Channels-last: segments add up through shared memory, [sum][segment][channel].
-__device__ __forceinline__ void store_channels(Sums& sums, Acc* shared, Acc* partials, int dim,
-                                               const Place& at, const Part& part) {
-#pragma unroll
-  for (int base = 0; base <= kWidth; base += kRound) {
-#pragma unroll
-    for (int j = 0; j < kRound; ++j) {
-      if (base + j > kWidth) break;
-#pragma unroll
-      for (int g = 0; g < kGroup; ++g) {
-        shared[(j * kSegments + part.segment) * kChannels + part.channel + g] =
-            sums.of(g, base + j);
-      }
-    }
-    __syncthreads();
-    for (int i = static_cast<int>(threadIdx.x); i < kRound * kChannels; i += kThreads) {
-      const int j = i / kChannels, channel = i % kChannels;
-      if (base + j > kWidth || channel >= at.channels) continue;
-      Acc sum = 0;
-      for (int segment = 0; segment < kSegments; ++segment) {
-        sum += shared[(j * kSegments + segment) * kChannels + channel];
-      }
-      partials[1ll * (base + j) * dim + channel] = sum;
-    }
-    __syncthreads();
-  }
-}
-
 }  // namespace causal
 }  // namespace fastconv
 
@@ -305,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::causal::kThreads) causal_
   Place at = {0, channel, fastconv::min_of(kChannels, dim - channel), 0};
   const Part part = part_of_thread();
   Taps taps;
-  load_taps(taps, weight, at, part);
+  load_taps(taps, weight, kWidth, 1, at, part);
   Acc biases[kGroup];
   load_bias(biases, bias, at, part);
   Sums sums = {};

@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::causal::kThreads)
     stage_sequences<kStaged>(ids, seq_idx + 1ll * at.batch * length, staged_from, length);
   }
   Taps taps;
-  load_taps(taps, weight, at, part);
+  load_taps(taps, weight, kWidth, 1, at, part);
   Acc biases[kGroup];
   load_bias(biases, bias, at, part);
   wait_for_tiles();

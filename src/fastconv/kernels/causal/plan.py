@@ -6,6 +6,7 @@ are arguments, so that sequences of all lengths run the same few kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 
@@ -15,7 +16,7 @@ from fastconv.kernels.family import ALIGNMENT, Constant, Gpu, Kernel, Launch, Pl
 FAMILY = "causal"
 MOST_THREADS = 128
 CHANNELS_LAST_RUN = 8  # positions that a thread computes at once; kRun in tile.cuh
-SUMS_AT_ONCE = 8  # kRound in backward.cuh
+SUMS_AT_ONCE = 8  # kRound in sums.cuh
 
 WIDEST_PAIR = 16
 """The largest width at which a thread has two 16-bit channels: both have all taps in registers."""
@@ -169,7 +170,8 @@ def backward(conv: Convolution, grad: Layout, parameters: bool, gpu: Gpu) -> Pla
     if not parameters:
         return Plan((launch,), 0, FAMILY, _why(conv))
     scratch = shares * (conv.width + 1) * conv.dim * conv.sum_bytes
-    return Plan((launch, _reduce(conv, shares)), scratch, FAMILY, _why(conv))
+    reduce = reduction(conv, shares, bias=True, weight_strides=(conv.width, 1))
+    return Plan((launch, reduce), scratch, FAMILY, _why(conv))
 
 
 def update(steps: Update) -> Plan:
@@ -196,16 +198,22 @@ def update(steps: Update) -> Plan:
     return Plan((launch,), 0, FAMILY, f"steps of a causal convolution, width {steps.width}")
 
 
-def _reduce(conv: Convolution, shares: int) -> Launch:
+def reduction(
+    conv: Convolution, shares: int, bias: bool, weight_strides: tuple[int, ...]
+) -> Launch:
+    """Adds up the shares' partial sums; the strides are those of a weight's channels and taps."""
     threads = 256
     constants: dict[str, Constant] = {
         "WeightScalar": conv.weight_scalar,
         "width": conv.width,
+        "bias": bias,
+        "weight_stride_out": weight_strides[0],
+        "weight_stride_width": weight_strides[1],
         "threads": threads,
     }
     return Launch(
         Kernel("causal/reduce.cuh", "causal_reduce", tuple(constants.items())),
-        _grid((conv.width + 1) * ceil_div(conv.dim, 32)),
+        _grid((conv.width + bias) * ceil_div(conv.dim, 32)),
         threads,
         threads * conv.sum_bytes,
         ("scratch", "grad_weight", "grad_bias", conv.dim, shares),
@@ -224,6 +232,7 @@ def _kernel(conv: Convolution, tile: Tile, name: str, more: dict[str, Constant])
         "lanes": tile.lanes,
         "group": tile.group,
         "tile": tile.positions,
+        "shift": conv.halo - (conv.width - 1),
         "load_vector": _staged_vector(conv, tile, conv.x),
         # Results are new tensors without gaps, which PyTorch aligns.
         "store_vector": tile.group if conv.channels_last else conv.vector(Layout(0, 0)),
@@ -249,11 +258,26 @@ def _tile(conv: Convolution, gpu: Gpu, backward: bool) -> Tile:
     needed = _backward_bytes if backward else _forward_bytes
     group = 2 if conv.scalar_bytes == 2 and conv.dim % 2 == 0 and conv.width <= WIDEST_PAIR else 1
     # Half as many positions in a backward pass, which stages three tensors.
-    positions = (64 if backward else 128) * (1 if conv.width <= WIDEST_PAIR else 2)
+    return channels_last_tile(conv, gpu, group, 64 if backward else 128, needed)
+
+
+def channels_last_tile(
+    conv: Convolution,
+    gpu: Gpu,
+    group: int,
+    positions: int,
+    needed: Callable[[Convolution, Tile], int],
+) -> Tile:
+    """A tile of so many positions with 32 lanes, or smaller: two fit an SM's shared memory.
+
+    ``needed`` says how many bytes a block with a tile takes. Kernels with many taps get twice the
+    positions.
+    """
+    positions *= 1 if conv.width <= WIDEST_PAIR else 2
     lanes = min(32, _power_of_two(ceil_div(conv.dim, group)))
     while True:
         for shorter in (1, 2, 4):
-            tile = _channels_last_tile(conv, group, lanes, positions // shorter * 32 // lanes)
+            tile = _tile_of_lanes(conv, group, lanes, positions // shorter * 32 // lanes)
             if needed(conv, tile) <= gpu.shared_budget(2):
                 return tile
         lanes //= 2  # halos of wide kernels in float64, where shared memory is small
@@ -268,7 +292,7 @@ def _contiguous_tile(conv: Convolution) -> Tile:
     return Tile(threads, 1, 1, at_once if at_once >= conv.length else 2 * at_once)
 
 
-def _channels_last_tile(conv: Convolution, group: int, lanes: int, most: int) -> Tile:
+def _tile_of_lanes(conv: Convolution, group: int, lanes: int, most: int) -> Tile:
     positions = max(conv.run, min(most, _power_of_two(conv.length)))
     segments = min(MOST_THREADS // lanes, positions // conv.run)
     return Tile(max(32, lanes * segments), lanes, group, positions)
@@ -295,11 +319,16 @@ def _backward_bytes(conv: Convolution, tile: Tile) -> int:
         + gradients * tile.channels * conv.sum_bytes
         + (4 * staged if conv.sequences else 0)
     )
+    return max(in_loop, sums_bytes(conv, tile))
+
+
+def sums_bytes(conv: Convolution, tile: Tile) -> int:
+    """Shared memory in which a block adds up its threads' sums, see ``sums.cuh``."""
     if conv.channels_last:
         sums = min(conv.width + 1, SUMS_AT_ONCE) * tile.threads * tile.group
     else:
         sums = (conv.width + 1) * tile.threads // 32
-    return max(in_loop, sums * conv.sum_bytes)
+    return sums * conv.sum_bytes
 
 
 def _power_of_two(least: int) -> int:

@@ -21,11 +21,12 @@ constexpr int kTile = C::tile;
 constexpr int kChannels = kLanes * kGroup;
 constexpr int kSegments = kThreads / kLanes;
 constexpr int kRun = kLast ? 8 : 16 / static_cast<int>(sizeof(Scalar));
-// Positions that are staged before the tile: whole vectors in contiguous tensors.
-constexpr int kHalo = kLast ? kStates : round_up(kStates, kRun);
-// Positions of a run's window before those that its first output reads.
-constexpr int kShift = kHalo - kStates;
-constexpr int kWindow = kHalo + kRun;
+// Positions of a run's window before those that its first output reads, so that windows begin with
+// whole vectors.
+constexpr int kShift = C::shift;
+constexpr int kWindow = kShift + kStates + kRun;
+// Positions that are staged before the tile of a causal convolution.
+constexpr int kHalo = kShift + kStates;
 
 static_assert(kLast || kChannels == 1, "a contiguous tile has one channel");
 static_assert(kTile % kRun == 0, "a tile consists of runs");
@@ -110,14 +111,15 @@ __device__ __forceinline__ void wait_for_tiles() {
 
 // --- Parameters and taps -------------------------------------------------------------------------
 
-__device__ __forceinline__ void load_taps(Taps& taps, const WeightScalar* weight, const Place& at,
-                                          const Part& part) {
+// Neighbouring taps are `step` apart, those of neighbouring channels `row`.
+__device__ __forceinline__ void load_taps(Taps& taps, const WeightScalar* weight, long long row,
+                                          long long step, const Place& at, const Part& part) {
 #pragma unroll
   for (int g = 0; g < kGroup; ++g) {
     const bool exists = part.channel + g < at.channels;
-    const WeightScalar* const from = weight + 1ll * (at.channel + part.channel + g) * kWidth;
+    const WeightScalar* const from = weight + (at.channel + part.channel + g) * row;
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) taps[g][j] = exists ? widen(from[j]) : Acc(0);
+    for (int j = 0; j < kWidth; ++j) taps[g][j] = exists ? widen(from[j * step]) : Acc(0);
   }
 }
 

@@ -251,7 +251,52 @@ TOEPLITZ_PIXELS = Anatomy(
     },
 )
 
+
+def _rows(c: Mapping[str, Any]) -> dict[str, Constant]:
+    """What the kernels of layers of one row share."""
+    last, taps = c["channels_last"], "one tap" if c["width"] == 1 else "several taps"
+    return {
+        "rows of": "positions" if last else "words" if c["whole_words"] else "parts of words",
+        "copied in vectors": c["load_vector"] > 1,
+        "channels": "pairs" if c["group"] > 1 else "few" if last and c["lanes"] < 32 else "one",
+        "window": "begins within a word" if c["shift"] else taps,
+    }
+
+
+_ROW_SIZES = GEOMETRY | {
+    "WeightScalar", "width", "channels_last", "sequences", "whole_words", "threads", "lanes",
+    "group", "tile", "shift", "load_vector", "store_vector",
+}  # fmt: skip
+
+ROWS = Anatomy(
+    sizes=_ROW_SIZES,
+    chosen=_rows,
+    parts={
+        "load": ("Scalar", "rows of", "copied in vectors", "channels"),
+        "multiply": ("transposed", "rows of", "window"),
+        "store": ("Scalar", "rows of", "channels"),
+    },
+)
+
+ROWS_WEIGHT_GRAD = Anatomy(
+    sizes=_ROW_SIZES,
+    chosen=_rows,
+    parts={
+        "load": ("Scalar", "rows of", "copied in vectors", "channels"),
+        "multiply": ("rows of", "window", "channels"),
+    },
+)
+
+ROWS_REDUCE = Anatomy(
+    sizes=GEOMETRY | {"width", "threads"},
+    chosen=lambda c: {},
+    parts={"reduce": ("WeightScalar", "bias")},
+)
+
 ANATOMIES = {
+    "causal/reduce.cuh": ROWS_REDUCE,
+    "depthwise/rows/convolve.cuh": ROWS,
+    "depthwise/rows/weight_grad.cuh": ROWS_WEIGHT_GRAD,
     "depthwise/fma/planes.cuh": PLANES,
     "depthwise/fma/pixels.cuh": PIXELS,
     "depthwise/toeplitz/planes.cuh": TOEPLITZ_PLANES,

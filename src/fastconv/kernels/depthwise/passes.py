@@ -8,6 +8,7 @@ from dataclasses import replace
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.depthwise.fma import plan as fma
 from fastconv.kernels.depthwise.layer import Layer, require
+from fastconv.kernels.depthwise.rows import plan as one_row
 from fastconv.kernels.depthwise.tiles import FAMILY, WHY, best
 from fastconv.kernels.depthwise.toeplitz import plan as toeplitz
 from fastconv.kernels.direct import limits
@@ -37,7 +38,7 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     Raises:
         Declined: this family does not take the layer.
     """
-    return _plan_fastest(Layer.of(problem, operands, transposed=False), gpu)
+    return _plan(problem, operands, gpu, transposed=False)
 
 
 def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -46,10 +47,13 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     Raises:
         Declined: this family does not take the layer.
     """
-    return _plan_fastest(Layer.of(problem, operands, transposed=True), gpu)
+    return _plan(problem, operands, gpu, transposed=True)
 
 
-def _plan_fastest(layer: Layer, gpu: Gpu) -> Plan:
+def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> Plan:
+    layer = Layer.of(problem, operands, transposed)
+    if problem.input_size[0] == 1 and one_row.takes(layer):
+        return one_row.convolve(layer, gpu)
     _check_width(layer)
     return plan(layer, _tile(layer, gpu), gpu)
 

@@ -4,7 +4,7 @@ Forward passes and input gradients:
 
 - ``halo``: from halo tiles, for all layers.
 - ``few_outputs``: all taps in the N of one MMA, for few output channels.
-- ``implicit_gemm_nhwc``: channels-last 16-bit tensors, loaded by TMA in im2col mode.
+- ``implicit_gemm_nhwc``: channels-last tensors in TF32 or 16 bits, loaded by TMA.
 - ``implicit_gemm_nchw``: contiguous float32 tensors in TF32.
 
 Weight gradients:

@@ -251,25 +251,34 @@ def _empty_residues(c: Mapping[str, Any]) -> bool:
 
 
 def _implicit_gemm_nhwc(c: Mapping[str, Any]) -> dict[str, Constant]:
-    depth, vector = 64, _vector(c)
+    vector = _vector(c)
+    depth, mma_depth = 8 * vector, 2 * vector
     last = c["in_channels"] % depth or depth
     strides = [
         c[f"weight_stride_{side}"] for side in ("height", "width") if c[f"kernel_{side}"] > 1
     ]
-    strides.append(c["weight_stride_out"])
+    k_major_gradient = c["transposed"] and vector == 4
+    inner, outer = ("out", "in") if k_major_gradient else ("in", "out")
+    strides.append(c[f"weight_stride_{outer}"])
     return {
+        "16 bits": vector == 8,
         "several consumers": c["consumers"] > 1,
-        "boxes": min(ceil_div(c["tile_columns"], 64), 3),
-        "part of a box": c["tile_columns"] % 64 > 0,
+        "boxes": min(ceil_div(c["tile_columns"], depth), 3),
+        "part of a box": c["tile_columns"] % depth > 0,
         "several taps": c["kernel_height"] * c["kernel_width"] > 1,
         "input step": c["input_step_height"] * c["input_step_width"] > 1,
         "empty residues": _empty_residues(c),
         "patches": c["patch_rows"] > 0,
         "several chunks": c["in_channels"] > depth,
-        "whole chunks": ceil_div(last, 16) == depth // 16,
+        "whole chunks": ceil_div(last, mma_depth) == depth // mma_depth,
         "several column tiles": c["out_channels"] > c["tile_columns"],
         "whole columns": c["out_channels"] % c["tile_columns"] == 0,
-        "packed": c["weight_stride_in"] != 1 or any(stride % vector for stride in strides),
+        "packed": c[f"weight_stride_{inner}"] != 1 or any(stride % vector for stride in strides),
+        "pack order": "outer"
+        if k_major_gradient and c["weight_stride_in"] == 1
+        else "inner gradient"
+        if k_major_gradient
+        else "inner",
     }
 
 
@@ -281,17 +290,17 @@ IMPLICIT_GEMM_NHWC = Anatomy(
         "input_step_width", "consumers", "tile_columns", "blocks", "stages", "patch_rows",
         "patch_width", "patch_pitch",
         # An unaligned bias is not a coverage class; tests/emulator/test_alignment.py has some.
-        "aligned_bias",
+        "aligned_bias", "ties_to_even",
     },
     chosen=_implicit_gemm_nhwc,
     parts={
-        "load": ("transposed", "flat", "dense", "boxes", "several taps", "several chunks",
-                 "packed", "resident"),
+        "load": ("16 bits", "transposed", "flat", "dense", "boxes", "several taps",
+                 "several chunks", "packed", "resident"),
         "multiply": ("Scalar", "transposed", "several consumers", "boxes", "part of a box",
                      "several chunks", "whole chunks", "resident"),
         "store": ("Scalar", "dense", "patches", "boxes", "part of a box", "buffers", "joined",
                   "several column tiles", "whole columns"),
-        "pack": ("Scalar", "packed", "several taps"),
+        "pack": ("Scalar", "packed", "several taps", "pack order"),
     },
 )  # fmt: skip
 
@@ -412,6 +421,12 @@ WGRAD_IMPLICIT_GEMM = Anatomy(
     },
 )  # fmt: skip
 
+RELAYOUT = Anatomy(
+    sizes=frozenset({"threads", "shared_bytes"}),
+    chosen=lambda constants: {"16 bits": _vector(constants) == 8},
+    parts={"load": ("16 bits", "vector_loads"), "store": ("16 bits", "vector_stores")},
+)
+
 ANATOMIES = {
     "hopper/halo/kernel.cuh": HALO,
     "hopper/few_outputs/kernel.cuh": FEW_OUTPUTS,
@@ -420,4 +435,5 @@ ANATOMIES = {
     "hopper/wgrad_implicit_gemm/kernel.cuh": WGRAD_IMPLICIT_GEMM,
     "hopper/wgrad_few_inputs/kernel.cuh": WGRAD_FEW_INPUTS,
     "hopper/wgrad_halo/kernel.cuh": WGRAD_HALO,
+    "hopper/relayout/kernel.cuh": RELAYOUT,
 }

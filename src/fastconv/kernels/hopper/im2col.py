@@ -1,4 +1,4 @@
-"""Implicit GEMM of channels-last 16-bit tensors: positions, taps, and the input's im2col map.
+"""Implicit GEMM of channels-last tensors: positions, taps, and the input's im2col map.
 
 The forward and input-gradient kernel ``implicit_gemm_nhwc`` computes such layers, and the weight
 gradient ``wgrad_implicit_gemm`` loads the input of one. The order in which a sum is added up (taps,
@@ -18,13 +18,13 @@ from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import limits
 from fastconv.problem import Pair, Problem
 
-DEPTH = 64  # channels of a step of K: 128 bytes, the widest swizzle
+SPAN = 128  # bytes of channels of a step of K, the widest swizzle
 # Limits of an im2col tensor map of images: the corners of the bounding box, the offset of a tap,
 # and the step from a position to the next.
 CORNERS = range(-128, 128)
 MOST_OFFSET = 255
 MOST_STEP = 8
-MOST_PACKED = 2**33  # weights: the packing kernel counts vectors of eight in 32 bits
+MOST_PACKED = 2**30  # vectors of weights: the packing kernel counts them in 32 bits
 MOST_RESIDUES = 128  # along an axis; a block visits each of them, even those without taps
 
 
@@ -46,6 +46,17 @@ class Layer(Directed):
     """A pass as an implicit GEMM: M is positions, N output channels, K taps and input channels."""
 
     patches: Patches | None = None
+
+    @property
+    def depth(self) -> int:
+        """Channels of a step of K, which is also the columns of a TMA box of outputs."""
+        return SPAN // self.operands.scalar_bytes
+
+    @property
+    def loaded_scalar(self) -> str:
+        """The element type of the tensor maps that load: TMA rounds float32 to TF32."""
+        scalar = self.operands.scalar
+        return "tf32" if scalar == "float" else scalar
 
     @property
     def residues(self) -> Pair:
@@ -101,12 +112,22 @@ class Layer(Directed):
         return self.residues == (1, 1) and self.patches is None
 
     @property
+    def n_major(self) -> bool:
+        """Whether the MMAs' weights are N-major: in gradients, unless in TF32, which is K-major."""
+        return self.transposed and self.operands.scalar_bytes == 2
+
+    @property
+    def inner(self) -> int:
+        """The axis of the weight along which TMA loads neighbours: that of K, or of N."""
+        return 0 if self.transposed and not self.n_major else 1
+
+    @property
     def packs(self) -> bool:
-        """Whether weights have to be packed, so that input channels are neighbours in memory."""
-        out, in_, rows, columns = self.operands.weight_strides
-        kernel = self.problem.kernel_size
-        sides = [out, *(s for s, n in ((rows, kernel[0]), (columns, kernel[1])) if n > 1)]
-        return in_ != 1 or any(stride % self.operands.vector for stride in sides)
+        """Whether weights have to be packed, so that inner channels are neighbours in memory."""
+        strides = self.operands.weight_strides
+        sizes = zip(strides[2:], self.problem.kernel_size, strict=True)
+        sides = [strides[1 - self.inner], *(stride for stride, taps in sizes if taps > 1)]
+        return strides[self.inner] != 1 or any(side % self.operands.vector for side in sides)
 
     @property
     def weights(self) -> int:
@@ -116,8 +137,9 @@ class Layer(Directed):
     @property
     def weight_strides(self) -> tuple[int, int, int, int]:
         """Strides of the weights that the tensor map describes, packed or not."""
-        channels, (height, width) = self.problem.in_channels, self.problem.kernel_size
-        dense = (height * width * channels, 1, width * channels, channels)
+        channels, (height, width) = self.problem.weight_shape[self.inner], self.problem.kernel_size
+        outer = height * width * channels
+        dense = (*((outer, 1) if self.inner else (1, outer)), width * channels, channels)
         if self.packs:
             return dense
         out, in_, rows, columns = self.operands.weight_strides
@@ -139,7 +161,8 @@ class Layer(Directed):
             used *= min(1.0, taps / step)
         read = self.in_channels * self.in_size[0] * self.in_size[1] * used
         outputs = self.out_channels * self.image_size[0] * self.image_size[1]
-        return 2 * (read + outputs * (1 + self.operands.epilogue.residual))
+        stored = outputs * (1 + self.operands.epilogue.residual)
+        return self.operands.scalar_bytes * (read + stored)
 
 
 def layer_of(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> Layer:
@@ -151,8 +174,8 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -
     block.check(gpu)
     layer = _layer(problem, operands, transposed)
     problem, operands = layer.problem, layer.operands
-    if operands.scalar_bytes != 2:
-        raise Declined(f"{operands.scalar}")
+    if operands.scalar_bytes > 2 and operands.precision != "tf32":
+        raise Declined(f"{operands.scalar} in {operands.precision}: TMA rounds to TF32")
     # Images of one pixel are the same in both formats.
     if not (operands.input_channels_last or layer.in_size == (1, 1)):
         raise Declined("contiguous input")
@@ -167,7 +190,7 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -
     for count in channels:
         if count % operands.vector:
             raise Declined(f"{count} channels, not a multiple of {operands.vector}")
-    if layer.packs and layer.weights >= MOST_PACKED:
+    if layer.packs and layer.weights >= MOST_PACKED * operands.vector:
         raise Declined(f"{layer.weights} weights that have to be packed")
     if not layer.flat:
         _check_corners(layer)
@@ -176,11 +199,11 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -
 
 def input_map(layer: Layer, pixels: int, promotion: int) -> TensorMap | Im2colMap:
     """The tensor map that loads 128 bytes of what each of ``pixels`` positions reads at a tap."""
-    scalar, batch = layer.operands.scalar, layer.problem.batch
+    scalar, batch = layer.loaded_scalar, layer.problem.batch
     height, width = layer.in_size
-    channels, pixel = layer.in_channels, 2 * layer.in_channels
+    channels, pixel = layer.in_channels, layer.operands.scalar_bytes * layer.in_channels
     if layer.flat:
-        sizes, box = (channels, batch * height * width), (DEPTH, pixels)
+        sizes, box = (channels, batch * height * width), (layer.depth, pixels)
         return TensorMap("input", scalar, sizes, (pixel,), box, swizzle=128, promotion=promotion)
     return Im2colMap(
         "input",
@@ -189,7 +212,7 @@ def input_map(layer: Layer, pixels: int, promotion: int) -> TensorMap | Im2colMa
         (pixel, width * pixel, height * width * pixel),
         layer.lower[::-1],
         layer.upper[::-1],
-        DEPTH,
+        layer.depth,
         pixels,
         (1, *layer.steps[::-1], 1),
         swizzle=128,

@@ -18,6 +18,7 @@ from fastconv.kernels.hopper.halo import plan as halo
 from fastconv.kernels.hopper.implicit_gemm_nchw import plan as implicit_gemm_nchw
 from fastconv.kernels.hopper.implicit_gemm_nhwc import plan as implicit_gemm_nhwc
 from fastconv.kernels.hopper.layers import Layer, forward_ways, input_grad_ways
+from fastconv.kernels.hopper.relayout import plan as relayout
 from fastconv.kernels.hopper.wgrad_few_inputs import plan as wgrad_few_inputs
 from fastconv.kernels.hopper.wgrad_halo import plan as wgrad_halo
 from fastconv.kernels.hopper.wgrad_implicit_gemm import plan as wgrad_implicit_gemm
@@ -31,6 +32,8 @@ HALO_SHARE = 0.92
 # The same for layers with residues as channels: measured 0.8 (ResNet-50's first layer) to 1.9
 # (AlexNet's first, in TF32).
 D2S_SHARE = 1.2
+# The same for 16-bit contiguous weight gradients, against which channels-last copies have to win.
+GATHER_SHARE = 0.75
 
 _WAYS = {"forward": forward_ways, "input_grad": input_grad_ways}
 
@@ -71,7 +74,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     reasons: list[str] = []  # not the exceptions: see Declined
     most = portable.wgrad_cycles(problem, gpu) + wgrad_halo.BLOCK_CYCLES
     ways: list[_Way] = []
-    for way in (_halo_tiles, _few_inputs, _implicit_gemm, _mirrored):
+    for way in (_halo_tiles, _few_inputs, _implicit_gemm, _mirrored, _on_copies):
         try:
             ways.append(way(problem, operands, gpu, most))
         except Declined as reason:
@@ -106,6 +109,15 @@ def _implicit_gemm(problem: Problem, operands: Operands, gpu: Gpu, most: float) 
 def _mirrored(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
     layer = wgrad_implicit_gemm.mirrored_layer_of(problem.without_idle_dilation, operands, gpu)
     return _gemm_way(layer, gpu)
+
+
+def _on_copies(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
+    if operands.scalar_bytes != 2:
+        raise Declined(f"channels-last copies of {operands.scalar} for a weight gradient")
+    last = relayout.channels_last(operands)
+    cycles, plan = _implicit_gemm(problem, last, gpu, most)
+    cycles = (cycles + relayout.cycles(problem, last, gpu)) / GATHER_SHARE
+    return cycles, lambda: relayout.weight_gradient(plan(), problem, operands)
 
 
 def _gemm_way(layer: wgrad_implicit_gemm.Layer, gpu: Gpu) -> _Way:
@@ -188,9 +200,12 @@ def _special(
             few = few_outputs.walks_of(ways[0][0], gpu)
             one = partial(few_outputs.plan, few, gpu)
             yield _Choice(few.image_cycles, one, lambda most: [one()])
+    is_reversed = direction == "input_grad"
     for gemm in (implicit_gemm_nhwc, implicit_gemm_nchw):
         with suppress(Declined):
-            yield _gemm(gemm, gemm.layer_of(problem, operands, gpu, direction == "input_grad"), gpu)
+            yield _gemm(gemm, gemm.layer_of(problem, operands, gpu, is_reversed), gpu)
+    with suppress(Declined):
+        yield _gemm_on_copies(problem, operands, gpu, is_reversed)
 
 
 def _gemm(gemm: Any, layer: Any, gpu: Gpu) -> _Choice:
@@ -198,4 +213,19 @@ def _gemm(gemm: Any, layer: Any, gpu: Gpu) -> _Choice:
         gemm.image_cycles(layer, gpu),
         lambda: gemm.plans(layer, gpu, most=1)[0],
         partial(gemm.plans, layer, gpu),
+    )
+
+
+def _gemm_on_copies(problem: Problem, operands: Operands, gpu: Gpu, is_reversed: bool) -> _Choice:
+    last = relayout.channels_last(operands)
+    layer = implicit_gemm_nhwc.layer_of(problem, last, gpu, is_reversed)
+    gemm = _gemm(implicit_gemm_nhwc, layer, gpu)
+
+    def on_copies(plan: Plan) -> Plan:
+        return relayout.convolution(plan, problem, last, is_reversed)
+
+    return _Choice(
+        gemm.cycles + relayout.image_cycles(problem, last),
+        lambda: on_copies(gemm.plan()),
+        lambda most: list(map(on_copies, gemm.alternatives(most))),
     )

@@ -12,6 +12,7 @@ from typing import TypeVar
 from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.depthwise.layer import CHAIN, Layer, require
+from fastconv.kernels.depthwise.rows import plan as one_row
 from fastconv.kernels.depthwise.tiles import (
     FAMILY,
     RESERVED_BYTES,
@@ -72,6 +73,8 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         Declined: this family does not take the layer.
     """
     layer = Layer.of_weight_grad(problem, operands)
+    if one_row.takes(layer):
+        return one_row.weight_grad(layer, gpu)
     if operands.input_channels_last:
         return _plan(best(_pixels(layer), gpu), gpu)
     return _plan(best(_planes(layer), gpu).spread_over_banks(gpu), gpu)

@@ -74,8 +74,12 @@ LOAD_METHODS = (
     LoadMethod(2, True, MANY_WARPS),
     LoadMethod(2, False, MANY_WARPS),
 )
-MANY_WARPS_SHARE = {4: 0.6, 8: 0.75}  # factor of loads by many warps, by a vector's channels
-ONE_SLOT_LOSS = 1.25  # factor of loads if a warp has a single slot, and waits for it
+# Factors of staged loads if a warp has one slot, or more; by the loading warps and a vector's
+# channels. A single slot makes a warp wait, but many warps wait for each other anyway.
+STAGED_SHARES = {
+    (3, 4): (1.25, 1.0), (3, 8): (1.25, 1.0),
+    (MANY_WARPS, 4): (0.89, 0.85), (MANY_WARPS, 8): (0.8, 0.8),
+}  # fmt: skip
 WEIGHT_BYTES = 24.0  # bytes of weights that an SM loads per cycle
 TILE_CYCLES = 1500.0  # prologue and epilogue of a tile
 SHARED_BYTES = 128.0  # bytes of shared memory that the tensor cores read per cycle
@@ -326,8 +330,9 @@ class Shape:
         if method.raw_slots > 0:
             pieces = vectors / (method.piece_vectors * self.pitch * layer.column_slots)
             loads += pieces * self._piece_cycles(method, wraps)
-            loads *= ONE_SLOT_LOSS if method.raw_slots == 1 else 1
-        return loads * (MANY_WARPS_SHARE[layer.vector_channels] if method.warps == MANY_WARPS else 1)
+            one_slot, more = STAGED_SHARES[method.warps, layer.vector_channels]
+            loads *= one_slot if method.raw_slots == 1 else more
+        return loads
 
     def store_cycles(self, wraps: bool) -> float:
         """Cycles of a tile's stores; with ``wraps``, last strips continue into the next row."""

@@ -44,6 +44,7 @@ LINE_CYCLES = 3.6  # of a TMA copy, for each cache line of 128 bytes that it tou
 STORED_BYTES = 19.0
 VECTOR_BYTES = 22.0
 PAIR_BYTES = 14.0
+NARROWEST_MMA = 64  # columns of an MMA with A in registers; fewer take as long
 UNIT_CYCLES = 396.0  # to load a unit's fragments of A, for each row tile of a warpgroup
 # Cycles from a copy's start to its arrival.
 PLANES_LATENCY = 530.0
@@ -315,6 +316,7 @@ class Tile:
         layer = self.layer
         rows, columns = layer.axes
         steps = layer.chunks * layer.chunk // STEP
+        mma_cycles = max(self.columns, NARROWEST_MMA) / 2
         row_tiles = CONSUMERS * self.row_tiles
         mmas = row_tiles * steps * layer.taps
         weights = layer.chunks * layer.taps * self.tap_bytes
@@ -328,10 +330,10 @@ class Tile:
         read = positions * layer.in_pixels / layer.grid_pixels * layer.in_channels * 4
         stored = VECTOR_BYTES if self.vector > 1 else PAIR_BYTES if self.pairs else STORED_BYTES
         return {
-            "mma": mmas * self.columns / 2,
+            "mma": mmas * mma_cycles,
             "shared": (mmas * self.columns * 32 + fragments * lanes + loaded + weights)
             / SHARED_BYTES,
-            "units": units * UNIT_CYCLES * self.row_tiles + mmas * self.columns / 2 / CONSUMERS,
+            "units": units * UNIT_CYCLES * self.row_tiles + mmas * mma_cycles / CONSUMERS,
             "planes": layer.chunks * PLANES_LATENCY / (self.input_stages - 1),
             "weights": 0.0 if self.resident else waited / (self.weight_stages - 1),
             "stores": outputs / stored,

@@ -1,25 +1,37 @@
-// Implicit GEMM of channels-last (NHWC) 16-bit tensors on Hopper's tensor cores: forward passes and
-// input gradients. M is the output positions of all images, N the output channels, and K the input
-// channels of one tap after the other. TMA brings both operands: the input in im2col mode, or tiled
-// where all images are one matrix. See docs/kernels/hopper-implicit-gemm-nhwc.md.
+// Implicit GEMM of channels-last (NHWC) tensors, in TF32 or 16-bit types, on Hopper's tensor cores:
+// forward passes and input gradients. M is the output positions of all images, N the output
+// channels, and K the input channels of one tap after the other. TMA brings both operands: the
+// input in im2col mode, or tiled where all images are one matrix. It rounds float32 to TF32 as it
+// copies. See docs/kernels/hopper-implicit-gemm-nhwc.md.
 #pragma once
 #include "hopper/implicit_gemm_nhwc/load.cuh"
+#include "hopper/implicit_gemm_nhwc/pack.cuh"
 #include "hopper/implicit_gemm_nhwc/store.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-// The MMAs of a stage. B is K-major (input channels are neighbours in the weight); for an input
-// gradient, whose K is the layer's output channels, it is N-major.
+// B is K-major (input channels are neighbours in the weight), or with kNMajor N-major.
+template <int kColumns>
+__device__ __forceinline__ void multiply(float (&acc)[kColumns / 2], Matrix rows, Matrix weights,
+                                         bool accumulate) {
+  if constexpr (kScalarBytes == 4) {
+    wgmma<kColumns>(Operand{}, acc, rows, weights, accumulate);
+  } else {
+    wgmma<kColumns, false, kNMajor>(Operand{}, acc, rows, weights, accumulate);
+  }
+}
+
+// The MMAs of a stage.
 template <int kMmas>
 __device__ __forceinline__ void multiply_stage(float (&acc)[kAccumulators], Matrix rows,
                                                Matrix weights, bool accumulate) {
-  constexpr int kWeightStep = (C::transposed ? kMmaDepth * kSpan : 2 * kMmaDepth) / 16;
+  constexpr int kWeightStep = (kNMajor ? kMmaDepth * kSpan : kMmaSpan) / 16;
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kMmas; ++k) {
-    wgmma<kTileColumns, false, C::transposed>(Operand{}, acc, rows + k * 2 * kMmaDepth / 16,
-                                              weights + k * kWeightStep, accumulate || k > 0);
+    multiply<kTileColumns>(acc, rows + k * kMmaSpan / 16, weights + k * kWeightStep,
+                           accumulate || k > 0);
   }
   wgmma_commit();
 }
@@ -90,24 +102,11 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
 }  // namespace hopper
 }  // namespace fastconv
 
-// Packs weights that the tensor map cannot describe, to the layout that it has: [out][tap][in].
+// Packs weights that the tensor map cannot describe, to the layout that it has:
+// [outer][tap][inner].
 extern "C" __global__ void pack(const Config::Scalar* weight, Config::Scalar* packed) {
   fastconv::allow_later_launch();
-  constexpr int kTaps = Config::kernel_height * Config::kernel_width;
-  constexpr int kVectors = Config::weight_in / 8;
-  const int count = Config::weight_out * kTaps * kVectors;
-  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < count;
-       i += static_cast<int>(gridDim.x * blockDim.x)) {
-    const int in = i % kVectors * 8, tap = i / kVectors % kTaps, out = i / kVectors / kTaps;
-    const Config::Scalar* const source =
-        weight + 1LL * out * Config::weight_stride_out + 1LL * in * Config::weight_stride_in +
-        1LL * (tap / Config::kernel_width) * Config::weight_stride_height +
-        1LL * (tap % Config::kernel_width) * Config::weight_stride_width;
-    fastconv::Vector<Config::Scalar, 8> vector;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) vector.element[k] = source[1LL * k * Config::weight_stride_in];
-    reinterpret_cast<fastconv::Vector<Config::Scalar, 8>*>(packed)[i] = vector;
-  }
+  fastconv::hopper::pack_weights(weight, packed);
 }
 
 extern "C" __global__ void __launch_bounds__(fastconv::hopper::kThreads, Config::blocks)

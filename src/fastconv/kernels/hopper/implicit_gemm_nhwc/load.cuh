@@ -22,8 +22,8 @@ struct Position {
   }
 };
 
-// Loads 64 channels of what all positions of a tile read at the tap with these offsets. TMA writes
-// zeros for pixels outside the image and beyond the last image.
+// Loads kDepth channels of what all positions of a tile read at the tap with these offsets. TMA
+// writes zeros for pixels outside the image and beyond the last image, and rounds float32 to TF32.
 __device__ __forceinline__ void load_rows(const Shared& shared, const Maps& maps, int stage,
                                           int channel, const Position& at, int column_offset,
                                           int row_offset) {
@@ -37,13 +37,13 @@ __device__ __forceinline__ void load_rows(const Shared& shared, const Maps& maps
   }
 }
 
-// Loads the weights of the tile's output channels for 64 channels of K. The layer's input channels
-// are neighbours in memory: those are K, or for an input gradient N, 64 to a TMA box (wgmma's
+// Loads the weights of the tile's output channels for kDepth channels of K. Neighbours in memory
+// are neighbours along K, or with kNMajor along N, kBoxColumns to a TMA box (wgmma's
 // kRightMnMajor).
 __device__ __forceinline__ void load_weights(unsigned char* target, const TensorMap& map,
                                              int channel, int tap_column, int tap_row, int column,
                                              Barrier* full) {
-  if constexpr (C::transposed) {
+  if constexpr (kNMajor) {
 #pragma unroll
     for (int i = 0; i < kTileColumns; i += kBoxColumns) {
       tensor_load(target + i * kSpan, map, {column + i, tap_column, tap_row, channel}, full);

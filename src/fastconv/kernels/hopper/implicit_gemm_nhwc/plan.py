@@ -1,4 +1,4 @@
-"""Plans channels-last layers of 16-bit types with the NHWC implicit GEMM."""
+"""Plans channels-last layers with the NHWC implicit GEMM, in TF32 or 16-bit types."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from fastconv.kernels.family import (
     epilogue_constants,
     geometry_constants,
 )
-from fastconv.kernels.hopper.im2col import DEPTH, Layer, input_map, layer_of
+from fastconv.kernels.hopper.im2col import SPAN, Layer, input_map, layer_of
 from fastconv.kernels.hopper.implicit_gemm_nhwc.tiles import (
-    BOX_COLUMNS,
     ROWS,
     Tile,
     image_cycles,
@@ -60,10 +59,10 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         ),
         early=True,
     )
-    weights = layer.weights
+    weights, vector = layer.weights, layer.operands.vector
     pack = Launch(
         Kernel(SOURCE, "pack", constants),
-        (min(ceil_div(weights // 8, PACK_THREADS), MOST_PACK_BLOCKS), 1, 1),
+        (min(ceil_div(weights // vector, PACK_THREADS), MOST_PACK_BLOCKS), 1, 1),
         PACK_THREADS,
         0,
         ("weight", "scratch"),
@@ -73,7 +72,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
     )
     return Plan(
         (pack, launch) if layer.packs else (launch,),
-        2 * weights if layer.packs else 0,
+        layer.operands.scalar_bytes * weights if layer.packs else 0,
         "hopper",
         why,
         choice=tile.name,
@@ -83,16 +82,16 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
 
 
 def _weight_map(tile: Tile) -> TensorMap:
-    layer = tile.layer
-    height, width = layer.problem.kernel_size
-    out, _, rows, columns = layer.weight_strides
-    along = ROWS if layer.transposed else tile.columns
+    layer, inner = tile.layer, tile.layer.inner
+    shape, strides = layer.problem.weight_shape, layer.weight_strides
+    outer = 1 - inner
+    along = ROWS if layer.n_major else tile.columns
     return TensorMap(
         "scratch" if layer.packs else "weight",
-        layer.operands.scalar,
-        (layer.problem.in_channels, width, height, layer.problem.out_channels),
-        (2 * columns, 2 * rows, 2 * out),
-        (DEPTH, 1, 1, along),
+        layer.loaded_scalar,
+        (shape[inner], shape[3], shape[2], shape[outer]),
+        tuple(layer.operands.scalar_bytes * strides[axis] for axis in (3, 2, outer)),
+        (layer.depth, 1, 1, along),
         swizzle=128,
     )
 
@@ -105,13 +104,14 @@ def _output_map(tile: Tile) -> TensorMap:
     """
     layer = tile.layer
     height, width = layer.positions
-    pixels, pitch = layer.problem.batch * height * width, 2 * layer.out_channels
+    pixels = layer.problem.batch * height * width
+    pitch = layer.operands.scalar_bytes * layer.out_channels
     sizes: tuple[int, ...] = (layer.out_channels, pixels)
     strides: tuple[int, ...] = (pitch,)
-    box: tuple[int, ...] = (BOX_COLUMNS, 16)
+    box: tuple[int, ...] = (layer.depth, 16)
     if tile.joined > 1:
-        sizes = (BOX_COLUMNS, layer.out_channels // BOX_COLUMNS, pixels)
-        strides, box = (2 * BOX_COLUMNS, pitch), (BOX_COLUMNS, tile.joined, 16)
+        sizes = (layer.depth, layer.out_channels // layer.depth, pixels)
+        strides, box = (SPAN, pitch), (layer.depth, tile.joined, 16)
     return TensorMap("output", layer.operands.scalar, sizes, strides, box, swizzle=128)
 
 
@@ -155,5 +155,6 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "resident": tile.resident,
         "wide_places": problem.batch * layer.image_size[0] * layer.image_size[1] >= 2**31,
         "aligned_bias": layer.operands.aligned_bias,
+        "ties_to_even": layer.operands.scalar == "float",
         **epilogue_constants(layer.operands.epilogue),
     }

@@ -24,28 +24,30 @@ __device__ __forceinline__ void add_bias(float (&acc)[kAccumulators], const Scal
   for (int j = 0; j < kTileColumns / 8; ++j) {
     const int channel = column + 8 * j + 2 * (lane % 4);
     if (channel >= C::out_channels) continue;
-    const auto pair = load_bias<2, C::aligned_bias>(bias + channel);
+    const auto pair = load_bias < 2, C::aligned_bias && kScalarBytes == 2 > (bias + channel);
 #pragma unroll
     for (int i = 0; i < 4; ++i) acc[4 * j + i] += widen(pair.element[i % 2]);
   }
 }
 
-// The outputs of two accumulators; `added` holds their residuals.
+// Staging is templates of the element type, T = Scalar, so that only its own code is instantiated.
+
+// The 16-bit outputs of two accumulators; `added` holds their residuals.
+template <class T>
 __device__ __forceinline__ unsigned finish_two(float first, float second, unsigned added) {
   if constexpr (kAddsResidual) {
-    const auto& pair = reinterpret_cast<const Vector<Scalar, 2>&>(added);
-    return narrow_two(Scalar{}, Epilogue<C>::activated(first, pair.element[0]),
+    const auto& pair = reinterpret_cast<const Vector<T, 2>&>(added);
+    return narrow_two(T{}, Epilogue<C>::activated(first, pair.element[0]),
                       Epilogue<C>::activated(second, pair.element[1]));
   } else {
-    return narrow_two(Scalar{}, Epilogue<C>::activated(first), Epilogue<C>::activated(second));
+    return narrow_two(T{}, Epilogue<C>::activated(first), Epilogue<C>::activated(second));
   }
 }
 
-// Stages up to 64 channels of 16 positions in shared memory, with TMA's 128-byte swizzle, in the
-// place of their residuals. Columns beyond the tile's last one are no channels, and are not
-// stored.
-__device__ __forceinline__ void stage_box(const float (&acc)[kAccumulators], unsigned char* staged,
-                                          int box, int lane) {
+// Stages a box of 16-bit outputs.
+template <class T>
+__device__ __forceinline__ void stage_halves(const float (&acc)[kAccumulators],
+                                             unsigned char* staged, int box, int lane) {
   const int row = lane % 16 * C::joined + box % C::joined;  // row of 128 bytes
 #pragma unroll
   for (int k = 0; k < 4 && box * kBoxColumns + 16 * k < kTileColumns; ++k) {
@@ -56,9 +58,47 @@ __device__ __forceinline__ void stage_box(const float (&acc)[kAccumulators], uns
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = 4 * (8 * box + 2 * k + i / 2) + 2 * (i % 2);
-      pairs[i] = finish_two(acc[at], acc[at + 1], pairs[i]);
+      pairs[i] = finish_two<T>(acc[at], acc[at + 1], pairs[i]);
     }
     store_rows(place, pairs);
+  }
+}
+
+// Stages a box of float32 outputs. A lane has pairs of neighbours, of rows eight apart. The places
+// are computed for each box, because the accumulators leave no registers to keep them in.
+template <class T>
+__device__ __forceinline__ void stage_floats(const float (&acc)[kAccumulators],
+                                             unsigned char* staged, int box, int lane) {
+  lane = once_more(lane);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = (lane / 4 + 8 * half) * C::joined + box % C::joined;  // row of 128 bytes
+#pragma unroll
+    for (int k = 0; k < 4 && box * kBoxColumns + 8 * k < kTileColumns; ++k) {
+      const int chunk = 2 * k + lane % 4 / 2, at = 4 * (4 * box + k) + 2 * half;
+      auto& pair = *reinterpret_cast<Vector<T, 2>*>(staged + row * kSpan +
+                                                    (chunk ^ (row % 8)) * 16 + lane % 2 * 8);
+      if constexpr (kAddsResidual) {
+        const Vector<T, 2> added = pair;
+        pair = {Epilogue<C>::activated(acc[at], added.element[0]),
+                Epilogue<C>::activated(acc[at + 1], added.element[1])};
+      } else {
+        pair = {Epilogue<C>::activated(acc[at]), Epilogue<C>::activated(acc[at + 1])};
+      }
+    }
+  }
+}
+
+// Stages up to kBoxColumns channels of 16 positions in shared memory, with TMA's 128-byte swizzle,
+// in the place of their residuals. Columns beyond the tile's last one are no channels, and are not
+// stored.
+template <class T>
+__device__ __forceinline__ void stage_box(const float (&acc)[kAccumulators], unsigned char* staged,
+                                          int box, int lane) {
+  if constexpr (sizeof(T) == 4) {
+    stage_floats<T>(acc, staged, box, lane);
+  } else {
+    stage_halves<T>(acc, staged, box, lane);
   }
 }
 
@@ -72,7 +112,7 @@ __device__ __forceinline__ void load_residual(unsigned char* staged, const Scala
 #pragma unroll 1
   for (int at = lane / 8; at < 16 * C::joined; at += 4) {  // rows of 128 bytes
     const int pixel = row + at / C::joined;
-    const int channel = column + at % C::joined * kBoxColumns + lane % 8 * 8;
+    const int channel = column + at % C::joined * kBoxColumns + lane % 8 * kVector;
     const bool valid = pixel < rows && channel < C::out_channels;
     const long long element = valid ? 1LL * pixel * C::out_channels + channel : 0;
     copy_async<16>(staged + at * kSpan + ((lane % 8) ^ (at % 8)) * 16,
@@ -96,15 +136,16 @@ __device__ __forceinline__ Place place_of(int flat, const Tile& tile, int batch)
   return (static_cast<Place>(image) * C::image_height + row) * C::image_width + column;
 }
 
-// The eight channels of a staged row that belong to a lane.
+// The 16 bytes of a staged row that belong to a lane.
 __device__ __forceinline__ uint4 staged_vector(const unsigned char* staged, int row, int lane) {
   return *reinterpret_cast<const uint4*>(staged + row * kSpan + ((lane % 8) ^ (row % 8)) * 16);
 }
 
-// Stores 64 staged channels of pixels that are not neighbours: 8 lanes store the 128 bytes of one.
+// Stores kBoxColumns staged channels of pixels that are not neighbours: 8 lanes store the 128 bytes
+// of one.
 __device__ __forceinline__ void scatter(const unsigned char* staged, Scalar* output, int column,
                                         Place place, int lane) {
-  const int channel = column + lane % 8 * 8;
+  const int channel = column + lane % 8 * kVector;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int row = 4 * i + lane / 8;
@@ -125,13 +166,13 @@ __device__ __forceinline__ void scatter_patches(const unsigned char* staged, Sca
     const int row = 4 * i + lane / 8;
     const Place patch = __shfl_sync(~0u, place, row);
     const uint4 values = staged_vector(staged, row, lane);
-    const unsigned pairs[4] = {values.x, values.y, values.z, values.w};
+    const Pair* const pairs = reinterpret_cast<const Pair*>(&values);
     Scalar* const first = output +
                           1LL * (patch / C::position_columns) * C::patch_rows * C::patch_pitch +
                           1LL * (patch % C::position_columns) * C::patch_width;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const int channel = column + lane % 8 * 8 + 2 * k;
+    for (int k = 0; k < kVector / 2; ++k) {
+      const int channel = column + lane % 8 * kVector + 2 * k;
       const int patch_row = channel / kPatchWidth;
       store_if(reinterpret_cast<Pair*>(first + 1LL * patch_row * C::patch_pitch + channel -
                                        patch_row * kPatchWidth),
@@ -193,7 +234,7 @@ __device__ __forceinline__ void store_tile(const float (&acc)[kAccumulators], co
       bulk_store_wait_read<C::buffers - 1>();  // returns at once in lanes that issued none
     }
     __syncwarp();
-    stage_box(acc, staged, box, lane);
+    stage_box<Scalar>(acc, staged, box, lane);
     if constexpr (C::dense) {
       if (box % C::joined < C::joined - 1) continue;
       fence_async_shared();

@@ -9,6 +9,8 @@ namespace fastconv {
 namespace hopper {
 
 using tensor::C;
+using tensor::kScalarBytes;
+using tensor::kVector;
 using tensor::Operand;
 using Ring = tensor::Ring<C::stages>;
 using tensor::Scalar;
@@ -26,19 +28,24 @@ constexpr int kThreads = 128 * kConsumers + 32;
 constexpr int kConsumerWarps = 4 * kConsumers;
 
 // A step of K: 128 bytes of channels at one tap.
-constexpr int kDepth = 64;
-constexpr int kSpan = 128;  // bytes
+constexpr int kSpan = 128;
+constexpr int kDepth = kSpan / kScalarBytes;
 constexpr int kChunks = ceil_div(C::in_channels, kDepth);
-constexpr int kMmaDepth = 16;
+constexpr int kMmaSpan = 32;  // bytes of K of an MMA
+constexpr int kMmaDepth = kMmaSpan / kScalarBytes;
 constexpr int kLastMmas = ceil_div(C::in_channels - (kChunks - 1) * kDepth, kMmaDepth);
+
+// An input gradient's weights are N-major: the layer's input channels, which are its columns, are
+// neighbours in memory. wgmma reads TF32 operands only K-major, so weights of float32 are packed.
+constexpr bool kNMajor = C::transposed && kScalarBytes == 2;
 
 constexpr int kRowBytes = kTileRows * kSpan;
 // Columns of a TMA box: of N-major weights, and of what is stored.
-constexpr int kBoxColumns = 64;
+constexpr int kBoxColumns = kSpan / kScalarBytes;
 constexpr int kBoxes = ceil_div(kTileColumns, kBoxColumns);
-constexpr int kWeightBytes = (C::transposed ? kBoxes * kBoxColumns : kTileColumns) * kSpan;
+constexpr int kWeightBytes = (kNMajor ? kBoxes * kBoxColumns : kTileColumns) * kSpan;
 constexpr int kStageBytes = kRowBytes + (C::resident ? 0 : kWeightBytes);
-constexpr int kStagedBytes = 16 * C::joined * kBoxColumns * 2;  // a warp's 16 positions
+constexpr int kStagedBytes = 16 * C::joined * kSpan;  // a warp's 16 positions
 
 // With `resident`, the weights of all steps stay in shared memory: all tiles read the same ones.
 constexpr int kSteps = C::kernel_height * C::kernel_width * kChunks;

@@ -13,13 +13,13 @@ from itertools import product
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Gpu
 from fastconv.kernels.hopper import block
-from fastconv.kernels.hopper.im2col import DEPTH, Layer
+from fastconv.kernels.hopper.im2col import SPAN, Layer
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import limits
 
 ROWS = 64  # M of a consumer warpgroup
-BOX_COLUMNS = 64  # columns of a TMA box: 128 bytes, the widest swizzle
-WARP_BYTES = 16 * BOX_COLUMNS * 2  # of a box that a warp stores: 16 positions
+MMA_SPAN = 32  # bytes of K of an MMA
+WARP_BYTES = 16 * SPAN  # of a box that a warp stores: 16 positions
 # Pipeline stages: the most; enough to prefer more staging buffers or resident weights; the fewest.
 MOST_STAGES = 8
 ENOUGH_STAGES = 4
@@ -84,7 +84,7 @@ class Tile:
     def steps(self) -> int:
         """Steps of K, for a residue that all taps reach."""
         height, width = self.layer.problem.kernel_size
-        return height * width * ceil_div(self.layer.in_channels, DEPTH)
+        return height * width * ceil_div(self.layer.in_channels, self.layer.depth)
 
     @property
     def resident_bytes(self) -> int:
@@ -93,13 +93,13 @@ class Tile:
     @property
     def weight_bytes(self) -> int:
         """Bytes of a step's weights."""
-        columns = round_up(self.columns, BOX_COLUMNS) if self.layer.transposed else self.columns
-        return columns * 2 * DEPTH
+        layer = self.layer
+        return SPAN * (round_up(self.columns, layer.depth) if layer.n_major else self.columns)
 
     @property
     def stage_bytes(self) -> int:
         """Bytes of a stage with its mbarriers."""
-        return self.rows * 2 * DEPTH + (0 if self.resident else self.weight_bytes) + 16
+        return self.rows * SPAN + (0 if self.resident else self.weight_bytes) + 16
 
     @property
     def shared_bytes(self) -> int:
@@ -126,14 +126,15 @@ class Tile:
     @lazy
     def _work(self) -> tuple[float, float, float]:
         """Averages of a tile: cycles of MMAs or TMA, bytes that it loads, bytes that it stores."""
-        layer = self.layer
+        layer, bytes_ = self.layer, self.layer.operands.scalar_bytes
         taps = layer.taps / (layer.residues[0] * layer.residues[1])
-        mma = max(self.columns / 2, (ROWS + self.columns) * 32 / SHARED_BYTES)
-        mmas = self.consumers * ceil_div(layer.in_channels, 16) * taps * mma
-        steps = ceil_div(layer.in_channels, DEPTH) * taps
-        copies = 0.0 if layer.flat else self.rows * taps * _pixel_cycles(layer.in_channels)
+        read = bytes_ * layer.in_channels  # of a pixel
+        mma = max(self.columns / 2, (ROWS + self.columns) * MMA_SPAN / SHARED_BYTES)
+        mmas = self.consumers * ceil_div(read, MMA_SPAN) * taps * mma
+        steps = ceil_div(read, SPAN) * taps
+        copies = 0.0 if layer.flat else self.rows * taps * _pixel_cycles(read)
         loaded = (self.stage_bytes - 16) * steps
-        stored = 2.0 * self.rows * min(self.columns, layer.out_channels)
+        stored = float(bytes_ * self.rows * min(self.columns, layer.out_channels))
         return max(mmas, copies), loaded, stored
 
     @property
@@ -179,8 +180,9 @@ class Tile:
         """Choices of buffers, joined boxes and fewest stages of the epilogue, the best first."""
         # With an odd number of boxes and two buffers, a tile's first box would take the buffer of
         # the previous tile's last one.
-        if ceil_div(self.columns, BOX_COLUMNS) % 2 == 0:
-            joins = self.layer.dense and self.layer.out_channels % BOX_COLUMNS == 0
+        box = self.layer.depth
+        if ceil_div(self.columns, box) % 2 == 0:
+            joins = self.layer.dense and self.layer.out_channels % box == 0
             yield (1, 2, ENOUGH_STAGES) if joins else (2, 1, ENOUGH_STAGES)
         yield 1, 1, FEWEST_STAGES
 
@@ -199,10 +201,10 @@ class Tile:
         return None
 
 
-def _pixel_cycles(channels: int) -> float:
-    """Cycles of TMA in im2col mode for a pixel of a tap."""
-    whole, rest = divmod(channels, DEPTH)
-    last = HALF_PIXEL_CYCLES if rest >= DEPTH // 2 else NARROW_PIXEL_CYCLES
+def _pixel_cycles(read: int) -> float:
+    """Cycles of TMA in im2col mode for a pixel of a tap, of which it reads this many bytes."""
+    whole, rest = divmod(read, SPAN)
+    last = HALF_PIXEL_CYCLES if rest >= SPAN // 2 else NARROW_PIXEL_CYCLES
     return whole * PIXEL_CYCLES + (last if rest else 0.0)
 
 

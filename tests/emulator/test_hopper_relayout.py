@@ -1,0 +1,109 @@
+"""Contiguous layers on channels-last copies: all three passes, and the copies alone."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from emulator import precompile, run_both_orders
+from emulator.pass_cases import Conv, PassCase, check
+from emulator.test_hopper_halo import FEW
+from fastconv.kernels.family import MAPPED_SCALARS, Declined, Gpu, Operands, Plan
+from fastconv.kernels.gpus import H200
+from fastconv.kernels.hopper import passes
+from fastconv.kernels.hopper.relayout import plan as relayout
+from fastconv.problem import Problem
+
+TYPES = (torch.bfloat16, torch.float16)
+
+
+def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    return passes._gemm_on_copies(problem, operands, gpu, is_reversed=False).plan()
+
+
+def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    return passes._gemm_on_copies(problem, operands, gpu, is_reversed=True).plan()
+
+
+def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    _, plan = passes._on_copies(problem, operands, gpu, most=0.0)
+    return plan()
+
+
+PLANNERS = (forward, input_grad, weight_grad)
+# Planes of odd and of even sizes, of whole vectors, more than a tile, and of one row; channels that
+# do and do not fill tiles; strides that leave pixels without a tap.
+CONVS = (
+    Conv("odd-plane", (2, 8, 5, 7), (16, 8, 3, 3), padding=(1, 1, 1, 1)),
+    Conv("pointwise", (1, 72, 9, 8), (8, 72, 1, 1)),
+    Conv("row", (3, 16, 1, 75), (40, 16, 1, 4), stride=(1, 2), padding=(0, 0, 2, 2)),
+    Conv("gaps", (2, 24, 4, 6), (8, 24, 2, 2), stride=(3, 3)),
+    Conv("dilated", (1, 8, 11, 13), (64, 8, 3, 5), padding=(1, 1, 2, 2), dilation=(2, 1)),
+)
+CASES = [
+    PassCase(conv, planner, dtype, gpu=FEW)
+    for (conv, planner), dtype in zip(product(CONVS, PLANNERS), TYPES * 8, strict=False)
+]
+CASES += [
+    PassCase(conv, planner, torch.float32, gpu=FEW, precision="tf32")
+    for conv, planner in product(CONVS, (forward, input_grad))
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    precompile({launch.kernel for case in CASES for launch in case.plan.launches})
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pass(case: PassCase) -> None:
+    assert case.plan.regions
+    check(case)
+
+
+@pytest.mark.parametrize(
+    ("images", "rows", "columns"), [(1, 8, 8), (2, 72, 33), (3, 31, 136), (1, 64, 1), (2, 129, 64)]
+)
+@pytest.mark.parametrize("scalar", ["fastconv::bfloat16", "float"])
+def test_transpose(images: int, rows: int, columns: int, scalar: str) -> None:
+    """Each image is transposed, and nothing beyond it is written."""
+    bytes_ = MAPPED_SCALARS[scalar]
+    operands = Operands(scalar, bytes_, False, False, (1, 1, 1, 1), True)
+    launch = relayout._transpose("source", "target", images, rows, columns, operands)
+    integer = torch.int16 if bytes_ == 2 else torch.int32
+    limits = torch.iinfo(integer)
+    source = torch.randint(limits.min, limits.max, (images, rows, columns), dtype=integer)
+    target = torch.full_like(source, -1)
+    run_both_orders([launch], {"source": source, "target": target})
+    assert target.view(images, columns, rows).equal(source.transpose(1, 2))
+
+
+def test_classes() -> None:
+    """The cases have copies of whole vectors, and of single elements, in both directions."""
+    found = {
+        (case.dtype.itemsize, constants["vector_loads"], constants["vector_stores"])
+        for case in CASES
+        for launch in case.plan.launches
+        if launch.kernel.entry == "transpose"
+        for constants in [dict(launch.kernel.constants)]
+    }
+    kinds = ((True, True), (True, False), (False, True))
+    assert found == {(bytes_, *kind) for bytes_ in (2, 4) for kind in kinds}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"dtype": torch.float32}, "float in ieee"),
+        ({"channels_last": True}, "contiguous"),
+        ({"aligned": False}, "aligned"),
+    ],
+)
+def test_declined(changed: dict[str, Tensor], words: str) -> None:
+    given = {"dtype": torch.bfloat16, **changed}
+    case = PassCase(CONVS[0], forward, gpu=H200, **given)
+    with pytest.raises(Declined, match=words):
+        _ = case.plan
