@@ -222,6 +222,10 @@ def test_vmap_autocast_compile_and_flops() -> None:
     weights = {name: torch.stack([one, -one]) for name, one in layer.named_parameters()}
     both = vmap(lambda given: functional_call(layer, given, (x,)))(weights)
     torch.testing.assert_close(both, torch.stack([layer(x), -layer(x)]))
+    up, shifts = torch.randn(2, 3, 2, 2, 2), torch.randn(4, 3)
+    mapped = vmap(lambda bias: fastconv.conv_transpose3d(x, up, bias))(shifts)
+    each = [fastconv.conv_transpose3d(x, up, one) for one in shifts]
+    torch.testing.assert_close(mapped, torch.stack(each))
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

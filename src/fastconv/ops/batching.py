@@ -163,7 +163,7 @@ def _vmap_transposed(size: int, in_dims: Dims, given: TransposedArguments) -> tu
     bias, residual = given.bias, given.residual  # autocast casts them as well
     if bias is not None:
         bias = _expand(bias, bias_dim, size).to(output.dtype)
-        output = output + per_channel(bias[:, None], output.dim() - 3)
+        output = output + per_channel(bias[:, None], len(given.stride))
     if residual is not None:
         residual = _expand(residual, residual_dim, size).to(output.dtype)
     return applied(output, residual, Epilogue(given.activation, given.slope)), 0
