@@ -28,6 +28,7 @@ FLOORS = (
         "fused",
         "geometry",
         "transposed",
+        "layers",
         "modules",
         "network",
         "_frozen",

@@ -1,4 +1,4 @@
-"""Hand-written convolution kernels behind PyTorch's 1-D, 2-D and transposed convolutions."""
+"""Hand-written convolution kernels behind PyTorch's 1-D, 2-D, 3-D and transposed convolutions."""
 
 from fastconv import ops as ops  # registers torch.ops.fastconv
 from fastconv._frozen import frozen_weights
@@ -14,10 +14,24 @@ from fastconv.errors import (
     LaunchError,
 )
 from fastconv.exporter import bundle, export
-from fastconv.functional import conv1d, conv2d
-from fastconv.fused import FusedConv1d, FusedConv2d, FusedConvTranspose1d, FusedConvTranspose2d
+from fastconv.functional import conv1d, conv2d, conv3d
+from fastconv.fused import (
+    FusedConv1d,
+    FusedConv2d,
+    FusedConv3d,
+    FusedConvTranspose1d,
+    FusedConvTranspose2d,
+    FusedConvTranspose3d,
+)
 from fastconv.geometry import Activation, LayerPadding, PaddingLike
-from fastconv.modules import Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d
+from fastconv.modules import (
+    Conv1d,
+    Conv2d,
+    Conv3d,
+    ConvTranspose1d,
+    ConvTranspose2d,
+    ConvTranspose3d,
+)
 from fastconv.network import lookahead
 from fastconv.network.conversion import Conversion, convert, restore
 from fastconv.network.optimization import optimize
@@ -29,7 +43,7 @@ from fastconv.network.preparation import (
     preparing,
 )
 from fastconv.network.report import MeasuredLayer, Optimization
-from fastconv.transposed import conv_transpose1d, conv_transpose2d
+from fastconv.transposed import conv_transpose1d, conv_transpose2d, conv_transpose3d
 
 __all__ = [
     "Activation",
@@ -37,16 +51,20 @@ __all__ = [
     "CompilationError",
     "Conv1d",
     "Conv2d",
+    "Conv3d",
     "ConvBNAct2d",
     "ConvTranspose1d",
     "ConvTranspose2d",
+    "ConvTranspose3d",
     "Conversion",
     "ExportError",
     "FastconvError",
     "FusedConv1d",
     "FusedConv2d",
+    "FusedConv3d",
     "FusedConvTranspose1d",
     "FusedConvTranspose2d",
+    "FusedConvTranspose3d",
     "GpuUnavailable",
     "LaunchError",
     "LayerPadding",
@@ -63,9 +81,11 @@ __all__ = [
     "causal_conv1d_update",
     "conv1d",
     "conv2d",
+    "conv3d",
     "conv_bn_act",
     "conv_transpose1d",
     "conv_transpose2d",
+    "conv_transpose3d",
     "convert",
     "export",
     "frozen_weights",

@@ -15,7 +15,8 @@ from fastconv.backends.batchnorm.formulas import scale_and_shift, sum_type
 from fastconv.backends.epilogue import applied
 from fastconv.functional import conv2d
 from fastconv.geometry import Activation, IntOrPair, LayerPadding, PaddingLike, activation_of
-from fastconv.modules import Conv2d, PaddingMode
+from fastconv.layers import PaddingMode
+from fastconv.modules import Conv2d
 from fastconv.ops import batchnorm
 from fastconv.problem import Epilogue
 

@@ -1,6 +1,8 @@
-"""``fastconv.conv2d`` and ``conv1d``: turn the user's arguments into those of the operators."""
+"""``fastconv.conv1d``, ``conv2d`` and ``conv3d``: the user's arguments, for the operators."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from fastconv.geometry import (
     sides,
 )
 from fastconv.ops import autograd
+from fastconv.ops.arguments import Geometry
 from fastconv.ops.schema import check_dense
 from fastconv.problem import Padding, check_bias, check_shapes
 
@@ -263,6 +266,112 @@ def conv1d(
         _raise_unfit(input, weight, bias, residual, stride, padding, dilation, groups)
         raise
     return only_row(output)
+
+
+def conv3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: IntOrPair = 1,
+    padding: PaddingLike = 0,
+    dilation: IntOrPair = 1,
+    groups: int = 1,
+    *,
+    precision: Precision | None = None,
+    activation: Activation | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Applies a 3-D convolution, as ``torch.nn.functional.conv3d`` does.
+
+    With ``activation`` or ``residual``, it computes activation(convolution + bias + residual), as
+    ``fastconv.conv2d`` does.
+
+    Args:
+        input: ``(batch, in_channels, depth, height, width)``, or without ``batch``.
+        weight: ``(out_channels, in_channels / groups, kernel depth, kernel height, kernel width)``.
+        bias: ``(out_channels)``, or None.
+        stride: one number, or ``(depth, vertical, horizontal)``.
+        padding: zeros around the input: one number, ``(depth, vertical, horizontal)``, ``'valid'``
+            (none), ``'same'`` (output as large as the input; stride 1 only), or, which PyTorch does
+            not take, one number per side: ``((front, back), (top, bottom), (left, right))``. With
+            ``((k - 1, 0), ...)`` the convolution is causal in time. The input is never copied to
+            pad it.
+        dilation: one number, or ``(depth, vertical, horizontal)``.
+        groups: number of groups the channels are split into.
+        precision: ``"ieee"`` or ``"tf32"``, as for ``fastconv.conv2d``.
+        activation: as for ``fastconv.conv2d``.
+        residual: a tensor that is added before the activation. It has the result's size and the
+            input's type and device.
+
+    Returns:
+        ``(batch, out_channels, out_depth, out_height, out_width)``, or without ``batch``, in the
+        memory format PyTorch would choose: contiguous or ``torch.channels_last_3d``.
+
+    Raises:
+        TypeError: an argument has a type that PyTorch would not take either.
+        RuntimeError: sizes, types or devices do not fit together, as in PyTorch.
+        ValueError: ``precision`` or ``activation`` is none of those above.
+        fastconv.GpuUnavailable: the tensors are on a GPU, and this machine lacks what the kernels
+            need beside it.
+        fastconv.CompilationError: the compiler refuses a kernel.
+        fastconv.LaunchError: the CUDA driver refuses a kernel.
+
+    Examples:
+        >>> video, weight = torch.randn(2, 3, 8, 16, 16), torch.randn(16, 3, 3, 3, 3)
+        >>> fastconv.conv3d(video, weight, padding=1, stride=(1, 2, 2)).shape
+        torch.Size([2, 16, 8, 8, 8])
+        >>> fastconv.conv3d(video, weight, padding=((2, 0), (1, 1), (1, 1))).shape  # causal in time
+        torch.Size([2, 16, 8, 16, 16])
+    """
+    tensors = tuple(one for one in (input, weight, bias, residual) if one is not None)
+    if has_torch_function(tensors):
+        return handle_torch_function(
+            conv3d, tensors, input, weight, bias, stride, padding, dilation, groups,
+            precision=precision, **epilogue_arguments(activation, residual),
+        )  # fmt: skip
+    check_tensors("conv3d()", input, weight, bias, residual)
+    check_dense("input", input)
+    if input.dim() not in (4, 5):
+        raise RuntimeError(
+            "Expected 4D (unbatched) or 5D (batched) input to conv3d, "
+            f"but got input of size: {list(input.shape)}"
+        )
+    steps = numbers("conv3d()", "stride", stride, 3)
+    reaches = numbers("conv3d()", "dilation", dilation, 3)
+    around = sides("conv3d()", padding, weight, steps, reaches)
+    groups = integer("conv3d()", "groups", groups)
+    mode = _precision.override() if precision is None else _precision.checked(precision)
+    if residual is not None:
+        check_dense("residual", residual)
+        check_residual(input, residual)
+    geometry = (steps, around, reaches, groups, mode)
+    if input.dim() == 5:
+        return _of_volumes(input, weight, bias, residual, geometry, activation)
+    beside = None if residual is None else residual.unsqueeze(0)
+    return _of_volumes(input.unsqueeze(0), weight, bias, beside, geometry, activation).squeeze(0)
+
+
+def _of_volumes(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    geometry: Geometry,
+    activation: Activation | None,
+) -> Tensor:
+    """Computes a 3-D convolution of a batch."""
+    if activation is None and residual is None:
+        return autograd.forward_here(input, weight, bias, geometry)
+    return autograd.fused_here(
+        _convolution_of_volumes, input, weight, bias, residual, geometry, *activation_of(activation)
+    )
+
+
+def _convolution_of_volumes(
+    input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any
+) -> Tensor:
+    """Computes the operator ``forward``."""
+    return autograd.forward_here(input, weight, bias, geometry)
 
 
 def _along(

@@ -9,10 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastconv.functional import conv1d, conv2d
+from fastconv.functional import conv1d, conv2d, conv3d
 from fastconv.geometry import Activation
-from fastconv.modules import Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d
-from fastconv.transposed import conv_transpose1d, conv_transpose2d
+from fastconv.modules import (
+    Conv1d,
+    Conv2d,
+    Conv3d,
+    ConvTranspose1d,
+    ConvTranspose2d,
+    ConvTranspose3d,
+)
+from fastconv.transposed import conv_transpose1d, conv_transpose2d, conv_transpose3d
 
 
 class Fused(torch.nn.Module):
@@ -120,6 +127,25 @@ class FusedConv1d(_FusedConv, Conv1d):
     _function = staticmethod(conv1d)
 
 
+class FusedConv3d(_FusedConv, Conv3d):
+    """A 3-D convolution and its epilogue in one kernel, as ``fastconv.FusedConv2d``.
+
+    Its arguments are those of ``fastconv.Conv3d``.
+
+    Attributes:
+        activation: as for ``fastconv.conv2d``; None for none.
+        takes_residual: whether ``fastconv.optimize`` has made an addition part of it.
+
+    Examples:
+        >>> layer = fastconv.FusedConv3d(8, 8, 3, padding="same")
+        >>> layer.activation = "relu"
+        >>> layer(torch.randn(2, 8, 4, 9, 9)).shape
+        torch.Size([2, 8, 4, 9, 9])
+    """
+
+    _function = staticmethod(conv3d)
+
+
 class FusedConvTranspose1d(_FusedConvTranspose, ConvTranspose1d):
     """A 1-D transposed convolution and its epilogue, as ``fastconv.FusedConvTranspose2d``.
 
@@ -162,10 +188,31 @@ class FusedConvTranspose2d(_FusedConvTranspose, ConvTranspose2d):
     _function = staticmethod(conv_transpose2d)
 
 
+class FusedConvTranspose3d(_FusedConvTranspose, ConvTranspose3d):
+    """A 3-D transposed convolution and its epilogue, as ``fastconv.FusedConvTranspose2d``.
+
+    Its arguments are those of ``fastconv.ConvTranspose3d``.
+
+    Attributes:
+        activation: as for ``fastconv.conv2d``; None for none.
+        takes_residual: whether ``fastconv.optimize`` has made an addition part of it.
+
+    Examples:
+        >>> layer = fastconv.FusedConvTranspose3d(8, 4, 2, stride=2)
+        >>> layer.activation = "relu"
+        >>> layer(torch.randn(2, 8, 4, 9, 9)).shape
+        torch.Size([2, 4, 8, 18, 18])
+    """
+
+    _function = staticmethod(conv_transpose3d)
+
+
 FUSED: dict[type[torch.nn.Module], Any] = {
     Conv1d: FusedConv1d,
     Conv2d: FusedConv2d,
+    Conv3d: FusedConv3d,
     ConvTranspose1d: FusedConvTranspose1d,
     ConvTranspose2d: FusedConvTranspose2d,
+    ConvTranspose3d: FusedConvTranspose3d,
 }
 """The classes of layers with an epilogue, by those without one."""

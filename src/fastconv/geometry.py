@@ -1,6 +1,6 @@
 """The forms in which users write strides, paddings, dilations and activations.
 
-Functions here turn them into numbers, for a convolution of one axis or two. ``function`` is the
+Functions here turn them into numbers, for a convolution of one to three axes. ``function`` is the
 user's function, ``"conv2d()"`` for example, which errors of type name.
 """
 
@@ -30,10 +30,10 @@ One number, ``(vertical, horizontal)``, ``((top, bottom), (left, right))``, ``"v
 """
 
 PaddingLike = LayerPadding | str | Sequence[int] | Sequence[Sequence[int]]
-"""The type of ``padding`` for ``fastconv.conv2d`` and ``fastconv.conv1d``.
+"""The type of ``padding`` for ``fastconv.conv1d``, ``fastconv.conv2d`` and ``fastconv.conv3d``.
 
 That of ``fastconv.Conv2d``, also in lists, or a layer's attribute ``padding``, whose type in
-PyTorch is ``str | tuple[int, ...]``. For ``fastconv.conv1d`` lists have one element.
+PyTorch is ``str | tuple[int, ...]``. Lists have as many elements as there are axes.
 """
 
 # The type of ``padding`` for transposed convolutions: numbers or pairs of them, not names.
@@ -185,7 +185,7 @@ def _named_padding(
             f"padding='same' is not supported for strided convolutions, but got stride={stride}"
         )
     # A weight of another rank gets a better error message later on.
-    kernel_size = (*_kernel_size(weight), 1, 1)
+    kernel_size = (*_kernel_size(weight), *(1 for _ in stride))
     found: list[int] = []
     for step, size in zip(dilation, kernel_size, strict=False):
         whole = step * (size - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Literal, NamedTuple, get_args
 
 Pair = tuple[int, int]
@@ -35,6 +36,44 @@ class Epilogue(NamedTuple):
 
 NO_EPILOGUE = Epilogue()
 
+
+class Axis(NamedTuple):
+    """One axis of a problem: its sizes, and the zeros before and after the input."""
+
+    input_size: int
+    kernel_size: int
+    stride: int
+    before: int
+    after: int
+    dilation: int
+
+    @property
+    def padded_size(self) -> int:
+        return self.input_size + self.before + self.after
+
+    @property
+    def kernel_extent(self) -> int:
+        return self.dilation * (self.kernel_size - 1) + 1
+
+    @property
+    def output_size(self) -> int:
+        return (self.padded_size - self.kernel_extent) // self.stride + 1
+
+    @property
+    def reaches_every_input(self) -> bool:
+        """Whether each input position has a tap."""
+        residues = {
+            (tap * self.dilation - self.before) % self.stride for tap in range(self.kernel_size)
+        }
+        least = min(self.input_size, self.stride)
+        return sum(residue < self.input_size for residue in residues) >= least
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether each output reads the input at its own position, and nothing else."""
+        return (self.kernel_size, self.stride, self.before, self.after) == (1, 1, 0, 0)
+
+
 ActivationName = Literal[
     "identity", "relu", "relu6", "leaky_relu", "silu", "gelu", "gelu_tanh", "hardswish", "sigmoid",
     "tanh",
@@ -49,9 +88,11 @@ ACTIVATIONS: tuple[ActivationName, ...] = get_args(ActivationName)
 
 @dataclass(frozen=True)
 class Problem:
-    """The geometry of one 2-D convolution, common to its forward pass and its two gradients.
+    """The geometry of one convolution, common to its forward pass and its two gradients.
 
-    Sizes may be symbolic while PyTorch traces. :meth:`of` makes a checked one.
+    A 3-D convolution has a ``depth``, the axis before rows and columns, which the other fields are
+    about. A 2-D one has none. Sizes may be symbolic while PyTorch traces. :meth:`of` makes a
+    checked one.
     """
 
     batch: int
@@ -63,6 +104,7 @@ class Problem:
     padding: Padding
     dilation: Pair
     groups: int
+    depth: Axis | None = None
 
     @classmethod
     def of(
@@ -74,20 +116,29 @@ class Problem:
         dilation: tuple[int, ...],
         groups: int,
     ) -> Problem:
-        """Returns the problem of convolving these shapes; raises PyTorch's error if invalid."""
-        check_shapes(input_shape, weight_shape, stride, padding, dilation, groups, axes=2)
+        """Returns the problem of convolving these shapes; raises PyTorch's error if invalid.
+
+        It has as many axes as there are strides, three or two.
+        """
+        axes = 3 if len(stride) == 3 else 2
+        check_shapes(input_shape, weight_shape, stride, padding, dilation, groups, axes)
         batch, in_channels, *input_size = input_shape
         out_channels, _, *kernel_size = weight_shape
+        depth = None
+        if axes == 3:
+            front, back = padding[:2]
+            depth = Axis(input_size[0], kernel_size[0], stride[0], front, back, dilation[0])
         problem = cls(
             batch,
             in_channels,
             out_channels,
-            _pair(input_size),
-            _pair(kernel_size),
-            _pair(stride),
-            Padding(*padding),
-            _pair(dilation),
+            _pair(input_size[-2:]),
+            _pair(kernel_size[-2:]),
+            _pair(stride[-2:]),
+            Padding(*padding[-4:]),
+            _pair(dilation[-2:]),
             groups,
+            depth,
         )
         problem._check_padded_size()
         return problem
@@ -108,8 +159,9 @@ class Problem:
         What the transposed convolution reads has the problem's ``output_shape``, what it writes its
         ``input_shape``. Raises PyTorch's error if the arguments are invalid.
         """
+        axes = 3 if len(stride) == 3 else 2
         check_transposed(
-            input_shape, weight_shape, output_padding, stride, padding, dilation, groups, axes=2
+            input_shape, weight_shape, output_padding, stride, padding, dilation, groups, axes
         )
         size = transposed_size(
             input_shape[2:], weight_shape[2:], output_padding, stride, padding, dilation
@@ -140,24 +192,41 @@ class Problem:
         )
 
     @property
-    def input_shape(self) -> tuple[int, int, int, int]:
-        return (self.batch, self.in_channels, *self.input_size)
+    def axes(self) -> tuple[Axis, ...]:
+        """Depth, if there is one, rows and columns."""
+        plane = tuple(
+            Axis(
+                self.input_size[i],
+                self.kernel_size[i],
+                self.stride[i],
+                self.padding[2 * i],
+                self.padding[2 * i + 1],
+                self.dilation[i],
+            )
+            for i in range(2)
+        )
+        return plane if self.depth is None else (self.depth, *plane)
 
     @property
-    def weight_shape(self) -> tuple[int, int, int, int]:
-        return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
+    def input_shape(self) -> tuple[int, ...]:
+        depth = () if self.depth is None else (self.depth.input_size,)
+        return (self.batch, self.in_channels, *depth, *self.input_size)
 
     @property
-    def output_shape(self) -> tuple[int, int, int, int]:
-        return (self.batch, self.out_channels, *self.output_size)
+    def weight_shape(self) -> tuple[int, ...]:
+        depth = () if self.depth is None else (self.depth.kernel_size,)
+        return (self.out_channels, self.in_channels // self.groups, *depth, *self.kernel_size)
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        depth = () if self.depth is None else (self.depth.output_size,)
+        return (self.batch, self.out_channels, *depth, *self.output_size)
 
     @property
     def flops(self) -> int:
         """Floating-point operations of a forward pass or either gradient; a multiply-add is two."""
-        taps = self.kernel_size[0] * self.kernel_size[1]
-        height, width = self.output_size
-        per_pixel = 2 * self.out_channels * (self.in_channels // self.groups) * taps
-        return self.batch * height * width * per_pixel
+        products = prod(self.output_shape) * prod(self.weight_shape[1:])
+        return 2 * products
 
     @property
     def without_idle_dilation(self) -> Problem:
@@ -165,7 +234,12 @@ class Problem:
         height, width = self.kernel_size
         rows, columns = self.dilation
         dilation = (rows if height > 1 else 1, columns if width > 1 else 1)
-        return self if dilation == self.dilation else replace(self, dilation=dilation)
+        depth = self.depth
+        if depth is not None and depth.kernel_size == 1:
+            depth = depth._replace(dilation=1)
+        if (dilation, depth) == (self.dilation, self.depth):
+            return self
+        return replace(self, dilation=dilation, depth=depth)
 
     @cached_property
     def reaches_every_input(self) -> bool:
@@ -173,22 +247,16 @@ class Problem:
 
         A stride above the kernel's size, for example, leaves positions without one.
         """
-        before = (self.padding.top, self.padding.left)
-        axes = zip(
-            self.input_size, self.kernel_size, self.stride, self.dilation, before, strict=True
-        )
-        for size, kernel, stride, dilation, first in axes:
-            residues = {(tap * dilation - first) % stride for tap in range(kernel)}
-            if sum(residue < size for residue in residues) < min(size, stride):
-                return False
-        return True
+        return all(axis.reaches_every_input for axis in self.axes)
 
     def _check_padded_size(self) -> None:
-        for size in self.padded_size:
+        for axis in self.axes:
+            size = axis.padded_size
             if isinstance(size, int) and size >= WORD:  # PyTorch itself checks symbolic sizes
+                padding = [side for one in self.axes for side in (one.before, one.after)]
                 raise RuntimeError(
-                    f"padded input sizes are below 2**63, but padding={list(self.padding)} "
-                    f"(top, bottom, left, right) makes one of {size}"
+                    f"padded input sizes are below 2**63, but padding={padding} "
+                    f"{_SIDES[len(self.axes)]} makes one of {size}"
                 )
 
 
@@ -207,7 +275,7 @@ def check_words(
                 raise ValueError(f"{name} should fit in 64 bits, but got {name}={value}")
 
 
-def _pair(values: tuple[int, ...] | list[int]) -> Pair:
+def _pair(values: Sequence[int]) -> Pair:
     first, second = values
     return first, second
 
@@ -301,7 +369,12 @@ def check_bias(
         )
 
 
-_SIDES = {1: "(left, right)", 2: "(top, bottom, left, right)"}
+_SIDES = {
+    1: "(left, right)",
+    2: "(top, bottom, left, right)",
+    3: "(front, back, top, bottom, left, right)",
+}
+_SIZES = {1: "length", 2: "height, width", 3: "depth, height, width"}
 
 
 def _check_parameters(
@@ -364,7 +437,7 @@ def _check_weight(
         channels = "in_channels, out_channels" if transposed else "out_channels, in_channels"
         raise RuntimeError(
             f"conv{'_transpose' if transposed else ''}{axes}d takes a {axes + 2}-dimensional "
-            f"weight ({channels} / groups, {'height, width' if axes == 2 else 'length'}), "
+            f"weight ({channels} / groups, {_SIZES[axes]}), "
             f"but got weight of size {weight}{few}. "
             f"Expected {rank}-dimensional input for {rank}-dimensional weight"
         )
@@ -389,7 +462,7 @@ def _check_rank(input_shape: tuple[int, ...], axes: int) -> None:
     if len(input_shape) != axes + 2:
         raise RuntimeError(
             f"Expected {axes + 2}D (batched) input of size "
-            f"(batch, channels, {'height, width' if axes == 2 else 'length'}), "
+            f"(batch, channels, {_SIZES[axes]}), "
             f"but got input of size: {list(input_shape)}"
         )
 
@@ -417,15 +490,15 @@ def _by(sizes: Sequence[int]) -> str:
 
 
 def is_channels_last(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether PyTorch takes a 4-D tensor of these strides to be channels-last.
+    """Whether PyTorch takes a tensor of these strides to be channels-last.
 
     This is PyTorch's own rule (``suggest_memory_format``), which depends on strides and not on
     contiguity: tensors with sides of 1 are contiguous in both formats.
     """
-    if stride[1] > stride[3] or stride[1] == 0:  # true of nearly every NCHW tensor
+    if stride[1] > stride[-1] or stride[1] == 0:  # true of nearly every NCHW tensor
         return False
     least = 0
-    for dim in (1, 3, 2, 0):
+    for dim in (1, 3, 2, 0) if len(shape) == 4 else (1, 4, 3, 2, 0):
         if shape[dim] == 0 or stride[dim] < least:
             return False
         if dim == 0 and least == stride[1]:  # (N, 1, 1, 1) is ambiguous, and contiguous

@@ -1,4 +1,4 @@
-"""``fastconv.conv_transpose1d`` and ``conv_transpose2d``, by the operator ``transposed``."""
+"""``fastconv.conv_transpose1d``, ``2d`` and ``3d``, by the operator ``transposed``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fastconv import _precision, native
 from fastconv._precision import Precision
-from fastconv.backends.epilogue import applied
+from fastconv.backends.epilogue import applied, per_channel
 from fastconv.geometry import (
     Activation,
     IntOrPair,
@@ -30,8 +30,6 @@ from fastconv.ops.arguments import Geometry
 from fastconv.ops.schema import check_dense
 from fastconv.problem import (
     Epilogue,
-    Padding,
-    Pair,
     check_bias,
     check_output_padding,
     check_transposed,
@@ -167,6 +165,67 @@ def conv_transpose1d(
     )  # fmt: skip
 
 
+def conv_transpose3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: IntOrPair = 1,
+    padding: SidesLike = 0,
+    output_padding: IntOrPair = 0,
+    groups: int = 1,
+    dilation: IntOrPair = 1,
+    *,
+    precision: Precision | None = None,
+    activation: Activation | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Applies a 3-D transposed convolution, as ``torch.nn.functional.conv_transpose3d`` does.
+
+    With ``activation`` or ``residual``, it computes activation(transposed convolution + bias +
+    residual), as ``fastconv.conv_transpose2d`` does.
+
+    Args:
+        input: ``(batch, in_channels, depth, height, width)``, or without ``batch``.
+        weight: ``(in_channels, out_channels / groups, kernel depth, kernel height, kernel width)``.
+        bias: ``(out_channels)``, or None.
+        stride: one number, or ``(depth, vertical, horizontal)``.
+        padding: what is left out at the output's sides: one number, ``(depth, vertical,
+            horizontal)``, or, which PyTorch does not take, one number per side:
+            ``((front, back), (top, bottom), (left, right))``.
+        output_padding: planes, rows and columns that the output has in addition, at the back, at
+            the bottom and to the right: one number, or ``(depth, vertical, horizontal)``, below the
+            stride or the dilation.
+        groups: number of groups the channels are split into.
+        dilation: one number, or ``(depth, vertical, horizontal)``.
+        precision: ``"ieee"`` or ``"tf32"``, as for ``fastconv.conv2d``.
+        activation: as for ``fastconv.conv2d``.
+        residual: a tensor that is added before the activation. It has the result's size and the
+            input's type and device.
+
+    Returns:
+        ``(batch, out_channels, out_depth, out_height, out_width)``, or without ``batch``, in the
+        memory format PyTorch would choose. Sizes are those of ``fastconv.conv_transpose2d``.
+
+    Raises:
+        TypeError: an argument has a type that PyTorch would not take either.
+        RuntimeError: sizes, types or devices do not fit together, as in PyTorch.
+        ValueError: ``precision`` or ``activation`` is none of those above.
+        fastconv.GpuUnavailable: the tensors are on a GPU, and this machine lacks what the kernels
+            need beside it.
+        fastconv.CompilationError: the compiler refuses a kernel.
+        fastconv.LaunchError: the CUDA driver refuses a kernel.
+
+    Examples:
+        >>> volumes, weight = torch.randn(2, 16, 6, 6, 6), torch.randn(16, 8, 2, 2, 2)
+        >>> fastconv.conv_transpose3d(volumes, weight, stride=2).shape
+        torch.Size([2, 8, 12, 12, 12])
+    """
+    return _conv_transpose(
+        conv_transpose3d, 3, input, weight, bias, stride, padding, output_padding, groups, dilation,
+        precision, activation, residual,
+    )  # fmt: skip
+
+
 def _conv_transpose(
     function: Any,
     axes: int,
@@ -182,8 +241,10 @@ def _conv_transpose(
     activation: Activation | None,
     residual: Tensor | None,
 ) -> Tensor:
-    """Computes a transposed convolution along one axis or two, for the user's ``function``."""
-    if not torch.compiler.is_compiling() and (host := native.conv2d) is not None:
+    """Computes a transposed convolution along some axes, for the user's ``function``."""
+    # The native host path has forms of images and sequences alone.
+    host = native.conv2d if axes < 3 else None
+    if host is not None and not torch.compiler.is_compiling():
         mode = _precision.override_untraced() if precision is None else precision
         try:
             output = host(
@@ -211,7 +272,7 @@ def _conv_transpose(
 
 
 _Sizes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
-"""Output padding, stride, padding, dilation and groups; of one axis or two."""
+"""Output padding, stride, padding, dilation and groups; of one axis, two or three."""
 
 
 def _name(function: Any) -> str:
@@ -296,14 +357,11 @@ def _of_images(
     after: tuple[str, float],
 ) -> Tensor:
     """Computes a batch; along one axis, by images with one row."""
-    more: Any
-    stride: Any
-    dilation: Any
     more, stride, around, dilation, groups = sizes
-    if len(stride) == 2:
-        geometry = (stride, Padding(*around), dilation, groups, mode)
+    if len(stride) > 1:
+        geometry = (stride, around, dilation, groups, mode)
         return _reached(input, weight, bias, residual, more, geometry, after)
-    geometry = ((1, *stride), Padding(0, 0, *around), (1, *dilation), groups, mode)
+    geometry = ((1, *stride), (0, 0, *around), (1, *dilation), groups, mode)
     output = _reached(
         input.unsqueeze(2), weight.unsqueeze(2), bias,
         None if residual is None else residual.unsqueeze(2), (0, *more), geometry, after,
@@ -316,11 +374,11 @@ def _reached(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    output_padding: Pair,
+    output_padding: tuple[int, ...],
     geometry: Geometry,
     after: tuple[str, float],
 ) -> Tensor:
-    """Computes a batch of images, also where the output padding is not below the stride.
+    """Computes a batch, also where the output padding is not below the stride.
 
     Then the output may go beyond all that the weight reaches: it is computed without bias, and
     zeros are added to it.
@@ -331,15 +389,18 @@ def _reached(
         return autograd.transposed_here(
             _convolution, input, weight, bias, residual, output_padding, geometry, *after
         )
-    plain = (stride, Padding(0, 0, 0, 0), dilation, groups, mode)
-    whole = _convolution(input, weight, None, (0, 0), *plain)
-    below = output_padding[0] - around.bottom
-    beside = output_padding[1] - around.right
+    check_transposed(
+        input.shape, weight.shape, output_padding, stride, around, dilation, groups, len(stride)
+    )
+    plain = (stride, (0,) * len(around), dilation, groups, mode)
+    whole = _convolution(input, weight, None, (0,) * len(stride), *plain)
+    behind = [more - after for more, after in zip(output_padding, around[1::2], strict=True)]
+    sides = list(zip(around[::2], behind, strict=True))[::-1]  # pad takes the last axis first
     # Zeros come first: what is cut off at the front may be all that the weight reaches.
-    longer = pad(whole, (0, max(0, beside), 0, max(0, below)))
-    output = pad(longer, (-around.left, min(0, beside), -around.top, min(0, below)))
+    longer = pad(whole, [side for _, after in sides for side in (0, max(0, after))])
+    output = pad(longer, [side for before, after in sides for side in (-before, min(0, after))])
     if bias is not None:
-        output = output + bias[:, None, None]
+        output = output + per_channel(bias, len(stride))
     return applied(output, residual, Epilogue(*after))
 
 
@@ -347,15 +408,16 @@ def _convolution(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    output_padding: Pair,
-    stride: Pair,
-    around: Padding,
-    dilation: Pair,
+    output_padding: tuple[int, ...],
+    stride: tuple[int, ...],
+    around: tuple[int, ...],
+    dilation: tuple[int, ...],
     groups: int,
     mode: Precision | None,
 ) -> Tensor:
     """Computes the operator without an epilogue, by the native host path if it serves calls."""
-    return conv_transpose2d(
-        input, weight, bias, stride, (around[:2], around[2:]), output_padding, groups, dilation,
-        precision=mode,
-    )  # fmt: skip
+    function = conv_transpose2d if len(stride) == 2 else conv_transpose3d
+    sides = list(zip(around[::2], around[1::2], strict=True))
+    return function(
+        input, weight, bias, stride, sides, output_padding, groups, dilation, precision=mode
+    )

@@ -16,8 +16,10 @@ from fastconv.fused import FUSED
 SHAPES = {
     fastconv.Conv1d: (2, 4, 9),
     fastconv.Conv2d: (2, 4, 9, 8),
+    fastconv.Conv3d: (2, 4, 4, 5, 6),
     fastconv.ConvTranspose1d: (2, 4, 9),
     fastconv.ConvTranspose2d: (2, 4, 9, 8),
+    fastconv.ConvTranspose3d: (2, 4, 4, 5, 6),
 }
 
 
@@ -55,7 +57,7 @@ def test_epilogues(plain: Any, recorded: bool, stride: int) -> None:
         torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("plain", [fastconv.Conv1d, fastconv.Conv2d])
+@pytest.mark.parametrize("plain", [fastconv.Conv1d, fastconv.Conv2d, fastconv.Conv3d])
 def test_padding_modes(plain: Any) -> None:
     layer, twin = _pair(plain, padding=1, padding_mode="reflect")
     twin.activation = "relu"
@@ -63,7 +65,7 @@ def test_padding_modes(plain: Any) -> None:
     torch.testing.assert_close(twin(input), layer(input).relu())
 
 
-@pytest.mark.parametrize("plain", [fastconv.ConvTranspose1d, fastconv.ConvTranspose2d])
+@pytest.mark.parametrize("plain", [one for one in SHAPES if "Transpose" in one.__name__])
 def test_output_sizes(plain: Any) -> None:
     layer, twin = _pair(plain, stride=2, padding=1)
     twin.activation = "relu"
@@ -74,7 +76,7 @@ def test_output_sizes(plain: Any) -> None:
     torch.testing.assert_close(twin(input, size), expected)
     torch.testing.assert_close(twin(input, output_size=expected.size()), expected)
     with pytest.raises(ValueError, match="requested an output size of"):
-        twin(input, [100, 100][: len(size)])
+        twin(input, [100 for _ in size])
 
 
 @pytest.mark.parametrize("plain", SHAPES)

@@ -98,6 +98,19 @@ def layers(images: Tensor) -> None:
     fastconv.conv2d(images)  # type: ignore[call-arg]
 
 
+def volumes(video: Tensor) -> None:
+    layer = fastconv.Conv3d(3, 8, 3, padding=((2, 0), (1, 1), (1, 1)), precision="tf32")
+    assert_type(layer.forward(video), Tensor)
+    up = fastconv.ConvTranspose3d(8, 3, 2, (1, 2, 2), padding=((1, 0), (0, 0), (0, 1)))
+    fastconv.conv3d(video, layer.weight, padding=layer.padding, stride=layer.stride)
+    fastconv.conv3d(video, layer.weight, padding=[[2, 0], [1, 1], [1, 1]], activation="silu")
+    fastconv.conv_transpose3d(video, up.weight, None, 2, 1, 1, residual=video)
+    assert_type(fastconv.FusedConv3d(3, 3, 1).forward(video, video), Tensor)
+    assert_type(fastconv.FusedConvTranspose3d(3, 3, 1).forward(video, residual=video), Tensor)
+    fastconv.Conv3d(3, 8, 3, padding=(1, 2))  # type: ignore[arg-type]
+    fastconv.ConvTranspose3d(3, 8, 3, padding="same")  # type: ignore[arg-type]
+
+
 def sequences(audio: Tensor, images: Tensor) -> None:
     assert_type(fastconv.FusedConv1d(3, 3, 1).forward(audio, audio), Tensor)
     assert_type(fastconv.FusedConvTranspose1d(3, 3, 1).forward(audio, residual=audio), Tensor)

@@ -39,14 +39,14 @@ def some(items: Iterable[Item], one_in: int) -> list[Item]:
 
 @dataclass(frozen=True)
 class Conv:
-    """A small convolution with a name."""
+    """A small convolution with a name, of images or of volumes."""
 
     name: str
-    input: tuple[int, int, int, int]
-    weight: tuple[int, int, int, int]
-    stride: tuple[int, int] = (1, 1)
-    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
-    dilation: tuple[int, int] = (1, 1)
+    input: tuple[int, ...]
+    weight: tuple[int, ...]
+    stride: tuple[int, ...] = (1, 1)
+    padding: tuple[int, ...] = (0, 0, 0, 0)
+    dilation: tuple[int, ...] = (1, 1)
     groups: int = 1
 
     @property
@@ -115,15 +115,16 @@ class PassCase:
 
     @property
     def input_format(self) -> torch.memory_format:
-        return _memory_format(self.channels_last)
+        return _memory_format(self.channels_last, len(self.conv.input))
 
     @property
     def output_format(self) -> torch.memory_format:
-        return _memory_format(self.output_channels_last)
+        return _memory_format(self.output_channels_last, len(self.conv.input))
 
     @property
     def weight_format(self) -> torch.memory_format:
-        return _memory_format(self.output_channels_last and not self.plain_weight)
+        channels_last = self.output_channels_last and not self.plain_weight
+        return _memory_format(channels_last, len(self.conv.input))
 
     def __str__(self) -> str:
         words = [self.conv.name, self.direction, str(self.dtype).removeprefix("torch.")]
@@ -219,18 +220,17 @@ def run(
 def float64(case: PassCase, tensors: Tensors) -> Tensor:
     """The result in float64. In TF32, operands are rounded first, as tensor cores read them."""
     problem = case.conv.problem
-    top, bottom, left, right = problem.padding
     operands = (tensors.input, tensors.weight, tensors.grad_output)
     # Portable kernels compute TF32 in float32.
     if case.precision == "tf32" and case.plan.family in TENSOR_CORES:
         operands = tuple(rounded_to_tf32(one, case.ties_to_even) for one in operands)
     input, weight, grad_output = (tensor.double() for tensor in operands)
     input.requires_grad_(), weight.requires_grad_()
-    padded = torch.nn.functional.pad(input, (left, right, top, bottom))
+    padding = [side for axis in problem.axes[::-1] for side in (axis.before, axis.after)]
+    padded = torch.nn.functional.pad(input, padding)
     bias = tensors.bias.double() if case.bias else None
-    output = torch.nn.functional.conv2d(
-        padded, weight, bias, problem.stride, 0, problem.dilation, problem.groups
-    )
+    convolve = torch.nn.functional.conv2d if problem.depth is None else torch.nn.functional.conv3d
+    output = convolve(padded, weight, bias, case.conv.stride, 0, case.conv.dilation, problem.groups)
     if case.direction == "forward":
         return activated(output.detach() + tensors.residual.double(), case.epilogue)
     wanted = input if case.direction == "input_grad" else weight
@@ -307,7 +307,8 @@ def check(case: PassCase) -> None:
     bias_grad = new_bias_grad(case)
     assert_correct(case, tensors, run(case, tensors, bias_grad))
     if bias_grad is not None:
-        grad, over = tensors.grad_output.double(), (0, 2, 3)
+        grad = tensors.grad_output.double()
+        over = (0, *range(2, grad.dim()))
         assert_close(bias_grad, grad.sum(over), grad.abs().sum(over), ROUNDINGS)
 
 
@@ -372,5 +373,7 @@ def rounded_to_tf32(tensor: Tensor, ties_to_even: bool = False) -> Tensor:
     return ((bits + half) & ~0x1FFF).view(torch.float32)
 
 
-def _memory_format(channels_last: bool) -> torch.memory_format:
-    return torch.channels_last if channels_last else torch.contiguous_format
+def _memory_format(channels_last: bool, rank: int) -> torch.memory_format:
+    if not channels_last:
+        return torch.contiguous_format
+    return torch.channels_last if rank == 4 else torch.channels_last_3d

@@ -516,3 +516,14 @@ def test_small_mmas(arch: str) -> None:
     for case in (*small_mmas.CASES, *small_mmas.ROUNDS):
         compiled = jit.compile_kernel(case.launch.kernel, arch)
         assert compiled.spill_bytes == 0
+
+
+@pytest.mark.parametrize("gpu", ["sm_75", "sm_100a"])
+def test_kernels_for_volumes(gpu: str) -> None:
+    shapes = (2, 4, 7, 9, 11), (6, 2, 3, 2, 3)
+    problem = Problem.of(*shapes, (2, 3, 2), (1, 2, 0, 1, 1, 1), (1, 2, 1), 2)
+    weight = torch.empty(shapes[1], device="meta", memory_format=torch.channels_last_3d)
+    operands = Operands("fastconv::bfloat16", 2, True, False, weight.stride(), True)
+    for plan in PASSES:
+        for launch in plan(problem, operands, gpus.named(gpu)).launches:
+            assert compile.build(launch.kernel, gpu)

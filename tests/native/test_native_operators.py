@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
+import fastconv
 from fastconv import native
 from fastconv.ops import autograd, devices
 from native.helpers import Compiler, run, tensors
@@ -236,3 +237,22 @@ def test_words_that_only_python_explains() -> None:
     for tensor in wrong:
         with pytest.raises(RuntimeError, match=r"expected|Expected"):
             FORWARD(tensor, weight, None, *GEOMETRY)
+
+
+def test_python_computes_volumes(python_calls: list[str]) -> None:
+    """The library has forms of images alone, and hands on all calls with three strides."""
+    video, weight = tensors((2, 4, 3, 5, 6), (6, 4, 2, 3, 3))
+    native.load()
+    geometry = ((1, 2, 1), (1, 0, 1, 1, 1, 1), (1, 1, 1), 1, None)
+    output = FORWARD(video, weight.requires_grad_(), None, *geometry)
+    padded = torch.nn.functional.pad(video, (1, 1, 1, 1, 1, 0))
+    torch.testing.assert_close(output, torch.nn.functional.conv3d(padded, weight, None, (1, 2, 1)))
+    output.sum().backward()
+    assert weight.grad is not None
+    assert python_calls
+    up = torch.ops.fastconv.transposed.default(
+        output.detach(), weight.detach(), None, None, (0, 0, 0), *geometry, *PLAIN
+    )
+    assert up.shape == (2, 4, 3, 5, 6)
+    with pytest.raises(RuntimeError, match=r"Expected 3D \(unbatched\) or 4D \(batched\) input"):
+        fastconv.conv2d(video, weight)

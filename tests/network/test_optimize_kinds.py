@@ -77,6 +77,22 @@ def test_every_kind_is_fused(vocoder: Vocoder) -> None:
         fastconv.restore(optimized)
 
 
+def test_volumes_are_fused() -> None:
+    model = nn.Sequential(
+        nn.Conv3d(3, 4, 3, padding=1), nn.BatchNorm3d(4), nn.ReLU(),
+        nn.ConvTranspose3d(4, 2, 2, 2), nn.Sigmoid(),
+    ).eval()  # fmt: skip
+    with torch.no_grad():
+        norm: Any = model[1]
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2)
+    example = torch.randn(2, 3, 4, 5, 6)
+    optimized = fused(model, example)
+    assert activations(optimized) == {"0": "relu", "3": "sigmoid"}
+    assert report(optimized).folded == 1
+    torch.testing.assert_close(optimized(example), model(example), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.usefixtures("_inference")
 def test_a_fused_model_is_compiled(vocoder: Vocoder) -> None:
     example = torch.randn(2, 3, 20)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from torch._subclasses import FakeTensor
 
 from fastconv import _precision, native
 from fastconv.backends.epilogue import add_epilogue, applied_to_bias
+from fastconv.backends.flat import Flat, flattened
 from fastconv.jit import launch, loading, pool
 from fastconv.kernels import planner, plans
 from fastconv.kernels.family import ALIGNMENT, BIAS_ALIGNMENT, Gpu, Operands, Plan
@@ -60,6 +62,7 @@ def forward(
         input, weight = _dense(input), _dense(weight)
         residual = None if residual is None else _laid_out_as(out, residual)
         bias = None if bias is None else bias.contiguous()
+        problem, input, weight, out, residual = _seen(problem, input, weight, out, residual)
         asked = _need(
             planner.forward, problem, input, out, weight, precision,
             residual=residual, epilogue=epilogue, bias=bias,
@@ -95,11 +98,14 @@ def input_grad(
     tail = _kernels_tail(problem, bias, residual, epilogue)
     added = None if tail.bias is None else tail.bias.contiguous()
     beside = None if tail.residual is None else _laid_out_as(out, tail.residual)
+    seen, written, weight, grad_output, beside = _seen(
+        problem, out, weight, grad_output, beside, transposed=True
+    )
     asked = _need(
-        planner.input_grad, problem, grad_output, out, weight, precision,
+        planner.input_grad, seen, grad_output, written, weight, precision,
         residual=beside, epilogue=tail.epilogue, bias=added,
     )  # fmt: skip
-    ready(asked).run(grad_output, weight, added, beside, out)
+    ready(asked).run(grad_output, weight, added, beside, written)
     if tail.epilogue == epilogue:
         residual, epilogue = None, NO_EPILOGUE
     add_epilogue(out, bias if added is None else None, residual, epilogue)
@@ -142,11 +148,12 @@ def weight_grad(
     if problem.batch == 0 or out.numel() == 0:
         out.zero_()
         if bias_out is not None:
-            torch.sum(grad_output, (0, 2, 3), out=bias_out)
+            torch.sum(grad_output, (0, *range(2, grad_output.dim())), out=bias_out)
     elif out.is_complex():
         _complex_weight_grad(problem, grad_output, input, out, bias_out, precision)
     else:
         grad_output, input = _dense(grad_output), _dense(input)
+        problem, input, out, grad_output, _ = _seen(problem, input, out, grad_output)
         asked = _need(
             planner.weight_grad, problem, input, grad_output, out, precision, bias_out is not None
         )
@@ -194,11 +201,21 @@ def need(
     if out.is_complex() or 0 in (problem.batch, problem.in_channels, problem.out_channels):
         return None
     first, second = _dense(first), _dense(second)
-    roles = (second, first, out) if plan is planner.weight_grad else (first, out, second)
     if plan is planner.input_grad:  # the rest are passes over memory of their own
         bias, residual, epilogue = _kernels_tail(problem, bias, residual, epilogue)
     residual = None if residual is None else _laid_out_as(out, residual)
     bias = None if bias is None else bias.contiguous()
+    if plan is planner.forward:
+        problem, first, second, out, residual = _seen(problem, first, second, out, residual)
+        roles = first, out, second
+    elif plan is planner.input_grad:
+        problem, out, second, first, residual = _seen(
+            problem, out, second, first, residual, transposed=True
+        )
+        roles = first, out, second
+    else:
+        problem, second, out, first, _ = _seen(problem, second, out, first)
+        roles = second, first, out
     return _need(plan, problem, *roles, precision, bias_grad, switch, residual, epilogue, bias)
 
 
@@ -211,6 +228,46 @@ def ready(need: Need, plan: Plan | None = None) -> Ready:
         return _ready(need)
     finally:
         _given_plans.pop(need, None)
+
+
+class _Seen(NamedTuple):
+    """A problem and its tensors, as kernels see them."""
+
+    problem: Problem
+    input: Tensor
+    weight: Tensor
+    output: Tensor
+    residual: Tensor | None
+
+
+def _seen(
+    problem: Problem,
+    input: Tensor,
+    weight: Tensor,
+    output: Tensor,
+    residual: Tensor | None = None,
+    transposed: bool = False,
+) -> _Seen:
+    """Returns volumes as images, where the tensors' strides allow it, and all else as it is.
+
+    Tensors have the shapes of the problem's; a ``transposed`` pass writes the input, and the
+    residual has its shape. Dense tensors stay dense.
+    """
+    flat = None if problem.depth is None else _flat(problem, input, weight, output)
+    if flat is None:
+        return _Seen(problem, input, weight, output, residual)
+    if residual is not None:
+        residual = (flat.input if transposed else flat.output)(residual)
+    return _Seen(
+        flat.problem, flat.input(input), flat.weight(weight), flat.output(output), residual
+    )
+
+
+def _flat(problem: Problem, input: Tensor, weight: Tensor, output: Tensor) -> Flat | None:
+    flat = flattened(problem, input, weight, output)
+    if flat is not None and is_dense(flat.input(input)) and is_dense(flat.output(output)):
+        return flat
+    return None
 
 
 # The names of a pass's tensors in launches: those that Ready.run takes, in its order, then the
@@ -423,9 +480,9 @@ def _check_sizes(problem: Problem) -> None:
         ("input of size", problem.input_shape),
         ("weight of size", problem.weight_shape),
         ("output of size", problem.output_shape),
-        ("stride", problem.stride),
-        ("padding (top, bottom, left, right)", problem.padding),
-        ("dilation", problem.dilation),
+        ("stride", [axis.stride for axis in problem.axes]),
+        ("padding", [side for axis in problem.axes for side in (axis.before, axis.after)]),
+        ("dilation", [axis.dilation for axis in problem.axes]),
     ):
         if max(values) >= 1 << 31:
             raise NotImplementedError(
@@ -455,7 +512,7 @@ def operands_of(
         *SCALARS[dtype],
         input_channels_last,
         output_channels_last,
-        weight_strides,  # type: ignore[arg-type]  # a weight has four dimensions
+        weight_strides,
         aligned,
         precision,
         bias_grad,
@@ -485,39 +542,36 @@ def _laid_out_as(output: Tensor, tensor: Tensor) -> Tensor:
     """Returns the tensor, or a copy, in the output's memory format and without gaps."""
     contiguous = output.is_contiguous()
     return tensor.contiguous(
-        memory_format=torch.contiguous_format if contiguous else torch.channels_last
+        memory_format=torch.contiguous_format if contiguous else _channels_last(output)
     )
 
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the tensor has one of the two memory formats, without gaps, as kernels require."""
-    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=_channels_last(tensor))
+
+
+def _channels_last(tensor: Tensor) -> torch.memory_format:
+    return torch.channels_last_3d if tensor.dim() == 5 else torch.channels_last
 
 
 # --- Complex tensors: twice the channels, a real and an imaginary plane for each ------------------
 
 
 def _real(problem: Problem) -> Problem:
-    batch, channels, *size = problem.input_shape
-    out_channels, group_in, *kernel = problem.weight_shape
-    return Problem.of(
-        (batch, 2 * channels, *size),
-        (2 * out_channels, 2 * group_in, *kernel),
-        problem.stride,
-        problem.padding,
-        problem.dilation,
-        problem.groups,
+    return replace(
+        problem, in_channels=2 * problem.in_channels, out_channels=2 * problem.out_channels
     )
 
 
 def _planes(tensor: Tensor) -> Tensor:
-    """Returns a complex tensor (N, C, H, W) as a real one (N, C * 2, H, W)."""
-    return torch.view_as_real(tensor.resolve_conj()).permute(0, 1, 4, 2, 3).flatten(1, 2)
+    """Returns a complex tensor (N, C, ...) as a real one (N, C * 2, ...)."""
+    return torch.view_as_real(tensor.resolve_conj()).movedim(-1, 2).flatten(1, 2)
 
 
 def _set_planes(tensor: Tensor, planes: Tensor) -> None:
     """Undoes :func:`_planes`."""
-    torch.view_as_real(tensor).copy_(planes.unflatten(1, (-1, 2)).permute(0, 1, 3, 4, 2))
+    torch.view_as_real(tensor).copy_(planes.unflatten(1, (-1, 2)).movedim(2, -1))
 
 
 def _real_weight(weight: Tensor) -> Tensor:

@@ -35,12 +35,19 @@ def applied_to_bias(
     add_epilogue(out, bias, residual, epilogue)
 
 
+def per_channel(bias: Tensor, axes: int) -> Tensor:
+    """Returns a bias with as many dimensions of one element behind its own as there are axes."""
+    for _ in range(axes):
+        bias = bias.unsqueeze(-1)
+    return bias
+
+
 def add_epilogue(
     out: Tensor, bias: Tensor | None, residual: Tensor | None, epilogue: Epilogue
 ) -> None:
     """Makes ``out`` activation(out + bias + residual), in passes over memory of their own."""
     if bias is not None:
-        out.add_(bias[:, None, None])
+        out.add_(per_channel(bias, out.dim() - 2))
     if epilogue != NO_EPILOGUE:
         out.copy_(applied_in_place(out, residual, epilogue))
 

@@ -346,7 +346,7 @@ class Operands:
     scalar_bytes: int
     input_channels_last: bool
     output_channels_last: bool
-    weight_strides: tuple[int, int, int, int]
+    weight_strides: tuple[int, ...]  # four of images, five of volumes
     aligned: bool
     precision: str = "ieee"
     bias_grad: bool = False
@@ -377,10 +377,11 @@ class Operands:
 GEOMETRY = frozenset(
     f"{name}_{side}"
     for name in ("in", "out", "kernel", "stride", "dilation")
-    for side in ("height", "width")
+    for side in ("depth", "height", "width")
 ) | {
-    "groups", "group_in", "group_out", "padding_top", "padding_left", "weight_stride_out",
-    "weight_stride_in", "weight_stride_height", "weight_stride_width",
+    "groups", "group_in", "group_out", "padding_front", "padding_top", "padding_left",
+    "weight_stride_out", "weight_stride_in", "weight_stride_depth", "weight_stride_height",
+    "weight_stride_width",
 }  # fmt: skip
 """The constants, common to all kernels, that say what is computed and not how."""
 
@@ -407,8 +408,8 @@ def geometry_constants(
         "padding_left": padding[1],
         "weight_stride_out": operands.weight_strides[0],
         "weight_stride_in": operands.weight_strides[1],
-        "weight_stride_height": operands.weight_strides[2],
-        "weight_stride_width": operands.weight_strides[3],
+        "weight_stride_height": operands.weight_strides[-2],
+        "weight_stride_width": operands.weight_strides[-1],
     }
 
 
@@ -443,6 +444,28 @@ def problem_constants(problem: Problem, operands: Operands) -> dict[str, Constan
     return geometry_constants(
         problem.kernel_size, problem.stride, problem.dilation, padding, operands
     )
+
+
+def depth_constants(
+    problem: Problem, operands: Operands, transposed: bool = False
+) -> dict[str, Constant]:
+    """Returns the constants of a volume's depth; there are none for images.
+
+    A ``transposed`` pass reads the output's gradient and writes the input's.
+    """
+    depth = problem.depth
+    if depth is None:
+        return {}
+    sizes = (depth.input_size, depth.output_size)
+    return {
+        "in_depth": sizes[transposed],
+        "out_depth": sizes[not transposed],
+        "kernel_depth": depth.kernel_size,
+        "stride_depth": depth.stride,
+        "dilation_depth": depth.dilation,
+        "padding_front": depth.before,
+        "weight_stride_depth": operands.weight_strides[2],
+    }
 
 
 def blocks_at_once(count: int, block_bytes: int, workspace_bytes: int, most_bytes: int) -> int:

@@ -145,7 +145,8 @@ def adds_bias(problem: Problem) -> bool:
 
 def applies_epilogue(problem: Problem, epilogue: Epilogue) -> bool:
     """Whether kernels of an input gradient can apply an epilogue: with a residual, of stride 1."""
-    return adds_bias(problem) and not (epilogue.residual and problem.stride != (1, 1))
+    strided = any(axis.stride != 1 for axis in problem.axes)
+    return adds_bias(problem) and not (epilogue.residual and strided)
 
 
 def _refuse_epilogue(what: str, operands: Operands) -> None:
@@ -238,7 +239,10 @@ def _first(
     switch = current() if switch is None else switch
     reasons = [] if switch == EVERY else [f"; planned by {switch} alone"]
     problem = problem.without_idle_dilation  # else families would reserve memory for it
-    for planner in switch.planners(planners, gpu):
+    asked = switch.planners(planners, gpu)
+    if problem.depth is not None:  # the other families are for images
+        asked = asked[-1:]
+    for planner in asked:
         try:
             plan = planner(problem, operands, switch.gpu(gpu))
         except Declined as reason:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastconv.fused import Fused
-from fastconv.modules import COUNTERPARTS
+from fastconv.layers import COUNTERPARTS
 from fastconv.network.exchange import (
     Model,
     copied,
@@ -74,7 +74,7 @@ class Conversion:
     def __str__(self) -> str:
         total = len(self.exchanged) + len(self.left)
         if not total:
-            return "the model has no 1-D, 2-D or transposed convolutions: it was left as it was"
+            return "the model has no convolutions that fastconv computes: it was left as it was"
         head = f"{len(self.exchanged)} of {total} layers exchanged for fastconv's"
         return "\n".join((head, *left_lines(self.left)))
 
@@ -82,7 +82,8 @@ class Conversion:
 def convert(model: Model, *, inplace: bool = False) -> Model:
     """The model with all convolutions of fastconv's kinds computed by it, whatever their speed.
 
-    These are ``torch.nn.Conv1d``, ``Conv2d``, ``ConvTranspose1d`` and ``ConvTranspose2d``.
+    These are ``torch.nn.Conv1d``, ``Conv2d``, ``Conv3d``, ``ConvTranspose1d``, ``ConvTranspose2d``
+    and ``ConvTranspose3d``.
 
     Nothing is measured or called, so that it takes no example, and no GPU. ``fastconv.optimize``
     exchanges only the layers that gain by it.

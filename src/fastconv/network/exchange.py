@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
-from fastconv.modules import COUNTERPARTS
+from fastconv.layers import COUNTERPARTS
 
 Model = TypeVar("Model", bound=nn.Module)
 

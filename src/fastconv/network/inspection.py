@@ -48,7 +48,7 @@ def exchangeable_layers(subject: Subject) -> dict[str, nn.Module]:
                 subject.left[name] = reason
     if not layers and not subject.left:
         subject.notes.append(
-            "the model has no 1-D, 2-D or transposed convolutions: it was left as it was"
+            "the model has no convolutions that fastconv computes: it was left as it was"
         )
     return layers
 

@@ -29,10 +29,10 @@ def optimize(
 ) -> Model:
     """The model with those of its convolutions computed by fastconv that are faster that way.
 
-    Each ``torch.nn.Conv1d``, ``Conv2d``, ``ConvTranspose1d`` and ``ConvTranspose2d`` is measured as
-    the model calls it, on this GPU, by PyTorch and by fastconv; then the whole model is measured,
-    before and after. A layer that gains nothing stays PyTorch's, and if the model as a whole is not
-    faster, so do all of its layers.
+    Each ``torch.nn.Conv1d`` to ``Conv3d`` and ``ConvTranspose1d`` to ``ConvTranspose3d`` is
+    measured as the model calls it, on this GPU, by PyTorch and by fastconv; then the whole model is
+    measured, before and after. A layer that gains nothing stays PyTorch's, and if the model as a
+    whole is not faster, so do all of its layers.
 
     Call it as the model will be called: in the same mode (``train``, ``eval``), under the same
     ``autocast`` and ``fastconv.precision``, with an example of the same size, type and memory

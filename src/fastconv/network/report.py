@@ -195,8 +195,11 @@ def _cells(row: MeasuredLayer) -> tuple[str, ...]:
 
 
 def _format(call: Call) -> str:
-    """The memory format of a call's input: "nhwc" or "nchw", of a sequence "nlc" or "ncl"."""
-    axes = "hw" if call.axes == 2 else "l"
+    """The memory format of a call's input: "nhwc" or "nchw", of a sequence "nlc" or "ncl".
+
+    That of a volume is "ndhwc" or "ncdhw".
+    """
+    axes = {1: "l", 2: "hw", 3: "dhw"}[call.axes]
     if not call.is_batched:
         return f"c{axes}"
     shape, stride = call.input.shape, call.input.stride

@@ -160,7 +160,7 @@ def _residual(node: Node, site: Site, graph: Traced) -> Node | None:
     return residual
 
 
-_NORMS: dict[int, Any] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d}
+_NORMS: dict[int, Any] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 _MODULES: dict[type[nn.Module], ActivationName] = {
     nn.ReLU: "relu",
     nn.ReLU6: "relu6",

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from fastconv._precision import Precision
-from fastconv.problem import Padding, Pair
 
 Ints = Sequence[int]
 
-Geometry = tuple[Pair, Padding, Pair, int, Precision | None]
+Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, Precision | None]
 """Stride, padding, dilation, groups and precision: the arguments that all operators share."""
 
 

@@ -28,7 +28,7 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 
 from fastconv import native
-from fastconv.backends.epilogue import applied
+from fastconv.backends.epilogue import applied, per_channel
 from fastconv.ops import devices, gradients, hooks
 from fastconv.ops.arguments import Geometry
 from fastconv.ops.gradients import Gradients, sum_of_positions
@@ -49,7 +49,7 @@ from fastconv.ops.schema import (
     transposed_result,
     weight_grad,
 )
-from fastconv.problem import Pair, check_words
+from fastconv.problem import check_words
 
 # The dispatch key of torch.autograd.grad(is_grads_batched=True), whose vmap is not functorch's.
 _VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")
@@ -107,7 +107,7 @@ class FastconvConv2d(SingleLevelFunction):
         if weight_t is not None:
             tangent = _sum(tangent, forward(input, weight_t, None, *ctx.geometry))
         if bias_t is not None:
-            tangent = _sum(tangent, bias_t[:, None, None].expand(ctx.output_shape))
+            tangent = _sum(tangent, _everywhere(bias_t, ctx.output_shape))
         return tangent
 
 
@@ -173,7 +173,7 @@ class FastconvWeightGrad(SingleLevelFunction):
             if needs_input:
                 input_ = input_grad(grad_output.conj(), grad, input.shape[2:], *ctx.geometry)
         elif ctx.bias and bias_grad is not None and needs_grad_output:
-            grad_output_ = bias_grad[:, None, None].expand_as(grad_output)
+            grad_output_ = _everywhere(bias_grad, grad_output.shape)
         return (grad_output_, input_, *(None for _ in others))
 
     @staticmethod
@@ -230,7 +230,7 @@ class FastconvConvTranspose(SingleLevelFunction):
         if weight_t is not None:
             tangent = _sum(tangent, transposed(input, weight_t, None, None, *ctx.arguments))
         if bias_t is not None:
-            tangent = _sum(tangent, bias_t[:, None, None].expand(ctx.output_shape))
+            tangent = _sum(tangent, _everywhere(bias_t, ctx.output_shape))
         return tangent
 
 
@@ -308,6 +308,11 @@ def _save(ctx: Any, first: Tensor, second: Tensor) -> None:
 
 def _sum(first: Tensor | None, second: Tensor) -> Tensor:
     return second if first is None else first + second
+
+
+def _everywhere(bias: Tensor, shape: torch.Size) -> Tensor:
+    """Returns a bias at all positions of an output of this shape."""
+    return per_channel(bias, len(shape) - 2).expand(shape)
 
 
 def _below_autograd(
@@ -393,7 +398,7 @@ def transposed_here(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    output_padding: Pair,
+    output_padding: tuple[int, ...],
     geometry: Geometry,
     activation: str,
     slope: float,

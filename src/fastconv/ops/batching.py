@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastconv.backends.epilogue import applied
+from fastconv.backends.epilogue import applied, per_channel
 from fastconv.ops import autocast, gradients
 from fastconv.ops.arguments import (
     BackwardArguments,
@@ -168,7 +168,8 @@ def _vmap_transposed(size: int, in_dims: Dims, given: TransposedArguments) -> tu
         output, _ = _vmap_gradient(size, in_dims, given.input, given.weight, given.groups, compute)
     bias, residual = given.bias, given.residual  # autocast casts them as well
     if bias is not None:
-        output = output + _expand(bias, bias_dim, size)[:, None, :, None, None].to(output.dtype)
+        bias = _expand(bias, bias_dim, size).to(output.dtype)
+        output = output + per_channel(bias[:, None], len(given.stride))
     if residual is not None:
         residual = _expand(residual, residual_dim, size).to(output.dtype)
     return applied(output, residual, Epilogue(given.activation, given.slope)), 0

@@ -47,7 +47,7 @@ def _forward(
     _check("forward", input, weight, bias, stride, padding, dilation, groups, precision)
     before, within = _split(padding)
     return _aten.convolution(
-        _padded(input, before), weight, bias, stride, within, dilation, False, (0, 0), groups
+        _padded(input, before), weight, bias, stride, within, dilation, False, _none(within), groups
     )
 
 
@@ -66,15 +66,14 @@ def _input_grad(
         "input_grad", grad_output, weight, input_size,
         stride, padding, dilation, groups, precision, memory_format,
     )  # fmt: skip
-    (top, bottom, left, right), within = _split(padding)
-    batch, channels, height, width = result.shape
-    padded = (batch, channels, height + top + bottom, width + left + right)
+    before, within = _split(padding)
+    batch, channels, *sizes = result.shape
+    whole = [size + sum(before[2 * i : 2 * i + 2]) for i, size in enumerate(sizes)]
     gradient, _, _ = _aten.convolution_backward(
-        grad_output, grad_output.new_empty(padded), weight, None,
-        stride, within, dilation, False, (0, 0), groups, (True, False, False),
+        grad_output, grad_output.new_empty((batch, channels, *whole)), weight, None,
+        stride, within, dilation, False, _none(within), groups, (True, False, False),
     )  # fmt: skip
-    gradient = gradient[:, :, top : top + height, left : left + width]
-    return gradient.contiguous(memory_format=result.memory_format)
+    return _cut(gradient, before, sizes).contiguous(memory_format=result.memory_format)
 
 
 def _weight_grad(
@@ -97,7 +96,7 @@ def _weight_grad(
     _, gradient, bias_gradient = _aten.convolution_backward(
         grad_output, _padded(input, before), grad_output.new_empty(result.shape),
         result.shape[:1] if bias else None,
-        stride, within, dilation, False, (0, 0), groups, (False, True, bias),
+        stride, within, dilation, False, _none(within), groups, (False, True, bias),
     )  # fmt: skip
     gradient = gradient.contiguous(memory_format=result.memory_format)
     return gradient, bias_gradient if bias else new_bias_grad(result, bias)
@@ -112,18 +111,17 @@ def _fused(*args: Any) -> Tensor:
 def _transposed(*args: Any) -> Tensor:
     given = TransposedArguments(*args)
     result = _check("transposed", *given)
-    (top, bottom, left, right), within = _split(given.padding)
+    around, within = _split(given.padding)
     # Where opposite sides differ, all of the output is computed, and cut out of it. An output that
     # ends after the last tap's is padded at its end.
-    ends = (bottom, right)
+    ends = around[1::2]
     more = [max(0, one - end) for one, end in zip(given.output_padding, ends, strict=True)]
     output = _aten.convolution(
         given.input, given.weight, given.bias, given.stride, within, given.dilation, True, more,
         given.groups,
     )  # fmt: skip
-    if any((top, bottom, left, right)):
-        height, width = result.shape[2:]
-        output = output[:, :, top : top + height, left : left + width]
+    if any(around):
+        output = _cut(output, around, result.shape[2:])
         output = output.contiguous(memory_format=result.memory_format)
     return applied(output, given.residual, result.epilogue)
 
@@ -156,14 +154,26 @@ def _split(padding: Ints) -> tuple[Ints, Ints]:
 
     ``aten.convolution`` pads opposite sides by the same number.
     """
-    top, bottom, left, right = padding
-    if top == bottom and left == right:
-        return (0, 0, 0, 0), (top, left)
-    return padding, (0, 0)
+    before, after = padding[::2], padding[1::2]
+    if list(before) == list(after):
+        return [0] * len(padding), before
+    return padding, [0] * len(before)
 
 
 def _padded(input: Tensor, padding: Ints) -> Tensor:
-    top, bottom, left, right = padding
     if not any(padding):
         return input
-    return _aten.constant_pad_nd(input, (left, right, top, bottom))
+    pairs = list(zip(padding[::2], padding[1::2], strict=True))
+    return _aten.constant_pad_nd(input, [side for pair in pairs[::-1] for side in pair])
+
+
+def _cut(whole: Tensor, around: Ints, sizes: Ints) -> Tensor:
+    """Returns what is left of a tensor of these sizes without the padding around it."""
+    for dim, (before, size) in enumerate(zip(around[::2], sizes, strict=True), start=2):
+        whole = whole.narrow(dim, before, size)
+    return whole
+
+
+def _none(axes: Ints) -> list[int]:
+    """Returns an output padding of nothing along each axis."""
+    return [0 for _ in axes]

@@ -46,10 +46,11 @@ def parts(*args: Any) -> tuple[Part, Part]:
 
 def _check_channels(given: BackwardArguments) -> None:
     """Checks what neither part can see, as it has only one of input and weight."""
+    rank = len(given.stride) + 2
     for name in ("input", "weight"):
         shape = getattr(given, name).shape
-        if len(shape) != 4:
-            raise RuntimeError(f"Expected 4D {name}, but got {name} of size: {list(shape)}")
+        if len(shape) != rank:
+            raise RuntimeError(f"Expected {rank}D {name}, but got {name} of size: {list(shape)}")
     first, second, *_ = given.weight.shape
     channels = first if given.transposed else second * given.groups
     if given.input.shape[1] != channels:
@@ -88,10 +89,11 @@ def fake(*args: Any) -> Gradients:
 
 def sum_of_positions(grad_output: Tensor) -> Tensor:
     """Computes the gradient of the bias."""
+    all_but_channels = (0, *range(2, grad_output.dim()))
     if grad_output.dtype != torch.complex32:
-        return grad_output.sum((0, 2, 3))
+        return grad_output.sum(all_but_channels)
     # PyTorch has no sum of complex32 on a CPU.
-    parts = torch.view_as_real(grad_output.resolve_conj()).sum((0, 2, 3))
+    parts = torch.view_as_real(grad_output.resolve_conj()).sum(all_but_channels)
     return torch.view_as_complex(parts)
 
 

@@ -55,13 +55,15 @@ for _schema in SCHEMAS:
     library.define(_schema, tags=TAGS)
 
 # forward(input, weight, bias, stride, padding, dilation, groups, precision) -> output
-#   padding is (top, bottom, left, right); with precision None, the operator follows PyTorch's
-#   setting at the time when it runs.
+#   Of images, stride and dilation are (vertical, horizontal) and padding is (top, bottom, left,
+#   right). Of volumes, each list begins with depth: padding with (front, back). With precision
+#   None, the operator follows PyTorch's setting at the time when it runs.
 forward = torch.ops.fastconv.forward.default
 # input_grad(grad_output, weight, input_size, stride, padding, dilation, groups, precision,
 #            memory_format) -> gradient
-#   input_size is (height, width), which does not follow from the output's size when strides are
-#   above 1; memory_format is the gradient's, and None means channels-last if either tensor is.
+#   input_size is (height, width), or (depth, height, width), which does not follow from the
+#   output's size when strides are above 1; memory_format is the gradient's, and None means
+#   channels-last if either tensor is.
 input_grad = torch.ops.fastconv.input_grad.default
 # weight_grad(grad_output, input, kernel_size, stride, padding, dilation, groups, precision, bias,
 #             memory_format) -> gradients of weight and bias
@@ -76,8 +78,8 @@ fused = torch.ops.fastconv.fused.default
 #            precision, activation, slope) -> output
 #   The output is activation(transposed convolution + bias + residual). The transposed convolution
 #   is the input gradient of a convolution whose output's gradient is ``input``; ``padding`` is cut
-#   off its four sides, and ``output_padding``, which is below the stride, is added at the bottom
-#   and to the right.
+#   off its sides, and ``output_padding``, which is below the stride, is added at the back, at the
+#   bottom and to the right.
 transposed = torch.ops.fastconv.transposed.default
 # backward(grad_output, input, weight, stride, padding, dilation, groups, precision, transposed,
 #          bias) -> gradients of input, weight and bias
@@ -245,7 +247,7 @@ def input_grad_result(
     memory_format: torch.memory_format | None,
 ) -> Result:
     _check_alike(grad_output=grad_output, weight=weight)
-    _check_rank(grad_output=grad_output, weight=weight)
+    _check_rank(len(stride), grad_output=grad_output, weight=weight)
     input_shape = (grad_output.shape[0], weight.shape[1] * groups, *input_size)
     problem = Problem.of(input_shape, weight.shape, stride, padding, dilation, groups)
     _check_grad_output(problem, grad_output)
@@ -264,7 +266,7 @@ def weight_grad_result(
     memory_format: torch.memory_format | None,
 ) -> Result:
     _check_alike(grad_output=grad_output, input=input)
-    _check_rank(grad_output=grad_output, input=input)
+    _check_rank(len(stride), grad_output=grad_output, input=input)
     if groups > 0 and input.shape[1] % groups != 0:
         raise RuntimeError(
             f"Given groups={groups}, expected input to be divisible by {groups} at dimension 1, "
@@ -280,23 +282,25 @@ def weight_grad_result(
 def _result(
     problem: Problem, shape: tuple[int, ...], like: Form, memory_format: torch.memory_format
 ) -> Result:
-    if memory_format not in (torch.contiguous_format, torch.channels_last):
+    formats = (torch.contiguous_format, _channels_last(len(shape)))
+    if memory_format not in formats:
         raise RuntimeError(
-            "fastconv writes torch.contiguous_format and torch.channels_last, "
-            f"but got memory_format={memory_format}"
+            f"fastconv writes {formats[0]} and {formats[1]}, but got memory_format={memory_format}"
         )
     return Result(problem, shape, memory_format, like.dtype, like.device)
 
 
 def joint_format(first: Form, second: Form) -> torch.memory_format:
-    """Returns channels-last if either operand has it, which is PyTorch's rule.
-
-    On GPUs PyTorch's convolutions of float64 are always contiguous.
-    """
-    channels_last = not _is_double_on_gpu(first.dtype, first.device) and (
+    """Returns channels-last if either operand has it, which is PyTorch's rule."""
+    channels_last = not _is_always_contiguous(first.dtype, first.device, len(first.shape)) and (
         is_channels_last(first.shape, first.stride) or is_channels_last(second.shape, second.stride)
     )
-    return torch.channels_last if channels_last else torch.contiguous_format
+    return _channels_last(len(first.shape)) if channels_last else torch.contiguous_format
+
+
+def _channels_last(rank: int) -> torch.memory_format:
+    """The format of tensors of four or five dimensions that has channels last."""
+    return torch.channels_last if rank == 4 else torch.channels_last_3d
 
 
 def gradient_format(input: Tensor, weight: Tensor) -> torch.memory_format:
@@ -306,15 +310,25 @@ def gradient_format(input: Tensor, weight: Tensor) -> torch.memory_format:
     always contiguous: PyTorch puts them together from real ones.
     """
     dtype = input.dtype
-    channels_last = not (dtype.is_complex or _is_double_on_gpu(dtype, input.device)) and (
+    contiguous = dtype.is_complex or _is_always_contiguous(dtype, input.device, input.dim())
+    channels_last = not contiguous and (
         is_channels_last(input.shape, input.stride())
         or is_channels_last(weight.shape, weight.stride())
     )
-    return torch.channels_last if channels_last else torch.contiguous_format
+    return _channels_last(input.dim()) if channels_last else torch.contiguous_format
 
 
-def _is_double_on_gpu(dtype: torch.dtype, device: torch.device) -> bool:
-    return (dtype is torch.float64 or dtype is torch.complex128) and device.type == "cuda"
+def _is_always_contiguous(dtype: torch.dtype, device: torch.device, rank: int) -> bool:
+    """Whether PyTorch's results of this type are contiguous, whatever the format of the operands.
+
+    Those of float64 are on GPUs. On CPUs, oneDNN alone computes channels-last volumes.
+    """
+    if device.type == "cpu":
+        return rank == 5 and dtype not in _ONEDNN_DTYPES
+    return device.type == "cuda" and dtype in (torch.float64, torch.complex128)
+
+
+_ONEDNN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex32)
 
 
 def _check_alike(**forms: Form | None) -> None:
@@ -338,10 +352,13 @@ def _check_alike(**forms: Form | None) -> None:
             )
 
 
-def _check_rank(**forms: Form) -> None:
+def _check_rank(axes: int, **forms: Form) -> None:
+    rank = 5 if axes == 3 else 4
     for name, form in forms.items():
-        if len(form.shape) != 4:
-            raise RuntimeError(f"Expected 4D {name}, but got {name} of size: {list(form.shape)}")
+        if len(form.shape) != rank:
+            raise RuntimeError(
+                f"Expected {rank}D {name}, but got {name} of size: {list(form.shape)}"
+            )
 
 
 def _check_grad_output(problem: Problem, grad_output: Form) -> None:

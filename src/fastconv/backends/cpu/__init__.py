@@ -28,24 +28,20 @@ output's gradient and sums the products. These are few, long operations for each
 gradient of a depthwise layer is computed like the forward pass, from the output's gradient, one
 residue of the stride after the other: every stride-th row and column reads the same taps.
 
+Volumes are computed plane by plane (``volumes.py``): the planes that an output plane reads are
+further channels of an image.
+
 Sums are kept in a block, in a wider type where the tensors' own is narrow, and rounded once.
 Channels may come first or last in memory; a block has the order of the tensor it is copied from.
 """
 
 from __future__ import annotations
 
-from math import prod
-
 from torch import Tensor
 
-from fastconv.backends.cpu import matrices, taps, tiling
-from fastconv.backends.cpu.scratch import Scratch
-from fastconv.backends.cpu.views import sum_positions
+from fastconv.backends.cpu import images, volumes
 from fastconv.native import before_cpu_pass
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
-
-# Layers with one input channel and at most this many output channels in a group are thin.
-_THIN_CHANNELS = 4
 
 
 def forward(
@@ -63,9 +59,8 @@ def forward(
     All passes are computed in full precision, whatever ``precision``.
     """
     before_cpu_pass()
-    compute = taps.forward if _is_thin(problem) else matrices.forward
-    scratch = Scratch(out.dtype, channels_last=input.stride(1) == 1)
-    compute(problem, input, weight, bias, out, scratch, residual, epilogue)
+    of = images if problem.depth is None else volumes
+    of.forward(problem, input, weight, bias, out, residual, epilogue)
 
 
 def weight_grad(
@@ -78,10 +73,8 @@ def weight_grad(
 ) -> None:
     """Fills ``out`` with the weight gradient, and ``bias_out`` with the gradient of the bias."""
     before_cpu_pass()
-    if bias_out is not None:
-        sum_positions(grad_output, bias_out)
-    compute = taps.weight_grad if _is_thin(problem) else matrices.weight_grad
-    compute(problem, grad_output, input, out)
+    of = images if problem.depth is None else volumes
+    of.weight_grad(problem, grad_output, input, out, bias_out)
 
 
 def input_grad(
@@ -99,18 +92,5 @@ def input_grad(
     Only transposed convolutions, which are input gradients, have a bias and an epilogue.
     """
     before_cpu_pass()
-    scratch = Scratch(out.dtype, channels_last=grad_output.stride(1) == 1)
-    # With several output channels, tap by tap would be too many operations on too few elements.
-    # An infinite weight excludes it too: taps multiply zeros beyond the gradient's borders, which
-    # would give NaN.
-    depthwise = problem.out_channels == problem.groups
-    by_tap = depthwise and _is_thin(problem) and taps.has_finite_sum(weight, scratch.dtype)
-    compute = taps.input_grad if by_tap else matrices.input_grad
-    compute(problem, grad_output, weight, bias, out, scratch, residual, epilogue)
-
-
-def _is_thin(problem: Problem) -> bool:
-    """Whether matrices would be so thin, and outputs so many, that tap by tap is faster."""
-    thin = problem.in_channels == problem.groups
-    thin = thin and problem.out_channels <= _THIN_CHANNELS * problem.groups
-    return thin and prod(problem.output_shape) >= tiling.EFFICIENT_POSITIONS
+    of = images if problem.depth is None else volumes
+    of.input_grad(problem, grad_output, weight, out, bias, residual, epilogue)

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from math import gcd
 from typing import NamedTuple
 
+from fastconv import problem as problems
 from fastconv.problem import Problem
 
 
 class Axis(NamedTuple):
-    """Rows or columns: for output ``o``, tap ``t`` reads element ``o * step + t * reach - before``.
+    """Planes, rows or columns.
 
+    For output ``o``, tap ``t`` reads element ``o * step + t * reach - before``.
     Elements outside ``range(size)`` are zeros.
     """
 
@@ -60,20 +62,17 @@ class Axis(NamedTuple):
 
 
 def axes(problem: Problem) -> tuple[Axis, Axis]:
-    """Returns the axes along which the forward pass reads its input."""
-    before = (problem.padding.top, problem.padding.left)
-    rows, columns = zip(
-        problem.input_size,
-        problem.output_size,
-        problem.kernel_size,
-        # The stride of a single output and the dilation of a single tap have no effect, and may be
-        # so large that sizes would overflow.
-        map(min, problem.stride, problem.padded_size),
-        map(min, problem.dilation, problem.padded_size),
-        before,
-        strict=True,
-    )
-    return Axis(*rows), Axis(*columns)
+    """Returns the axes along which the forward pass reads its input: rows and columns."""
+    *_, rows, columns = problem.axes
+    return reading(rows), reading(columns)
+
+
+def reading(axis: problems.Axis) -> Axis:
+    """Returns how the forward pass reads along an axis of a problem."""
+    # The stride of a single output and the dilation of a single tap have no effect, and may be so
+    # large that sizes would overflow.
+    step, reach = min(axis.stride, axis.padded_size), min(axis.dilation, axis.padded_size)
+    return Axis(axis.input_size, axis.output_size, axis.kernel_size, step, reach, axis.before)
 
 
 class Residue(NamedTuple):

@@ -35,22 +35,26 @@ def by_tap(weight: Tensor, groups: int) -> Tensor:
 
 
 def sum_positions(grad_output: Tensor, out: Tensor) -> None:
-    """Fills ``out`` with the sums over images, rows and columns."""
+    """Fills ``out`` with the sums over all dimensions but channels."""
     if out.dtype in SUM_DTYPES:
         total = out.new_zeros(out.shape, dtype=SUM_DTYPES[out.dtype])
         add_positions(grad_output, total)
         out.copy_(total)
     else:
-        torch.sum(grad_output, (0, 2, 3), dtype=out.dtype, out=out)
+        torch.sum(grad_output, _all_but_channels(grad_output), dtype=out.dtype, out=out)
+
+
+def _all_but_channels(tensor: Tensor) -> tuple[int, ...]:
+    return (0, *range(2, tensor.dim()))
 
 
 def add_positions(tensor: Tensor, total: Tensor) -> None:
-    """Adds the sums over images, rows and columns to ``total``, which has a wider type.
+    """Adds the sums over all dimensions but channels to ``total``, which has a wider type.
 
     PyTorch converts the whole tensor before it sums, so a large one is summed in halves.
     """
     if tensor.numel() * total.element_size() <= block_bytes():
-        total += tensor.sum((0, 2, 3), dtype=total.dtype)
+        total += tensor.sum(_all_but_channels(tensor), dtype=total.dtype)
         return
     longest = tensor.shape.index(max(tensor.shape))
     totals = total.chunk(2) if longest == 1 else (total, total)

@@ -47,7 +47,13 @@ def _forward(c: Mapping[str, Any]) -> dict[str, Constant]:
         "rows flushed": c["flush_rows"] < c["stage_taps"],
         "unrolled": c["stage_taps"] * c["part_taps"] <= c["unrolled_taps"],
         "stored": stored,
+        **_volume(c),
     }
+
+
+def _volume(c: Mapping[str, Any]) -> dict[str, Constant]:
+    """The choice between the code of images and that of volumes; images have no constant for it."""
+    return {"volume": True} if "kernel_depth" in c else {}
 
 
 FORWARD = Anatomy(
@@ -79,6 +85,7 @@ def _weight_grad(c: Mapping[str, Any]) -> dict[str, Constant]:
         "several rows": c["kernel_height"] > c["block_taps"],
         "one image row": c["stage_rows"] == 1,
         "shared pixels": c["warps_k"] > 1,
+        **_volume(c),
     }
 
 

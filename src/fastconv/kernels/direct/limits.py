@@ -28,13 +28,20 @@ def checked(problem: Problem) -> Problem:
     group_in = problem.in_channels // problem.groups
     group_out = problem.out_channels // problem.groups
     kernel = problem.kernel_size
-    for axis, side in enumerate(("height", "width")):
-        require(f"a padded input {side}", problem.padded_size[axis])
+    sides = ("depth", "height", "width")[-len(problem.axes) :]
+    for axis, side in zip(problem.axes, sides, strict=True):
+        require(f"a padded input {side}", axis.padded_size)
     require("a batch", problem.batch)
     require("input channels", problem.in_channels)
     require("output channels", problem.out_channels)
-    require("a group's channels times taps", max(group_in, group_out) * kernel[0] * kernel[1])
-    return replace(problem.without_idle_dilation, stride=_strides(problem))
+    planes = 1 if problem.depth is None else problem.depth.kernel_size
+    taps = planes * kernel[0] * kernel[1]
+    require("a group's channels times taps", max(group_in, group_out) * taps)
+    problem = problem.without_idle_dilation
+    depth = problem.depth
+    if depth is not None:
+        depth = depth._replace(stride=min(depth.stride, depth.padded_size))
+    return replace(problem, stride=_strides(problem), depth=depth)
 
 
 def require(what: str, value: int) -> None:

@@ -28,9 +28,11 @@ from fastconv.kernels.family import (
     Launch,
     Operands,
     Plan,
+    depth_constants,
     epilogue_constants,
     problem_constants,
 )
+from fastconv.problem import Axis as ProblemAxis
 from fastconv.problem import Problem
 
 PIXELS = 4  # neighbours in a row that a thread computes
@@ -65,6 +67,11 @@ class Axis:
     dilation: int
     padding: int  # before the first input
     out_size: int
+
+    @classmethod
+    def of(cls, axis: ProblemAxis, transposed: bool) -> Axis:
+        out_size = axis.input_size if transposed else axis.output_size
+        return cls(transposed, axis.kernel_size, axis.stride, axis.dilation, axis.before, out_size)
 
     @property
     def out_step(self) -> int:
@@ -127,6 +134,7 @@ class Axis:
 class Tile:
     """What one block computes, and how its threads divide it among themselves."""
 
+    depth: Axis
     rows: Axis
     columns: Axis
     operands: Operands
@@ -184,7 +192,8 @@ class Tile:
     def packed_elements(self, problem: Problem, in_channels: int, out_channels: int) -> int:
         """Elements of the packed weights, padded to whole tiles and stages."""
         return (
-            self.rows.residues
+            self.depth.residues
+            * self.rows.residues
             * self.columns.residues
             * problem.groups
             * round_up(out_channels, self.channels)
@@ -199,7 +208,9 @@ class Tile:
             ceil_div(out_channels, self.channels)
             * ceil_div(self.columns.positions, self.width)
             * ceil_div(self.rows.positions, self.height)
+            * self.depth.positions
             * problem.groups
+            * self.depth.residues
             * self.rows.residues
             * self.columns.residues
         )
@@ -213,12 +224,16 @@ def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> P
     if transposed:
         group_in, group_out, in_size, out_size = group_out, group_in, out_size, in_size
     blocks_per_sm = 1 if operands.scalar_bytes == 8 else 2
+    axes = [Axis.of(axis, transposed) for axis in problem.axes]
+    depth = axes[0] if len(axes) == 3 else _ONE_PLANE
+    reads = group_in * depth.taps  # the planes that an output plane reads are further channels
+    *_, rows, columns = axes
     tile = _choose_tile(
-        problem, operands, gpu, transposed, group_in, group_out, in_size, out_size, blocks_per_sm
+        depth, rows, columns, operands, gpu, reads, group_out, in_size, blocks_per_sm
     )
-    flushes = _flushes(tile, group_in)
+    flushes = _flushes(tile, reads)
     single_stage = (
-        tile.stage_channels >= group_in
+        tile.stage_channels >= reads
         and tile.stage_taps >= tile.rows.taps
         and tile.part_taps >= tile.columns.taps
     )
@@ -233,6 +248,7 @@ def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> P
         "out_height": out_size[0],
         "out_width": out_size[1],
         **problem_constants(problem, operands),
+        **depth_constants(problem, operands, transposed),
         "in_channels_last": operands.input_channels_last,
         "out_channels_last": operands.output_channels_last,
         "channels_per_thread": tile.channels_per_thread,
@@ -261,12 +277,12 @@ def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> P
     # Packing is worth a launch of its own if there are more blocks than run at once.
     constants["packed"] = problem.batch * blocks > gpu.sm_count * blocks_per_sm
     launches: list[Launch] = []
-    if not (tile.rows.reaches_all and tile.columns.reaches_all):
-        elements = problem.batch * problem.in_channels * out_size[0] * out_size[1]
+    if not all(axis.reaches_all for axis in axes):
+        elements = math.prod(problem.input_shape)
         launches.append(_helper("clear", constants, elements, ("output", problem.batch)))
     packed = 0
     if constants["packed"]:
-        packed = tile.packed_elements(problem, group_in, group_out)
+        packed = tile.packed_elements(problem, reads, group_out)
         launches.append(_helper("pack", constants, packed, ("weight", "scratch")))
     images_at_once = limits.MOST_BLOCKS // blocks
     for first in range(0, problem.batch, images_at_once):
@@ -287,6 +303,10 @@ def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> P
     return Plan(tuple(launches), packed * operands.sum_bytes, FAMILY, WHY, packs=packs)
 
 
+# The depth of an image.
+_ONE_PLANE = Axis(transposed=False, kernel=1, stride=1, dilation=1, padding=0, out_size=1)
+
+
 class Flushes(NamedTuple):
     """How often accumulators are flushed to the second level: every so many of each."""
 
@@ -295,13 +315,13 @@ class Flushes(NamedTuple):
     rows: int  # kernel rows of a channel
 
 
-def _flushes(tile: Tile, group_in: int) -> Flushes:
+def _flushes(tile: Tile, reads: int) -> Flushes:
     """The flushes that make both levels about equally long, which keeps rounding errors least.
 
     Each level then adds about as many terms as the square root of all products.
     """
     channel = tile.stage_taps * tile.part_taps
-    best = max(math.sqrt(group_in * tile.rows.taps * tile.columns.taps), FLUSH_PRODUCTS)
+    best = max(math.sqrt(reads * tile.rows.taps * tile.columns.taps), FLUSH_PRODUCTS)
     if channel > MOST_PRODUCTS:
         return Flushes(1, 1, ceil_div(round(best), tile.part_taps))
     if best > tile.stage_channels * channel:
@@ -325,14 +345,14 @@ def _kernel(entry: str, constants: dict[str, Constant]) -> Kernel:
 
 
 def _choose_tile(
-    problem: Problem,
+    depth: Axis,
+    rows: Axis,
+    columns: Axis,
     operands: Operands,
     gpu: Gpu,
-    transposed: bool,
-    group_in: int,
+    reads: int,
     group_out: int,
     in_size: tuple[int, int],
-    out_size: tuple[int, int],
     blocks_per_sm: int,
 ) -> Tile:
     """A tile that wastes little at the image's borders and fits shared memory.
@@ -340,13 +360,6 @@ def _choose_tile(
     Output channels go to a thread first (which reads a weight once for its four pixels), then to
     lanes. The rest of the warp, and all warps, go to pixels.
     """
-    rows, columns = (
-        Axis(
-            transposed, problem.kernel_size[i], problem.stride[i], problem.dilation[i],
-            problem.padding[2 * i], out_size[i],
-        )
-        for i in (0, 1)
-    )  # fmt: skip
     most = 8 if operands.scalar_bytes < 8 else 4
     channels_per_thread = power_of_two_for(group_out, most)
     lanes_m = power_of_two_for(ceil_div(group_out, channels_per_thread), 4)
@@ -361,7 +374,7 @@ def _choose_tile(
     )  # fmt: skip
     budget = gpu.shared_budget(blocks_per_sm)
     for tight, (stage_channels, stage_taps, part_taps) in _stages(
-        rows, columns, operands.vector, group_in
+        rows, columns, operands.vector, reads
     ):
         vector = 1
         if not operands.input_channels_last and columns.residues == 1:
@@ -370,7 +383,7 @@ def _choose_tile(
             if columns.in_stride == 1 or part_taps > 1:
                 vector = operands.widest_vector(in_size[1], part_step, tile_step)
         tile = Tile(
-            rows, columns, operands, channels_per_thread, lanes_n // lanes_x, lanes_x,
+            depth, rows, columns, operands, channels_per_thread, lanes_n // lanes_x, lanes_x,
             stage_channels, stage_taps, part_taps, vector, columns.origin % vector, tight,
         )  # fmt: skip
         if tile.shared_bytes <= budget and tile.window <= MOST_WINDOW:
@@ -379,7 +392,7 @@ def _choose_tile(
 
 
 def _stages(
-    rows: Axis, columns: Axis, vector: int, group_in: int
+    rows: Axis, columns: Axis, vector: int, reads: int
 ) -> Iterator[tuple[bool, tuple[int, int, int]]]:
     """Stages from the best down to a single tap: whether rows are tight, and the stage's sizes.
 
@@ -388,7 +401,7 @@ def _stages(
     """
     first, *smaller = part_sizes(columns.taps, columns.tap_step, vector)
     wanted = ceil_div(STAGE_PRODUCTS, rows.taps * first)
-    most = min(wanted, MOST_STAGE_CHANNELS, group_in)
+    most = min(wanted, MOST_STAGE_CHANNELS, reads)
     whole = [(channels, rows.taps, first) for channels in range(most, 0, -1)]
     parts = [(1, 1, part) for part in (first, *smaller)]
     yield from product((False, True), whole)

@@ -17,6 +17,9 @@
 // loads. Where a group has few channels, the threads of a block also divide the pixels among
 // themselves (lanes_k, warps_k).
 //
+// Volumes have one more coordinate (depth.cuh): a tile's input channels are those of all planes
+// that an output plane reads, and pixels are those of all planes.
+//
 // Accumulators lose digits over many pixels, so every flush_units stages a thread adds them to its
 // own slots of a workspace and clears them. A second kernel reduces the slots in a fixed order,
 // without atomics, so that the bits are the same every time. A launch covers as many tiles as the
@@ -27,11 +30,13 @@
 // that saw the same channels and pixels.
 #pragma once
 #include "device/tile.cuh"
+#include "direct/depth.cuh"
 
 namespace fastconv {
 namespace weight_grad {
 
 using C = Config;
+using D = DepthOf<C>;
 using Scalar = C::Scalar;
 using Acc = AccOf<Scalar>::type;
 using Unit = IndexOf<C::wide_units>::type;  // counts the stages of all images
@@ -83,10 +88,12 @@ static_assert(2 * kStageBytes == C::shared_bytes, "the launch reserves what the 
 static_assert(C::stage_columns % kPixels == 0, "whole quads");
 
 constexpr int kTilesM = ceil_div(C::group_out, kTileM);
-constexpr int kTilesI = ceil_div(C::group_in, kTileI);
+constexpr int kReads = C::group_in * D::kernel;  // channels of all planes that are read
+constexpr int kTilesI = ceil_div(kReads, kTileI);
 constexpr int kUnitsX = ceil_div(C::out_width, C::stage_columns);
 constexpr int kUnitsY = ceil_div(C::out_height, C::stage_rows);
-constexpr Unit kImageUnits = Unit{kUnitsX} * kUnitsY;
+constexpr Unit kPlaneUnits = Unit{kUnitsX} * kUnitsY;
+constexpr Unit kImageUnits = kPlaneUnits * D::out;
 
 // Holds offsets and positions within an image, and positions beyond its end: with large strides,
 // stages reach far past it.
@@ -96,8 +103,8 @@ constexpr long long kReach =
            1ll * (C::out_width + C::stage_columns) * C::stride_width +
                1ll * kParts * kTaps * C::dilation_width + 1ll * kInputColumns * kColumnStep);
 constexpr long long kImageElements =
-    C::groups * max_of(1ll * C::group_in * C::in_height * C::in_width,
-                       1ll * C::group_out * C::out_height * C::out_width);
+    C::groups * max_of(1ll * C::group_in * D::in * C::in_height * C::in_width,
+                       1ll * C::group_out * D::out * C::out_height * C::out_width);
 using Offset = IndexTo<max_of(kImageElements, kReach)>;
 
 // Decodes a block's tile from its index.
@@ -152,13 +159,20 @@ __device__ __forceinline__ Acc split_sum(const Acc* workspace, int block, int in
   return total;
 }
 
-// Copies [channels][stage_rows][kTapRows][columns] of an image. Stage rows are row_step apart, tap
-// rows tap_step; elements outside of the image become zero.
+// A channel of one of a volume's planes, or none.
+struct Place {
+  int channel, plane;
+  bool exists;
+};
+
+// Copies [channels][stage_rows][kTapRows][columns] of an image: channels from first_channel on or,
+// of a volume, place(i) for each i below kChannels. Stage rows are row_step apart, tap rows
+// tap_step; elements outside of the image become zero.
 template <int kChannels, int kTapRows, int kColumns, int kStep, int kPitch, int kVector,
-          bool kChannelsLast, int kAllChannels, int kHeight, int kWidth>
-__device__ __forceinline__ void load(Scalar* tile, const Scalar* image, int first_channel,
-                                     int end_channel, Offset first_row, Offset row_step,
-                                     Offset tap_step, Offset first_column) {
+          bool kChannelsLast, int kAllChannels, int kDepth, int kHeight, int kWidth, class PlaceOf>
+__device__ __forceinline__ void load(Scalar* tile, const Scalar* image, const PlaceOf& place,
+                                     int first_channel, int end_channel, Offset first_row,
+                                     Offset row_step, Offset tap_step, Offset first_column) {
   constexpr int kVectors = kColumns / kVector;
   constexpr int kRows = C::stage_rows * kTapRows;
 #pragma unroll 1  // leaves the registers to the accumulators
@@ -170,11 +184,24 @@ __device__ __forceinline__ void load(Scalar* tile, const Scalar* image, int firs
     const int c = first_channel + channel;
     const Offset y = first_row + row / kTapRows * row_step + row % kTapRows * tap_step;
     const Offset x = first_column + static_cast<Offset>(column) * kStep;
-    const bool valid = c < end_channel && y >= 0 && y < kHeight && x >= 0 && x < kWidth;
+    bool valid = false;
     Offset offset = 0;
-    if (valid) {
-      offset = kChannelsLast ? (y * kWidth + x) * kAllChannels + c
-                             : (static_cast<Offset>(c) * kHeight + y) * kWidth + x;
+    if constexpr (D::exists) {
+      const Place at = place(channel);
+      const Offset plane = at.plane;
+      valid = at.exists && y >= 0 && y < kHeight && x >= 0 && x < kWidth;
+      if (valid) {
+        offset =
+            kChannelsLast
+                ? ((plane * kHeight + y) * kWidth + x) * kAllChannels + at.channel
+                : ((static_cast<Offset>(at.channel) * kDepth + plane) * kHeight + y) * kWidth + x;
+      }
+    } else {
+      valid = c < end_channel && y >= 0 && y < kHeight && x >= 0 && x < kWidth;
+      if (valid) {
+        offset = kChannelsLast ? (y * kWidth + x) * kAllChannels + c
+                               : (static_cast<Offset>(c) * kHeight + y) * kWidth + x;
+      }
     }
     copy_elements<kVector>(tile + (channel * kRows + row) * kPitch + column, image + offset, valid);
   }
@@ -255,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Co
   const Tile tile(first_tile + blockIdx.x % tiles);
   const int split = blockIdx.x / tiles;
   const Position at;
-  const long long units = 1ll * batch * kUnitsY * kUnitsX;
+  const long long units = 1ll * batch * D::out * kUnitsY * kUnitsX;
   const Unit first = static_cast<Unit>(units * split / splits);
   const Unit end = static_cast<Unit>(units * (split + 1) / splits);
 
@@ -278,14 +305,25 @@ extern "C" __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Co
     const int row = row_of(unit), column = column_of(unit);
     const int m = tile.group * C::group_out + tile.m * kTileM;
     const int i = tile.group * C::group_in + tile.i * kTileI;
+    const auto written = [&](int channel) -> Place {
+      const int plane = static_cast<int>(unit / kPlaneUnits % D::out);
+      return {m + channel, plane, m + channel < (tile.group + 1) * C::group_out};
+    };
+    const auto read = [&](int channel) -> Place {
+      const int index = tile.i * kTileI + channel;
+      const int plane = static_cast<int>(unit / kPlaneUnits % D::out) * D::stride +
+                        index / C::group_in * D::dilation - D::padding;
+      return {tile.group * C::group_in + index % C::group_in, plane,
+              index < kReads && plane >= 0 && plane < D::in};
+    };
     constexpr int kOut = C::groups * C::group_out, kIn = C::groups * C::group_in;
     load<kTileM, 1, C::stage_columns, 1, kGradPitch, C::vector_grad, C::grad_channels_last, kOut,
-         C::out_height, C::out_width>(grads(stage),
-                                      grad_output + image * kOut * C::out_height * C::out_width, m,
-                                      (tile.group + 1) * C::group_out, row, 1, 0, column);
+         D::out, C::out_height, C::out_width>(
+        grads(stage), grad_output + image * kOut * D::out * C::out_height * C::out_width, written,
+        m, (tile.group + 1) * C::group_out, row, 1, 0, column);
     load<kTileI, C::block_taps, kInputColumns, kColumnStep, kInputPitch, C::vector_input,
-         C::in_channels_last, kIn, C::in_height, C::in_width>(
-        inputs(stage), input + image * kIn * C::in_height * C::in_width, i,
+         C::in_channels_last, kIn, D::in, C::in_height, C::in_width>(
+        inputs(stage), input + image * kIn * D::in * C::in_height * C::in_width, read, i,
         (tile.group + 1) * C::group_in,
         static_cast<Offset>(row) * C::stride_height +
             static_cast<Offset>(tile.tap_row) * C::dilation_height - C::padding_top,
@@ -353,10 +391,10 @@ extern "C" __global__ void reduce(
     const Tile tile(first_tile + block);
     const int channel =
         tile.m * kTileM + index / (C::inputs_per_thread * kBlockTaps) * kThreadsM + m;
-    const int depth = tile.i * kTileI + index / kBlockTaps % C::inputs_per_thread * kThreadsN + n;
+    const int read = tile.i * kTileI + index / kBlockTaps % C::inputs_per_thread * kThreadsN + n;
     const int tap_row = tile.tap_row + index / kTaps % C::block_taps;
     const int tap = tile.part * kTaps + index % kTaps;
-    if (channel >= C::group_out || depth >= C::group_in || tap_row >= C::kernel_height ||
+    if (channel >= C::group_out || read >= kReads || tap_row >= C::kernel_height ||
         tap >= C::kernel_width) {
       continue;
     }
@@ -364,9 +402,12 @@ extern "C" __global__ void reduce(
     for (int split = 0; split < splits; ++split) {
       total += split_sum(workspace, split * tiles + block, index, m, n);
     }
+    const int input = D::exists ? read % C::group_in : read;
+    const int plane = D::exists ? read / C::group_in : 0;
     grad[(1ll * tile.group * C::group_out + channel) * C::weight_stride_out +
-         1ll * depth * C::weight_stride_in + 1ll * tap_row * C::weight_stride_height +
-         1ll * tap * C::weight_stride_width] = fastconv::narrow<Scalar>(total);
+         1ll * input * C::weight_stride_in + 1ll * plane * D::weight_stride +
+         1ll * tap_row * C::weight_stride_height + 1ll * tap * C::weight_stride_width] =
+        fastconv::narrow<Scalar>(total);
   }
   if constexpr (C::bias) {
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kTileM; i += step) {
