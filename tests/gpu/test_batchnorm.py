@@ -58,7 +58,8 @@ def _check_all(case: Case, training: bool = True) -> None:
     again = torch.autograd.grad(output, leaves, tensors.grad)
     assert all(map(torch.equal, found, again)), "the same call gave other bits"
     gradients = torch.autograd.grad(expected, exact.leaves, exact.grad)
-    # Gradients before curved activations are rounded twice. Sums have one rounding for each element, of random signs.
+    # Gradients before curved activations are rounded twice. Sums have one rounding for each
+    # element, of random signs.
     bound = 256 + 8 * ROUNDINGS[case.dtype] / ROUNDINGS[torch.float32] * case.residual
     if case.dtype == torch.float64:
         bound = 4096
