@@ -688,7 +688,7 @@ __global__ void __launch_bounds__(256)
 SOURCES["direct/forward/kernel.cuh"] = r"""
 // Forward convolution and input gradient on plain CUDA cores.
 //
-// Both passes are a cross-correlation along each of the two axes:
+// Both passes are a cross-correlation along each of the two axes, or three (depth.cuh):
 // out[m, o] = bias[m] + sum over channels k and taps j of
 // packed[m, k, j] * in[k, o * in_stride + j * tap_step + origin].
 //   forward        in = input, in_stride = stride, tap_step = dilation, origin = -padding.
@@ -698,7 +698,8 @@ SOURCES["direct/forward/kernel.cuh"] = r"""
 //                  gets zero weights. Residues that no tap reaches are not computed: `clear` fills
 //                  the image with zeros before.
 //
-// A block computes a tile of M channels x (rows x columns) pixels of one residue, image and group.
+// A block computes a tile of M channels x (rows x columns) pixels of one residue, plane, image and
+// group.
 //
 //   shared memory, one of two stages          registers of a thread
 //   input   [channel][row][pitch]             acc    [channels_per_thread][4 pixels]
@@ -715,11 +716,13 @@ SOURCES["direct/forward/kernel.cuh"] = r"""
 // large, every flush_rows kernel rows. Rounding errors then grow with the lengths of the two levels
 // and not with the length of the whole sum.
 #include "device/epilogue.cuh"
+#include "direct/depth.cuh"
 
 namespace fastconv {
 namespace convolve {
 
 using C = Config;
+using D = DepthOf<C>;
 using Scalar = C::Scalar;
 using Acc = AccOf<Scalar>::type;
 
@@ -774,6 +777,7 @@ struct Axis {
   }
 };
 
+using Depth = Axis<C::transposed, D::kernel, D::stride, D::dilation, D::padding, D::out>;
 using Rows = Axis<C::transposed, C::kernel_height, C::stride_height, C::dilation_height,
                   C::padding_top, C::out_height>;
 using Columns = Axis<C::transposed, C::kernel_width, C::stride_width, C::dilation_width,
@@ -795,7 +799,8 @@ constexpr int kGroups = C::channels_per_thread / kGroup;
 
 constexpr int kParts = ceil_div(Columns::kTaps, C::part_taps);
 constexpr int kTapChunks = ceil_div(Rows::kTaps, C::stage_taps);
-constexpr int kChunks = ceil_div(C::group_in, C::stage_channels);
+constexpr int kReads = C::group_in * Depth::kTaps;  // channels of all planes that are read
+constexpr int kChunks = ceil_div(kReads, C::stage_channels);
 constexpr int kStages = kChunks * kParts * kTapChunks;
 
 // The tile of a single kernel row (or column) holds only the rows (or columns) that it reads; the
@@ -833,7 +838,8 @@ static_assert(2 * kStageBytes == C::shared_bytes, "the launch reserves what the 
 static_assert(kLanesM * kLanesN == 32 && C::channels_per_thread % kGroup == 0, "whole warps");
 
 constexpr int kTilesM = ceil_div(C::group_out, kTileM);
-constexpr int kResidues = Rows::kResidues * Columns::kResidues;
+constexpr int kPlaneResidues = Rows::kResidues * Columns::kResidues;
+constexpr int kResidues = Depth::kResidues * kPlaneResidues;
 // Packed weights of one channel tile: [channel][part][tap row][tap column of the part][kTileM], so
 // that each channel's weights of a stage are a contiguous run.
 constexpr int kTapsHeight = kTapChunks * C::stage_taps;
@@ -851,14 +857,14 @@ constexpr long long kReach =
            1ll * (Columns::kPositions + kTileWidth) * Columns::kInStride +
                1ll * kParts * C::part_taps * Columns::kTapStep + 1ll * kColumns * kColumnStep);
 constexpr long long kImageElements =
-    C::groups * max_of(1ll * C::group_in * C::in_height * C::in_width,
-                       1ll * C::group_out * C::out_height * C::out_width);
+    C::groups * max_of(1ll * C::group_in * D::in * C::in_height * C::in_width,
+                       1ll * C::group_out * D::out * C::out_height * C::out_width);
 using Offset = IndexTo<max_of(kImageElements, kReach)>;
 
 // Decodes a block's tile from its index. Channel tiles change fastest, so that the blocks that read
 // the same input run together and find it in the L2 cache.
 struct Tile {
-  int m, x, y, group, image, residue;
+  int m, x, y, z, group, image, residue;
 
   __device__ explicit Tile(int index, int first_image, int images) {
     constexpr int kTilesX = ceil_div(Columns::kPositions, kTileWidth);
@@ -869,12 +875,24 @@ struct Tile {
     index /= kTilesX;
     y = index % kTilesY;
     index /= kTilesY;
+    z = index % Depth::kPositions;
+    index /= Depth::kPositions;
     group = index % C::groups;
     index /= C::groups;
     image = first_image + index % images;
     residue = index / images;
   }
 };
+
+// The axes of a tile's residue.
+__device__ __forceinline__ Depth depth_of(int residue) { return Depth(residue / kPlaneResidues); }
+__device__ __forceinline__ Rows rows_of(int residue) {
+  if constexpr (Depth::kResidues > 1) residue %= kPlaneResidues;
+  return Rows(residue / Columns::kResidues);
+}
+__device__ __forceinline__ Columns columns_of(int residue) {
+  return Columns(residue % Columns::kResidues);
+}
 
 __device__ __forceinline__ Offset in_offset(int channel, Offset row, Offset column) {
   if constexpr (C::in_channels_last) {
@@ -883,19 +901,50 @@ __device__ __forceinline__ Offset in_offset(int channel, Offset row, Offset colu
   return (static_cast<Offset>(channel) * C::in_height + row) * C::in_width + column;
 }
 
+__device__ __forceinline__ Offset in_offset(int channel, Offset plane, Offset row, Offset column) {
+  if constexpr (C::in_channels_last) return in_offset(channel, plane * C::in_height + row, column);
+  return ((static_cast<Offset>(channel) * D::in + plane) * C::in_height + row) * C::in_width +
+         column;
+}
+
+// The offset within the first output plane.
 __device__ __forceinline__ Offset out_offset(int channel, Offset row, Offset column) {
   if constexpr (C::out_channels_last) {
     return (row * C::out_width + column) * (C::group_out * C::groups) + channel;
   }
-  return (static_cast<Offset>(channel) * C::out_height + row) * C::out_width + column;
+  return (static_cast<Offset>(channel) * D::out * C::out_height + row) * C::out_width + column;
 }
+
+// The distance between neighbouring output planes.
+constexpr Offset kOutPlane =
+    static_cast<Offset>(C::out_channels_last ? C::group_out * C::groups : 1) * C::out_height *
+    C::out_width;
+
+// A channel of one of the planes that an output plane reads, counted as the reduction does.
+struct Read {
+  int channel;  // within the group
+  int tap;      // of the kernel's planes
+
+  __device__ explicit Read(int index) : channel(index), tap(0) {
+    if constexpr (Depth::kTaps > 1) {
+      channel = index % C::group_in;
+      tap = index / C::group_in;
+    }
+  }
+
+  // Whether the reduction has this channel: the last chunk may go beyond it, and a residue may have
+  // fewer taps than others.
+  __device__ bool exists(const Depth& depth) const {
+    return Depth::kTaps > 1 ? tap < depth.taps : channel < C::group_in;
+  }
+};
 
 // --- Loading ------------------------------------------------------------------------------------
 
 // Copies one stage's halo tile; elements outside of the image or past the last channel become zero.
 __device__ __forceinline__ void load_input(Scalar* tile, const Scalar* image, int group,
-                                           int first_channel, Offset first_row,
-                                           Offset first_column) {
+                                           const Depth& depth, int first_channel, int first_plane,
+                                           Offset first_row, Offset first_column) {
   constexpr int kVectors = kColumns / kVector;
   constexpr int kTotal = C::stage_channels * kRows * kVectors;
   for (int i = threadIdx.x; i < kTotal; i += kThreads) {
@@ -906,24 +955,36 @@ __device__ __forceinline__ void load_input(Scalar* tile, const Scalar* image, in
     const int column = rest % kVectors * kVector;
     const Offset y = first_row + static_cast<Offset>(row) * kRowStep;
     const Offset x = first_column + static_cast<Offset>(column) * kColumnStep;
-    const bool valid = first_channel + channel < C::group_in && y >= 0 && y < C::in_height &&
-                       x >= 0 && x < C::in_width;
-    const Offset offset =
-        valid ? in_offset(group * C::group_in + first_channel + channel, y, x) : Offset{0};
+    bool valid = false;
+    Offset offset = 0;
+    if constexpr (D::exists) {
+      const Read read(first_channel + channel);
+      const int plane = first_plane + read.tap * Depth::kTapStep;
+      valid = read.exists(depth) && plane >= 0 && plane < D::in && y >= 0 && y < C::in_height &&
+              x >= 0 && x < C::in_width;
+      if (valid) offset = in_offset(group * C::group_in + read.channel, plane, y, x);
+    } else {
+      valid = first_channel + channel < C::group_in && y >= 0 && y < C::in_height && x >= 0 &&
+              x < C::in_width;
+      if (valid) offset = in_offset(group * C::group_in + first_channel + channel, y, x);
+    }
     copy_elements<kVector>(tile + (channel * kRows + row) * kPitch + column, image + offset, valid);
   }
 }
 
-// Returns the weight of a group's output channel m and input channel k at a tap; zero past the
-// last channel, and past the last tap of the residue.
-__device__ __forceinline__ Acc weight_at(const Scalar* weight, const Rows& rows,
-                                         const Columns& columns, int group, int m, int k, int tap_y,
-                                         int tap_x) {
-  if (m >= C::group_out || k >= C::group_in || tap_y >= rows.taps || tap_x >= columns.taps)
+// Returns the weight of a group's output channel m and channel `index` of the reduction at a tap;
+// zero past the last channel, and past the last tap of the residue.
+__device__ __forceinline__ Acc weight_at(const Scalar* weight, const Depth& depth, const Rows& rows,
+                                         const Columns& columns, int group, int m, int index,
+                                         int tap_y, int tap_x) {
+  const Read read(index);
+  const int k = read.channel;
+  if (m >= C::group_out || !read.exists(depth) || tap_y >= rows.taps || tap_x >= columns.taps)
     return 0;
   // The weight's first dimension is the forward pass's output channels.
   const long long first = C::transposed ? group * C::group_in + k : group * C::group_out + m;
   const long long second = C::transposed ? m : k;
+  if constexpr (D::exists) weight += 1ll * depth.kernel_index(read.tap) * D::weight_stride;
   return widen(weight[first * C::weight_stride_out + second * C::weight_stride_in +
                       1ll * rows.kernel_index(tap_y) * C::weight_stride_height +
                       1ll * columns.kernel_index(tap_x) * C::weight_stride_width]);
@@ -950,13 +1011,14 @@ __device__ __forceinline__ void load_packed(Acc* tile, const Acc* packed) {
 
 // Reads one stage's weights from the weight tensor itself. This is slower than load_packed, but
 // saves small problems the launch of `pack`.
-__device__ __forceinline__ void load_unpacked(Acc* tile, const Scalar* weight, const Rows& rows,
-                                              const Columns& columns, int group, int first_m,
-                                              int first_channel, int first_tap_y, int first_tap_x) {
+__device__ __forceinline__ void load_unpacked(Acc* tile, const Scalar* weight, const Depth& depth,
+                                              const Rows& rows, const Columns& columns, int group,
+                                              int first_m, int first_channel, int first_tap_y,
+                                              int first_tap_x) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < kWeightElements; i += kThreads) {
     const int m = i % kTileM, tap = i / kTileM % kStageTaps, channel = i / (kTileM * kStageTaps);
-    tile[i] = weight_at(weight, rows, columns, group, first_m + m, first_channel + channel,
+    tile[i] = weight_at(weight, depth, rows, columns, group, first_m + m, first_channel + channel,
                         first_tap_y + tap / C::part_taps, first_tap_x + tap % C::part_taps);
   }
 }
@@ -1152,7 +1214,8 @@ __global__ void clear(Config::Scalar* __restrict__ output, int batch) {
   using namespace fastconv::convolve;
   constexpr int kCount = C::aligned ? 16 / static_cast<int>(sizeof(Scalar)) : 1;
   using Zeros = fastconv::Vector<Scalar, kCount>;
-  const long long total = 1ll * batch * C::groups * C::group_out * C::out_height * C::out_width;
+  const long long total =
+      1ll * batch * C::groups * C::group_out * D::out * C::out_height * C::out_width;
   const long long thread = 1ll * blockIdx.x * blockDim.x + threadIdx.x;
   const long long step = 1ll * gridDim.x * blockDim.x;
   for (long long i = thread; i < total / kCount; i += step) {
@@ -1184,9 +1247,8 @@ __global__ void pack(const Config::Scalar* __restrict__ weight,
     rest /= kTilesM;
     const int group = static_cast<int>(rest % C::groups);
     const int residue = static_cast<int>(rest / C::groups);
-    const Rows rows(residue / Columns::kResidues);
-    const Columns columns(residue % Columns::kResidues);
-    packed[i] = weight_at(weight, rows, columns, group, m, k, tap_y, tap_x);
+    packed[i] = weight_at(weight, depth_of(residue), rows_of(residue), columns_of(residue), group,
+                          m, k, tap_y, tap_x);
   }
 }
 
@@ -1198,9 +1260,13 @@ __global__ void __launch_bounds__(fastconv::convolve::kThreads, Config::blocks_p
   using namespace fastconv::convolve;
   const Tile tile(blockIdx.x, first_image, images);
   const Position at;
-  const Rows rows(tile.residue / Columns::kResidues);
-  const Columns columns(tile.residue % Columns::kResidues);
+  const Depth depth = depth_of(tile.residue);
+  const Rows rows = rows_of(tile.residue);
+  const Columns columns = columns_of(tile.residue);
   // Residues may differ in size; the grid covers the largest.
+  if constexpr (Depth::kOutStep > 1) {
+    if (tile.z >= depth.positions) return;
+  }
   if constexpr (Rows::kOutStep > 1 || Columns::kOutStep > 1) {
     if (tile.y * kTileHeight >= rows.positions || tile.x * kTileWidth >= columns.positions) return;
   }
@@ -1208,8 +1274,9 @@ __global__ void __launch_bounds__(fastconv::convolve::kThreads, Config::blocks_p
       static_cast<Offset>(tile.y * kTileHeight) * Rows::kInStride + rows.origin;
   const Offset first_column =
       static_cast<Offset>(tile.x * kTileWidth) * Columns::kInStride + columns.origin - kShift;
+  const int first_plane = tile.z * Depth::kInStride + depth.origin;
   const Scalar* image =
-      input + 1ll * tile.image * C::groups * C::group_in * C::in_height * C::in_width;
+      input + 1ll * tile.image * C::groups * C::group_in * D::in * C::in_height * C::in_width;
   packed += ((tile.residue * C::groups + tile.group) * kTilesM + tile.m) * kPackedTile;
 
   unsigned char* shared = fastconv::shared_memory();
@@ -1224,14 +1291,14 @@ __global__ void __launch_bounds__(fastconv::convolve::kThreads, Config::blocks_p
   const auto part = [](int stage) { return stage / kTapChunks % kParts; };
   const auto load = [&](int stage) {
     const int channel = stage / (kTapChunks * kParts) * C::stage_channels;
-    load_input(inputs(stage), image, tile.group, channel,
+    load_input(inputs(stage), image, tile.group, depth, channel, first_plane,
                first_row + tap_row(stage) * Rows::kTapStep,
                first_column + part(stage) * C::part_taps * Columns::kTapStep);
     if constexpr (C::packed) {
       load_packed(weights(stage), packed + packed_offset(channel, part(stage), tap_row(stage)));
     } else {
-      load_unpacked(weights(stage), weight, rows, columns, tile.group, tile.m * kTileM, channel,
-                    tap_row(stage), part(stage) * C::part_taps);
+      load_unpacked(weights(stage), weight, depth, rows, columns, tile.group, tile.m * kTileM,
+                    channel, tap_row(stage), part(stage) * C::part_taps);
     }
     fastconv::copy_async_commit();
   };
@@ -1255,7 +1322,10 @@ __global__ void __launch_bounds__(fastconv::convolve::kThreads, Config::blocks_p
     __syncthreads();  // before the stage after next overwrites this one
   }
   Scalar* target =
-      output + 1ll * tile.image * C::groups * C::group_out * C::out_height * C::out_width;
+      output + 1ll * tile.image * C::groups * C::group_out * D::out * C::out_height * C::out_width;
+  if constexpr (D::exists) {
+    target += static_cast<Offset>(tile.z * Depth::kOutStep + depth.first_out) * kOutPlane;
+  }
   store(target, bias, tile, rows, columns, at, C::two_level ? total_acc : acc,
         FASTCONV_EPILOGUE(output));
 }
@@ -1281,6 +1351,9 @@ SOURCES["direct/wgrad/kernel.cuh"] = r"""
 // loads. Where a group has few channels, the threads of a block also divide the pixels among
 // themselves (lanes_k, warps_k).
 //
+// Volumes have one more coordinate (depth.cuh): a tile's input channels are those of all planes
+// that an output plane reads, and pixels are those of all planes.
+//
 // Accumulators lose digits over many pixels, so every flush_units stages a thread adds them to its
 // own slots of a workspace and clears them. A second kernel reduces the slots in a fixed order,
 // without atomics, so that the bits are the same every time. A launch covers as many tiles as the
@@ -1290,11 +1363,13 @@ SOURCES["direct/wgrad/kernel.cuh"] = r"""
 // behind the others: the gradient of the bias. The second kernel takes them from one of the threads
 // that saw the same channels and pixels.
 #include "device/tile.cuh"
+#include "direct/depth.cuh"
 
 namespace fastconv {
 namespace weight_grad {
 
 using C = Config;
+using D = DepthOf<C>;
 using Scalar = C::Scalar;
 using Acc = AccOf<Scalar>::type;
 using Unit = IndexOf<C::wide_units>::type;  // counts the stages of all images
@@ -1346,10 +1421,12 @@ static_assert(2 * kStageBytes == C::shared_bytes, "the launch reserves what the 
 static_assert(C::stage_columns % kPixels == 0, "whole quads");
 
 constexpr int kTilesM = ceil_div(C::group_out, kTileM);
-constexpr int kTilesI = ceil_div(C::group_in, kTileI);
+constexpr int kReads = C::group_in * D::kernel;  // channels of all planes that are read
+constexpr int kTilesI = ceil_div(kReads, kTileI);
 constexpr int kUnitsX = ceil_div(C::out_width, C::stage_columns);
 constexpr int kUnitsY = ceil_div(C::out_height, C::stage_rows);
-constexpr Unit kImageUnits = Unit{kUnitsX} * kUnitsY;
+constexpr Unit kPlaneUnits = Unit{kUnitsX} * kUnitsY;
+constexpr Unit kImageUnits = kPlaneUnits * D::out;
 
 // Holds offsets and positions within an image, and positions beyond its end: with large strides,
 // stages reach far past it.
@@ -1359,8 +1436,8 @@ constexpr long long kReach =
            1ll * (C::out_width + C::stage_columns) * C::stride_width +
                1ll * kParts * kTaps * C::dilation_width + 1ll * kInputColumns * kColumnStep);
 constexpr long long kImageElements =
-    C::groups * max_of(1ll * C::group_in * C::in_height * C::in_width,
-                       1ll * C::group_out * C::out_height * C::out_width);
+    C::groups * max_of(1ll * C::group_in * D::in * C::in_height * C::in_width,
+                       1ll * C::group_out * D::out * C::out_height * C::out_width);
 using Offset = IndexTo<max_of(kImageElements, kReach)>;
 
 // Decodes a block's tile from its index.
@@ -1415,13 +1492,20 @@ __device__ __forceinline__ Acc split_sum(const Acc* workspace, int block, int in
   return total;
 }
 
-// Copies [channels][stage_rows][kTapRows][columns] of an image. Stage rows are row_step apart, tap
-// rows tap_step; elements outside of the image become zero.
+// A channel of one of a volume's planes, or none.
+struct Place {
+  int channel, plane;
+  bool exists;
+};
+
+// Copies [channels][stage_rows][kTapRows][columns] of an image: channels from first_channel on or,
+// of a volume, place(i) for each i below kChannels. Stage rows are row_step apart, tap rows
+// tap_step; elements outside of the image become zero.
 template <int kChannels, int kTapRows, int kColumns, int kStep, int kPitch, int kVector,
-          bool kChannelsLast, int kAllChannels, int kHeight, int kWidth>
-__device__ __forceinline__ void load(Scalar* tile, const Scalar* image, int first_channel,
-                                     int end_channel, Offset first_row, Offset row_step,
-                                     Offset tap_step, Offset first_column) {
+          bool kChannelsLast, int kAllChannels, int kDepth, int kHeight, int kWidth, class PlaceOf>
+__device__ __forceinline__ void load(Scalar* tile, const Scalar* image, const PlaceOf& place,
+                                     int first_channel, int end_channel, Offset first_row,
+                                     Offset row_step, Offset tap_step, Offset first_column) {
   constexpr int kVectors = kColumns / kVector;
   constexpr int kRows = C::stage_rows * kTapRows;
 #pragma unroll 1  // leaves the registers to the accumulators
@@ -1433,11 +1517,24 @@ __device__ __forceinline__ void load(Scalar* tile, const Scalar* image, int firs
     const int c = first_channel + channel;
     const Offset y = first_row + row / kTapRows * row_step + row % kTapRows * tap_step;
     const Offset x = first_column + static_cast<Offset>(column) * kStep;
-    const bool valid = c < end_channel && y >= 0 && y < kHeight && x >= 0 && x < kWidth;
+    bool valid = false;
     Offset offset = 0;
-    if (valid) {
-      offset = kChannelsLast ? (y * kWidth + x) * kAllChannels + c
-                             : (static_cast<Offset>(c) * kHeight + y) * kWidth + x;
+    if constexpr (D::exists) {
+      const Place at = place(channel);
+      const Offset plane = at.plane;
+      valid = at.exists && y >= 0 && y < kHeight && x >= 0 && x < kWidth;
+      if (valid) {
+        offset =
+            kChannelsLast
+                ? ((plane * kHeight + y) * kWidth + x) * kAllChannels + at.channel
+                : ((static_cast<Offset>(at.channel) * kDepth + plane) * kHeight + y) * kWidth + x;
+      }
+    } else {
+      valid = c < end_channel && y >= 0 && y < kHeight && x >= 0 && x < kWidth;
+      if (valid) {
+        offset = kChannelsLast ? (y * kWidth + x) * kAllChannels + c
+                               : (static_cast<Offset>(c) * kHeight + y) * kWidth + x;
+      }
     }
     copy_elements<kVector>(tile + (channel * kRows + row) * kPitch + column, image + offset, valid);
   }
@@ -1518,7 +1615,7 @@ __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Config::block
   const Tile tile(first_tile + blockIdx.x % tiles);
   const int split = blockIdx.x / tiles;
   const Position at;
-  const long long units = 1ll * batch * kUnitsY * kUnitsX;
+  const long long units = 1ll * batch * D::out * kUnitsY * kUnitsX;
   const Unit first = static_cast<Unit>(units * split / splits);
   const Unit end = static_cast<Unit>(units * (split + 1) / splits);
 
@@ -1541,14 +1638,25 @@ __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Config::block
     const int row = row_of(unit), column = column_of(unit);
     const int m = tile.group * C::group_out + tile.m * kTileM;
     const int i = tile.group * C::group_in + tile.i * kTileI;
+    const auto written = [&](int channel) -> Place {
+      const int plane = static_cast<int>(unit / kPlaneUnits % D::out);
+      return {m + channel, plane, m + channel < (tile.group + 1) * C::group_out};
+    };
+    const auto read = [&](int channel) -> Place {
+      const int index = tile.i * kTileI + channel;
+      const int plane = static_cast<int>(unit / kPlaneUnits % D::out) * D::stride +
+                        index / C::group_in * D::dilation - D::padding;
+      return {tile.group * C::group_in + index % C::group_in, plane,
+              index < kReads && plane >= 0 && plane < D::in};
+    };
     constexpr int kOut = C::groups * C::group_out, kIn = C::groups * C::group_in;
     load<kTileM, 1, C::stage_columns, 1, kGradPitch, C::vector_grad, C::grad_channels_last, kOut,
-         C::out_height, C::out_width>(grads(stage),
-                                      grad_output + image * kOut * C::out_height * C::out_width, m,
-                                      (tile.group + 1) * C::group_out, row, 1, 0, column);
+         D::out, C::out_height, C::out_width>(
+        grads(stage), grad_output + image * kOut * D::out * C::out_height * C::out_width, written,
+        m, (tile.group + 1) * C::group_out, row, 1, 0, column);
     load<kTileI, C::block_taps, kInputColumns, kColumnStep, kInputPitch, C::vector_input,
-         C::in_channels_last, kIn, C::in_height, C::in_width>(
-        inputs(stage), input + image * kIn * C::in_height * C::in_width, i,
+         C::in_channels_last, kIn, D::in, C::in_height, C::in_width>(
+        inputs(stage), input + image * kIn * D::in * C::in_height * C::in_width, read, i,
         (tile.group + 1) * C::group_in,
         static_cast<Offset>(row) * C::stride_height +
             static_cast<Offset>(tile.tap_row) * C::dilation_height - C::padding_top,
@@ -1616,10 +1724,10 @@ __global__ void reduce(
     const Tile tile(first_tile + block);
     const int channel =
         tile.m * kTileM + index / (C::inputs_per_thread * kBlockTaps) * kThreadsM + m;
-    const int depth = tile.i * kTileI + index / kBlockTaps % C::inputs_per_thread * kThreadsN + n;
+    const int read = tile.i * kTileI + index / kBlockTaps % C::inputs_per_thread * kThreadsN + n;
     const int tap_row = tile.tap_row + index / kTaps % C::block_taps;
     const int tap = tile.part * kTaps + index % kTaps;
-    if (channel >= C::group_out || depth >= C::group_in || tap_row >= C::kernel_height ||
+    if (channel >= C::group_out || read >= kReads || tap_row >= C::kernel_height ||
         tap >= C::kernel_width) {
       continue;
     }
@@ -1627,9 +1735,12 @@ __global__ void reduce(
     for (int split = 0; split < splits; ++split) {
       total += split_sum(workspace, split * tiles + block, index, m, n);
     }
+    const int input = D::exists ? read % C::group_in : read;
+    const int plane = D::exists ? read / C::group_in : 0;
     grad[(1ll * tile.group * C::group_out + channel) * C::weight_stride_out +
-         1ll * depth * C::weight_stride_in + 1ll * tap_row * C::weight_stride_height +
-         1ll * tap * C::weight_stride_width] = fastconv::narrow<Scalar>(total);
+         1ll * input * C::weight_stride_in + 1ll * plane * D::weight_stride +
+         1ll * tap_row * C::weight_stride_height + 1ll * tap * C::weight_stride_width] =
+        fastconv::narrow<Scalar>(total);
   }
   if constexpr (C::bias) {
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kTileM; i += step) {
@@ -9752,6 +9863,35 @@ __device__ __forceinline__ int ring_byte(int byte) {
 }
 
 }  // namespace ampere
+}  // namespace fastconv
+"""
+
+SOURCES["direct/depth.cuh"] = r"""
+// The depth of a volume's convolution: one more coordinate of taps and of positions.
+//
+// The planes that an output plane reads are further channels of the reduction. A group of group_in
+// channels and a kernel of kTaps planes make group_in * kTaps channels, those of the first tap
+// first. Planes outside of the volume are zeros. The convolution of images has no constants for
+// depth: it is that of volumes of one plane.
+#include "device/epilogue.cuh"
+
+namespace fastconv {
+
+template <class Config, class = void>
+struct DepthOf {
+  static constexpr bool exists = false;
+  static constexpr int in = 1, out = 1, kernel = 1, stride = 1, dilation = 1, padding = 0,
+                       weight_stride = 0;
+};
+template <class Config>
+struct DepthOf<Config, typename Exists<decltype(Config::kernel_depth)>::type> {
+  static constexpr bool exists = true;
+  static constexpr int in = Config::in_depth, out = Config::out_depth,
+                       kernel = Config::kernel_depth, stride = Config::stride_depth,
+                       dilation = Config::dilation_depth, padding = Config::padding_front,
+                       weight_stride = Config::weight_stride_depth;
+};
+
 }  // namespace fastconv
 """
 

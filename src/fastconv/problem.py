@@ -118,9 +118,9 @@ class Problem:
     ) -> Problem:
         """Returns the problem of convolving these shapes; raises PyTorch's error if invalid.
 
-        It has as many axes as there are strides, three or two.
+        It has three axes if there are as many strides and the weight has them, otherwise two.
         """
-        axes = 3 if len(stride) == 3 else 2
+        axes = _axes_of(stride, weight_shape)
         check_shapes(input_shape, weight_shape, stride, padding, dilation, groups, axes)
         batch, in_channels, *input_size = input_shape
         out_channels, _, *kernel_size = weight_shape
@@ -159,7 +159,7 @@ class Problem:
         What the transposed convolution reads has the problem's ``output_shape``, what it writes its
         ``input_shape``. Raises PyTorch's error if the arguments are invalid.
         """
-        axes = 3 if len(stride) == 3 else 2
+        axes = _axes_of(stride, weight_shape)
         check_transposed(
             input_shape, weight_shape, output_padding, stride, padding, dilation, groups, axes
         )
@@ -256,7 +256,7 @@ class Problem:
                 padding = [side for one in self.axes for side in (one.before, one.after)]
                 raise RuntimeError(
                     f"padded input sizes are below 2**63, but padding={padding} "
-                    f"{_SIDES[len(self.axes)]} makes one of {size}"
+                    f"{SIDES[len(self.axes)]} makes one of {size}"
                 )
 
 
@@ -369,7 +369,11 @@ def check_bias(
         )
 
 
-_SIDES = {
+def _axes_of(stride: tuple[int, ...], weight_shape: tuple[int, ...]) -> int:
+    return 3 if len(stride) == 3 and len(weight_shape) == 5 else 2
+
+
+SIDES = {
     1: "(left, right)",
     2: "(top, bottom, left, right)",
     3: "(front, back, top, bottom, left, right)",
@@ -395,7 +399,7 @@ def _check_parameters(
         raise RuntimeError(f"non-positive stride is not supported, but got stride={list(stride)}")
     if min(padding) < 0:
         raise RuntimeError(
-            f"negative padding is not supported, but got padding={list(padding)} {_SIDES[axes]}"
+            f"negative padding is not supported, but got padding={list(padding)} {SIDES[axes]}"
         )
     if min(dilation) <= 0:
         raise RuntimeError(

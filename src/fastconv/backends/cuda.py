@@ -23,7 +23,7 @@ from fastconv.jit import launch, loading, pool
 from fastconv.kernels import planner, plans
 from fastconv.kernels.family import ALIGNMENT, BIAS_ALIGNMENT, Gpu, Operands, Plan
 from fastconv.kernels.planner import Pass, Switch
-from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
+from fastconv.problem import NO_EPILOGUE, SIDES, Epilogue, Problem
 
 SCALARS = {
     torch.float16: ("fastconv::float16", 2),
@@ -476,12 +476,13 @@ def operands_for(need: Need) -> Operands:
 
 def _check_sizes(problem: Problem) -> None:
     """Raises if a number is too large for kernels, which take sizes as 32-bit ints."""
+    sides = SIDES[len(problem.axes)]
     for name, values in (
         ("input of size", problem.input_shape),
         ("weight of size", problem.weight_shape),
         ("output of size", problem.output_shape),
         ("stride", [axis.stride for axis in problem.axes]),
-        ("padding", [side for axis in problem.axes for side in (axis.before, axis.after)]),
+        (f"padding {sides}", [size for axis in problem.axes for size in (axis.before, axis.after)]),
         ("dilation", [axis.dilation for axis in problem.axes]),
     ):
         if max(values) >= 1 << 31:
