@@ -42,7 +42,8 @@ SAMPLED = (
     *("api/test_export", "api/test_causal", "api/test_graph_lifetimes"),
     *("bench/test_verify_layers", "emulator/test_causal", "kernels/test_causal_kernels"),
     *("emulator/test_batchnorm", "kernels/test_batchnorm_kernels", "api/test_batchnorm"),
-    *("native/test_native_transposed", "network/test_optimize_kinds"),
+    *("native/test_native_transposed", "network/test_optimize_kinds", "native/test_cpu_kernels"),
+    *("api/test_volumes", "emulator/test_volumes"),
 )
 SAMPLED_ONE_IN = 3
 
