@@ -46,8 +46,9 @@ MUTANTS = [
         "sm_75/1 forward float32 nchw/nchw: 2x3x5x6 4x3x3x3 padding=1,1",
         Fault(
             "direct/forward/kernel.cuh",
-            "y >= 0 && y < C::in_height &&",
-            "y >= 0 && y < C::in_height + (first_channel + channel + 1 < C::group_in) &&",
+            "C::group_in && y >= 0 && y < C::in_height &&",
+            "C::group_in && y >= 0 && "
+            "y < C::in_height + (first_channel + channel + 1 < C::group_in) &&",
         ),
     ),
     Mutant(
@@ -55,8 +56,8 @@ MUTANTS = [
         "sm_75/1 forward float32 nchw/nchw: 1x3x5x6 6x3x3x3 padding=1,1",
         Fault(
             "direct/forward/kernel.cuh",
-            "|| k >= C::group_in ||",
-            "|| (k >= C::group_in && m + 1 >= C::group_out) ||",
+            "|| !read.exists(depth) ||",
+            "|| (!read.exists(depth) && m + 1 >= C::group_out) ||",
         ),
     ),
     Mutant(
@@ -64,8 +65,8 @@ MUTANTS = [
         "sm_75/1 input_grad bfloat16 nhwc/nhwc: 2x3x5x6 4x3x3x3 padding=1,1 stride=2,2",
         Fault(
             "direct/forward/kernel.cuh",
-            "x >= 0 && x < C::in_width;",
-            "x >= 0 && x < C::in_width + (y + 1 < C::in_height);",
+            "C::in_height && x >= 0 &&\n              x < C::in_width;",
+            "C::in_height && x >= 0 && x < C::in_width + (y + 1 < C::in_height);",
         ),
     ),
     Mutant(
@@ -73,8 +74,8 @@ MUTANTS = [
         "sm_75/1 weight_grad float32 nchw/nchw bias: 2x3x5x6 4x3x3x3 padding=1,1",
         Fault(
             "direct/wgrad/kernel.cuh",
-            "y < kHeight && x >= 0",
-            "y < kHeight + (c + 1 < end_channel) && x >= 0",
+            "c < end_channel && y >= 0 && y < kHeight &&",
+            "c < end_channel && y >= 0 && y < kHeight + (c + 1 < end_channel) &&",
         ),
     ),
     Mutant(
@@ -431,8 +432,8 @@ MORE = [
         "sm_75/1 weight_grad float16 nchw/nchw: 2x3x5x6 4x3x3x3 padding=1,1",
         Fault(
             "direct/wgrad/kernel.cuh",
-            "x >= 0 && x < kWidth;",
-            "x >= 0 && x < kWidth + (y + 1 < kHeight);",
+            "c < end_channel && y >= 0 && y < kHeight && x >= 0 && x < kWidth;",
+            "c < end_channel && y >= 0 && y < kHeight && x >= 0 && x < kWidth + (y + 1 < kHeight);",
         ),
     ),
     Mutant(

@@ -441,7 +441,7 @@ EPILOGUES = {
     ],
     "sm_80": [
         Work("3x3 at 14", RESNET50["3x3 at 14"], planner.forward, *mode, epilogue=RESIDUAL_RELU)
-        for mode in GEMM_MODES.values()
+        for _, *mode in GEMM_MODES.values()
     ],
     "sm_90a": [
         *(
@@ -452,11 +452,11 @@ EPILOGUES = {
                 *mode,
                 epilogue=epilogue,
             )
-            for mode, epilogue in product(GEMM_MODES.values(), (RESIDUAL_RELU, GELU))
+            for (_, *mode), epilogue in product(GEMM_MODES.values(), (RESIDUAL_RELU, GELU))
         ),
         *(
             Work("3x3 at 56", RESNET50["3x3 at 56"], planner.forward, *mode, epilogue=RESIDUAL_RELU)
-            for mode in GEMM_MODES.values()
+            for _, *mode in GEMM_MODES.values()
         ),
     ],
 }

@@ -46,7 +46,7 @@ def python_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         calls.append(level)
 
     # The library holds the kernels themselves, so what they call is watched.
-    for name, level in (("_recorded", "autograd"), ("_below_autograd", "below")):
+    for name, level in (("recorded", "autograd"), ("_below_autograd", "below")):
         function = getattr(autograd, name)
         monkeypatch.setattr(
             autograd, name, lambda *a, f=function, n=level, **k: (noted(n), f(*a, **k))[1]
