@@ -7,8 +7,9 @@ from math import gcd
 from typing import Any
 
 from fastconv.kernels.ampere.halo.plan import ABSENT
-from fastconv.kernels.coverage import Anatomy
+from fastconv.kernels.coverage import Anatomy, volume
 from fastconv.kernels.family import GEOMETRY, Constant
+from fastconv.kernels.planning.depth import PLACING as DEPTH
 
 
 def _halo(c: Mapping[str, Any]) -> dict[str, Constant]:
@@ -45,6 +46,7 @@ def _halo(c: Mapping[str, Any]) -> dict[str, Constant]:
         "several passes": c["pixels"] > c["pass_pixels"],
         "output step": c["out_step_height"] > 1 or c["out_step_width"] > 1,
         "stores": min((c["row_end"] - c["row_begin"]) * (c["column_end"] - c["column_begin"]), 2),
+        **volume(c),
     }
 
 
@@ -56,7 +58,7 @@ HALO = Anatomy(
         "last_tap_column", "tap_step_height", "tap_step_width", "tap_dilation_height",
         "tap_dilation_width", "image_height", "image_width",
         "out_step_height", "out_step_width", "row_at", "row_begin", "row_end", "column_at",
-        "column_begin", "column_end", "stacked_columns", "interleave", "d2s_height",
+        "column_begin", "column_end", *DEPTH, "stacked_columns", "interleave", "d2s_height",
         "d2s_width", "warps", "register_tile_m",
         "channel_groups", "pixels",
         "block_rows", "tile_columns", "pitch", "plane_padding", "k_steps", "stage_taps",
@@ -111,6 +113,7 @@ def _weight_grad(c: Mapping[str, Any]) -> dict[str, Constant]:
         "idle units": tile_weights < 8 * c["units"] * c["warps_units"],
         "pixels shared": c["warps_pixels"] > 1,
         "several tiles": tile_weights < c["group_in"] * c["kernel_height"] * c["kernel_width"],
+        **volume(c),
     }
 
 

@@ -7,9 +7,10 @@ from math import gcd
 from typing import Any
 
 from fastconv.kernels.arithmetic import ceil_div
-from fastconv.kernels.coverage import Anatomy
+from fastconv.kernels.coverage import Anatomy, volume
 from fastconv.kernels.family import GEOMETRY, Constant
 from fastconv.kernels.hopper.block import OUTPUTS
+from fastconv.kernels.planning.depth import PLACING as DEPTH
 
 
 def _vector(c: Mapping[str, Any]) -> int:
@@ -64,6 +65,7 @@ def _halo(c: Mapping[str, Any]) -> dict[str, Constant]:
         if depth_to_space
         else min((c["row_end"] - c["row_begin"]) * (c["column_end"] - c["column_begin"]), 2),
         "many stages": c["input_stages"] > 2,
+        **volume(c),
     }
 
 
@@ -106,7 +108,7 @@ HALO = Anatomy(
         "last_tap_column", "tap_step_height", "tap_step_width", "tap_dilation_height",
         "tap_dilation_width", "image_height", "image_width",
         "out_step_height", "out_step_width", "row_at", "row_begin", "row_end", "column_at",
-        "column_begin", "column_end", "stack", "pixels", "tile_rows", "block_rows",
+        "column_begin", "column_end", *DEPTH, "stack", "pixels", "tile_rows", "block_rows",
         "register_tile_m", "loaders", "loader_warps", "piece_vectors", "threads", "unit_vectors",
         "smaller_part", "watches", "tile_columns", "pitch",
         "lead", "plane_padding", "segment_tiles", "k_steps", "stage_taps", "input_stages",
@@ -207,6 +209,7 @@ def _wgrad_halo(c: Mapping[str, Any]) -> dict[str, Constant]:
         if c["interleaved_images"] > 1
         else "strips",
         "whole stages": c["out_width"] % c["stage_columns"] == 0,
+        **volume(c),
     }
 
 

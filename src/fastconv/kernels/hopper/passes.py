@@ -67,14 +67,14 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         Declined: another family does it better, or this one cannot.
     """
     channels = (problem.in_channels // problem.groups, problem.out_channels // problem.groups)
-    sizes = (problem.input_size, problem.output_size)
+    sizes = limits.volume_sizes(problem)
     block.check(gpu)
     limits.check(operands, problem.groups, channels, *sizes)
     limits.check_reach(problem, operands)
     reasons: list[str] = []  # not the exceptions: see Declined
     most = portable.wgrad_cycles(problem, gpu) + wgrad_halo.BLOCK_CYCLES
     ways: list[_Way] = []
-    for way in (_halo_tiles, _few_inputs, _implicit_gemm, _mirrored, _on_copies):
+    for way in _WEIGHT_GRADS if problem.depth is None else _WEIGHT_GRADS_OF_VOLUMES:
         try:
             ways.append(way(problem, operands, gpu, most))
         except Declined as reason:
@@ -123,6 +123,10 @@ def _on_copies(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _
 def _gemm_way(layer: wgrad_implicit_gemm.Layer, gpu: Gpu) -> _Way:
     tile = wgrad_implicit_gemm.tiles_of(layer, gpu)[0]
     return tile.cycles(gpu), partial(wgrad_implicit_gemm.plan, tile, gpu)
+
+
+_WEIGHT_GRADS = (_halo_tiles, _few_inputs, _implicit_gemm, _mirrored, _on_copies)
+_WEIGHT_GRADS_OF_VOLUMES = (_halo_tiles,)
 
 
 def alternatives(
@@ -195,6 +199,8 @@ def _special(
     """The kernels that take some layers only, and the halo kernel with residues as channels."""
     with suppress(Declined):
         yield _halo([way for way in ways if way[0].depth_to_space], gpu)
+    if problem.depth is not None:  # the others are for images
+        return
     if len(ways[0]) == 1:
         with suppress(Declined):
             few = few_outputs.walks_of(ways[0][0], gpu)

@@ -209,6 +209,7 @@ def layer_constants(layer: Layer) -> dict[str, Constant]:
         "in_channels_last": operands.input_channels_last,
         "out_channels_last": operands.output_channels_last,
         "vector_loads": layer.vector_loads,
+        **({} if layer.depth is None else layer.depth.constants(operands.weight_strides[2])),
         **epilogue_constants(operands.epilogue),
     }
 

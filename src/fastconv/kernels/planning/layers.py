@@ -17,7 +17,8 @@ from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import Declined, Operands
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import limits
-from fastconv.problem import Problem
+from fastconv.kernels.planning.depth import Depth
+from fastconv.problem import Axis, Problem
 
 # Approximate MMAs of a stage of weights, after which 3xTF32 flushes its accumulators: the error of
 # the tensor core's accumulation grows with its length. Short accumulations may have only a few
@@ -52,8 +53,10 @@ def input_grad_ways(layer: AnyLayer, problem: Problem, most_together: int) -> li
     forward convolution.
     """
     rows, columns = (residues(problem, axis) for axis in (0, 1))
-    count = len(rows) * len(columns)
+    planes = _depth_residues(problem)
+    count = len(rows) * len(columns) * len(planes)
     as_one = _depth_to_space_way(layer, problem, most_together)
+    as_one = [[_of_planes(one, *way) for one in planes] for way in as_one]
     if count > MOST_RESIDUES:
         if not as_one:
             raise Declined(f"input gradients of {count} residues, more than {MOST_RESIDUES}")
@@ -61,7 +64,10 @@ def input_grad_ways(layer: AnyLayer, problem: Problem, most_together: int) -> li
     paired = most_together > 1 and not layer.operands.output_channels_last
     whole = interleaved(columns) if paired else None
     ways = [columns] if whole is None else [columns, [whole]]
-    found = [[_residue_layer(layer, *axes) for axes in product(rows, way)] for way in ways]
+    found = [
+        [_of_planes(one, _residue_layer(layer, *axes)) for *axes, one in product(rows, way, planes)]
+        for way in ways
+    ]
     if count == 1 and _fits_scaled_fp16(found[0][0]):
         found.append([replace(found[0][0], scaled_fp16=True)])
     return found + as_one
@@ -77,7 +83,7 @@ def _depth_to_space_way(
     """
     if most_together == 1 or problem.stride == (1, 1):
         return []
-    outputs = layer.group_in * problem.stride[0] * problem.stride[1]
+    outputs = layer.in_channels * problem.stride[0] * problem.stride[1]
     apart = layer.operands.output_channels_last and layer.groups > 1
     if outputs > MOST_D2S_OUTPUTS or apart:
         return []
@@ -92,7 +98,7 @@ def _residue_layer(layer: AnyLayer, row: Residue, column: Residue) -> AnyLayer:
         layer,
         transposed=True,
         group_in=layer.group_out,
-        group_out=layer.group_in,
+        group_out=layer.in_channels,
         in_size=layer.out_size,
         out_size=(row.size, column.size),
         kernel=(row.taps, column.taps),
@@ -102,6 +108,42 @@ def _residue_layer(layer: AnyLayer, row: Residue, column: Residue) -> AnyLayer:
         weight_kernel=(row.weight_taps, column.weight_taps),
         image_size=layer.in_size,
         placing=(row.placing, column.placing),
+    )
+
+
+def _depth_residues(problem: Problem) -> list[Depth | None]:
+    """The depth of each layer that an input gradient needs: none for images, else its residues."""
+    if problem.depth is None:
+        return [None]
+    axis = problem.depth
+    found = [
+        Depth(
+            axis.output_size,
+            residue.size,
+            residue.taps,
+            1,
+            residue.dilation,
+            residue.padding,
+            axis.input_size,
+            residue.placing.step,
+            residue.placing.at,
+            residue.placing.last_tap,
+            residue.placing.tap_step,
+        )
+        for residue in residues_of(axis)
+    ]
+    if sum(depth.out_size for depth in found) < axis.input_size:
+        raise Declined("planes of an input gradient that no tap reaches")
+    return list(found)
+
+
+def _of_planes(depth: Depth | None, layer: AnyLayer) -> AnyLayer:
+    """The layer of volumes: taps of the depth are further channels, planes are images."""
+    if depth is None:
+        return layer
+    volumes = layer.batch // layer.planes
+    return replace(
+        layer, depth=depth, group_in=layer.group_in * depth.taps, batch=volumes * depth.out_size
     )
 
 
@@ -147,9 +189,12 @@ def residues(problem: Problem, axis: int) -> list[Residue]:
     dilation * k, which is then stride times the output's position. The next such tap is stride /
     gcd further on, and reads dilation / gcd positions before.
     """
-    size, kernel = problem.input_size[axis], problem.kernel_size[axis]
-    stride, dilation = problem.stride[axis], problem.dilation[axis]
-    before = (problem.padding.top, problem.padding.left)[axis]
+    return residues_of(problem.axes[axis - 2])
+
+
+def residues_of(axis: Axis) -> list[Residue]:
+    """The residues of one axis that some tap reaches."""
+    size, kernel, stride, before, _, dilation = axis
     step = dilation // math.gcd(stride, dilation)
     taps_of: dict[int, list[int]] = {}
     for tap in range(kernel):
@@ -238,6 +283,9 @@ class Layer:
     the size of the tensor that it writes, and ``placing`` tells where in both its taps and
     positions lie.
 
+    In volumes, which have a ``depth``, ``batch`` counts the planes that are written, and input
+    channels are counted once for each tap of the depth; sizes are those of planes.
+
     Derived properties are cached: planning reads them ten thousand times.
     """
 
@@ -258,11 +306,12 @@ class Layer:
     s2d_factors: tuple[int, int] = (1, 1)
     placing: tuple[Placing, Placing] = (Placing(), Placing())
     scaled_fp16: bool = False  # float32 multiplied as scaled fp16, see scale.cuh
+    depth: Depth | None = None
 
     @classmethod
     def of(cls: type[AnyLayer], problem: Problem, operands: Operands) -> AnyLayer:
         """The forward convolution of a problem."""
-        return cls(
+        images = cls(
             operands,
             False,
             problem.batch,
@@ -278,6 +327,7 @@ class Layer:
             problem.kernel_size,
             problem.output_size,
         )
+        return images if problem.depth is None else _of_planes(Depth.of(problem.depth), images)
 
     @lazy
     def vector(self) -> int:
@@ -317,7 +367,7 @@ class Layer:
         return (
             operands.input_channels_last
             and operands.aligned
-            and self.group_in % operands.vector == 0
+            and self.in_channels % operands.vector == 0
             and self.s2d_factors == (1, 1)
         )
 
@@ -341,6 +391,29 @@ class Layer:
     @lazy
     def depth_to_space(self) -> bool:
         return self.d2s_factors != (1, 1)
+
+    @lazy
+    def planes(self) -> int:
+        """Planes of a volume that are written, each an image of the batch."""
+        return 1 if self.depth is None else self.depth.out_size
+
+    @lazy
+    def in_channels(self) -> int:
+        """Input channels of a group in memory."""
+        taps = 1 if self.depth is None else self.depth.taps
+        return self.group_in // (self.s2d_factors[0] * self.s2d_factors[1] * taps)
+
+    @lazy
+    def volume_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Rows of all planes, and columns, of what is read and of what is written."""
+        if self.depth is None:
+            return self.in_size, self.image_size
+        planes = (self.depth.in_size, self.depth.image_size)
+        read, written = (
+            (count * rows, columns)
+            for count, (rows, columns) in zip(planes, (self.in_size, self.image_size), strict=True)
+        )
+        return read, written
 
     @lazy
     def out_channels(self) -> int:
@@ -416,6 +489,7 @@ class Layer:
         """
         one = (1, 1)
         whole = self.placing == (Placing(), Placing())
+        whole = whole and (self.depth is None or self.depth.is_pointwise)
         return self.weight_kernel == self.kernel == self.stride == one and whole
 
     @lazy

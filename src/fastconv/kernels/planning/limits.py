@@ -6,7 +6,7 @@ from math import gcd
 
 from fastconv.kernels.arithmetic import ceil_div, shares
 from fastconv.kernels.family import Declined, Operands
-from fastconv.problem import Problem
+from fastconv.problem import Pair, Problem
 
 LEAST_GROUP = 8  # fewest channels of a group
 # The kernels count these in 32 bits, with room for tiles that reach beyond an image.
@@ -70,22 +70,25 @@ def check_reach(problem: Problem, operands: Operands) -> None:
     :func:`check` finds images of too many elements. Kernels compute where each tap of each position
     lies, also of positions that padding or the end of a tile has outside of the image.
     """
-    sides = zip(
-        ("rows", "columns"),
-        problem.padded_size,
-        problem.kernel_size,
-        problem.stride,
-        problem.dilation,
-        strict=True,
-    )
-    for name, padded, taps, stride, dilation in sides:
-        reach = padded + (OVERHANG * stride + 2 * taps) * dilation
+    axes = problem.axes
+    for name, axis in zip(("planes", "rows", "columns")[-len(axes) :], axes, strict=True):
+        reach = axis.padded_size + (OVERHANG * axis.stride + 2 * axis.kernel_size) * axis.dilation
         if reach >= MOST_REACH:
             raise Declined(f"{reach} {name} of padded images and tiles beyond them, 2^30 and more")
-    if problem.batch >= MOST_BATCH:
-        raise Declined(f"{problem.batch} images, 2^30 and more")
+    planes = 1 if problem.depth is None else problem.depth.padded_size
+    if problem.batch * planes >= MOST_BATCH:
+        raise Declined(f"{problem.batch * planes} images, 2^30 and more")
     if max(operands.weight_strides) >= MOST_STRIDE:
         raise Declined(f"weights that are {max(operands.weight_strides)} elements apart")
+
+
+def volume_sizes(problem: Problem) -> tuple[Pair, Pair]:
+    """Rows of all planes, and columns, of the input and of the output."""
+    (height, width), (out_height, out_width) = problem.input_size, problem.output_size
+    depth = problem.depth
+    if depth is None:
+        return (height, width), (out_height, out_width)
+    return (depth.input_size * height, width), (depth.output_size * out_height, out_width)
 
 
 def check(

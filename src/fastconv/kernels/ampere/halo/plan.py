@@ -100,8 +100,8 @@ def fitting_tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
 def _check(layers: list[Layer], gpu: Gpu) -> None:
     layer, operands = layers[0], layers[0].operands
     block.check(gpu)
-    channels = (layer.group_in // (layer.s2d_factors[0] * layer.s2d_factors[1]), layer.group_out)
-    limits.check(operands, layer.groups, channels, layer.in_size, layer.image_size)
+    channels = (layer.in_channels, layer.group_out)
+    limits.check(operands, layer.groups, channels, *layer.volume_sizes)
 
 
 def _check_rate(layers: list[Layer], gpu: Gpu) -> None:
@@ -127,7 +127,8 @@ def _cost(layers: list[Layer], tiles: list[tuple[Tile, ...]]) -> float:
     more = LAYER_COST * len(layers)
     if not layers[0].scaled_fp16:
         return fastest * (1 + more)
-    return max(fastest * (1 + more + SCALED_FP16_COST), SCALED_FP16_CYCLES)
+    least = SCALED_FP16_CYCLES / layers[0].planes
+    return max(fastest * (1 + more + SCALED_FP16_COST), least)
 
 
 def _plan_of(layers: list[Layer], tiles: list[tuple[Tile, ...]], repairing: Tile | None) -> Plan:

@@ -102,11 +102,13 @@ __device__ __forceinline__ void convert_tasks(const Place& place, int low) {
 
 // --- The output's gradient -----------------------------------------------------------------------
 
-constexpr int kOutImage = C::groups * C::group_out * C::out_height * C::out_width;
+constexpr int kOutPlane = C::out_height * C::out_width;
+constexpr int kOutImage = C::groups * C::group_out * Depth::out * kOutPlane;
 constexpr int kOutColumn = C::grad_channels_last ? C::groups * C::group_out : 1;
 constexpr int kOutRow = C::out_width * kOutColumn;
-constexpr int kOutChannel = C::grad_channels_last ? 1 : C::out_height * C::out_width;
-static_assert(elements_of(C::groups, C::group_out, C::out_height, C::out_width) < kMostElements,
+constexpr int kOutChannel = C::grad_channels_last ? 1 : Depth::out * kOutPlane;
+static_assert(elements_of(C::groups, C::group_out, Depth::out, C::out_height, C::out_width) <
+                  kMostElements,
               "");
 using OutOffset = IndexTo<elements_of(kWalkRows + 1, kRowStep, kOutRow) +
                           elements_of(kStrips, C::strip_columns, kOutColumn) +
@@ -135,7 +137,8 @@ struct GradLoader {
         channels_left(C::group_out - tile.output) {}
 
   __device__ void move_to(const Cursor& at) {
-    image = channels + static_cast<long long>(at.image()) * kOutImage;
+    image = channels + static_cast<long long>(at.image() / Depth::out) * kOutImage;
+    if constexpr (Depth::exists) image += at.image() % Depth::out * kOutPlane;
     row = at.output_row();
     column = at.output_column();
   }
@@ -231,11 +234,14 @@ struct GradLoader {
 
 // --- The input -----------------------------------------------------------------------------------
 
-constexpr int kInImage = C::groups * C::group_in * C::in_height * C::in_width;
+constexpr int kInPlane = C::in_height * C::in_width;
+constexpr int kInImage = C::groups * kInChannels * Depth::in * kInPlane;
 constexpr int kInColumn = C::in_channels_last ? C::groups * C::group_in : 1;
 constexpr int kInRow = C::in_width * kInColumn;
-constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
-static_assert(elements_of(C::groups, C::group_in, C::in_height, C::in_width) < kMostElements, "");
+constexpr int kInChannel = C::in_channels_last ? 1 : Depth::in * kInPlane;
+static_assert(elements_of(C::groups, kInChannels, Depth::in, C::in_height, C::in_width) <
+                  kMostElements,
+              "");
 // The largest distances of rows and columns that taps read from the input's first; InOffset holds
 // the offset of the farthest element.
 constexpr long long kFarRow = max_of<long long>(
@@ -247,6 +253,23 @@ constexpr long long kFarColumn = max_of<long long>(
                                     elements_of(kLineColumns + 1, kColumnUnit));
 using InOffset = IndexTo<elements_of(kFarRow, kInRow) + elements_of(kFarColumn, kInColumn) +
                          elements_of(C::tile_channels + kOctet, kInChannel)>;
+
+// The planes of a volume that an output plane reads; images have one.
+struct Planes {
+  int first_channel;  // the tile's, in its group
+  int front;          // the first plane that is read
+
+  // Whether the volume has the plane that one of the tile's channels reads.
+  __device__ __forceinline__ bool exist(int channel) const {
+    return plane_inside(front + InChannel(first_channel + channel).plane());
+  }
+  // The offset of the plane that one of the tile's channels reads, from the group's first.
+  __device__ __forceinline__ long long offset(int channel) const {
+    const InChannel from(first_channel + channel);
+    return static_cast<long long>(from.channel) * kInChannel +
+           (front + from.plane()) * static_cast<long long>(kInPlane);
+  }
+};
 
 // With contiguous 16-bit types, a task is in_vector columns of 8 channels, which are transposed.
 // Otherwise it is neighbours in memory: columns, or channels if the input is channels-last.
@@ -292,6 +315,7 @@ struct Neighbours<1> {
 struct InLoader {
   const Scalar* channels;  // the tile's first channel in image 0
   int channels_left;       // channels of the group from there on
+  Planes planes;
   int first_row;           // input row of output row 0's first line
   int first_column;        // input column where the lines of output column 0 begin
   const Scalar* image;
@@ -300,8 +324,11 @@ struct InLoader {
 
   __device__ InLoader(const Scalar* input, const WeightTile& tile)
       : channels(input +
-                 static_cast<long long>(tile.group * C::group_in + tile.channel) * kInChannel),
+                 static_cast<long long>(tile.group * kInChannels +
+                                        (Depth::exists ? 0 : tile.channel)) *
+                     kInChannel),
         channels_left(C::group_in - tile.channel),
+        planes{tile.channel, 0},
         first_row(tile.kernel_row * C::dilation_height - C::padding_top) {
     first_column = tile.kernel_column * C::dilation_width - C::padding_left;
     first_column -= shift(tile);
@@ -315,7 +342,8 @@ struct InLoader {
   }
 
   __device__ void move_to(const Cursor& at) {
-    image = channels + static_cast<long long>(at.image()) * kInImage;
+    image = channels + static_cast<long long>(at.image() / Depth::out) * kInImage;
+    planes.front = front_of(at.image());
     row = first_row + at.output_row() * C::stride_height;
     column = first_column + at.output_column() * C::stride_width;
   }
@@ -330,6 +358,7 @@ struct InLoader {
   struct Place {
     const Scalar* source;
     int target;
+    int channel;
     int channels;  // channels that exist, from the task's first on
   };
   __device__ __forceinline__ Place find(int y, int task) const {
@@ -339,10 +368,11 @@ struct InLoader {
     const int at = (C::in_channels_last ? across : along) * kTaskColumns;
     const int x = column + at * kColumnUnit;
     Place place;
-    place.source =
-        image + (static_cast<InOffset>(channel) * kInChannel + static_cast<InOffset>(y) * kInRow +
-                 static_cast<InOffset>(x) * kInColumn);
+    const InOffset first = Depth::exists ? 0 : static_cast<InOffset>(channel) * kInChannel;
+    place.source = image + (first + static_cast<InOffset>(y) * kInRow +
+                            static_cast<InOffset>(x) * kInColumn);
     place.target = channel_bytes(channel) + at * kColumnBytes;
+    place.channel = channel;
     const bool exists = is_below(y, C::in_height) && is_below(x, C::in_width);
     place.channels = exists ? channels_left - channel : 0;
     return place;
@@ -359,8 +389,10 @@ struct InLoader {
       for (int task = 0; task < InSheet::kTasks; ++task) {
         if (!InSheet::exists(task)) continue;
         const Place place = find(y, task);
-        copy_elements<C::in_vector>(reinterpret_cast<Scalar*>(target + place.target), place.source,
-                                    place.channels > 0);
+        const long long of_volume = Depth::exists ? planes.offset(place.channel) : 0;
+        copy_elements<C::in_vector>(reinterpret_cast<Scalar*>(target + place.target),
+                                    place.source + of_volume,
+                                    place.channels > 0 && planes.exist(place.channel));
       }
     }
   }
@@ -391,8 +423,11 @@ struct InLoader {
       const Place place = find(row_of(line), task);
 #pragma unroll
       for (int j = 0; j < kOctet; ++j) {
-        batch.elements[i][j].load(place.source + static_cast<InOffset>(j) * kInChannel,
-                                  exists && j < place.channels);
+        const Scalar* const source = Depth::exists
+                                         ? place.source + planes.offset(place.channel + j)
+                                         : place.source + static_cast<InOffset>(j) * kInChannel;
+        batch.elements[i][j].load(
+            source, exists && j < place.channels && planes.exist(place.channel + j));
       }
     }
   }

@@ -29,9 +29,11 @@ from fastconv.kernels.family import (
     Gpu,
     Operands,
     Plan,
+    depth_constants,
     weight_grad_constants,
 )
 from fastconv.kernels.planning import limits, portable
+from fastconv.kernels.planning.depth import of_planes
 from fastconv.kernels.planning.launches import weight_grad_launches
 from fastconv.kernels.planning.limits import FLUSH_ADDITIONS, FLUSH_MMAS
 from fastconv.problem import Problem
@@ -63,7 +65,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     """
     channels = (problem.in_channels // problem.groups, problem.out_channels // problem.groups)
     block.check(gpu)
-    limits.check(operands, problem.groups, channels, problem.input_size, problem.output_size)
+    limits.check(operands, problem.groups, channels, *limits.volume_sizes(problem))
     limits.check_reach(problem, operands)
     most = portable.wgrad_cycles(problem, gpu) + 2 * BLOCK_CYCLES
     return plan(choose_tile(problem, operands, gpu, most), gpu)
@@ -96,7 +98,11 @@ def choose_tile(
     Raises:
         Declined: no tile fits and takes so little.
     """
-    tiles = [*_weight_tiles(as_one_row(problem), operands)]
+    volumes = None if problem.depth is None else problem
+    if volumes and (operands.input_channels_last or operands.output_channels_last):
+        raise Declined("weight gradients of channels-last volumes")
+    images = as_one_row(of_planes(problem))
+    tiles = [replace(tile, volumes=volumes) for tile in _weight_tiles(images, operands)]
     # Small tiles are for input that would not fit shared memory otherwise.
     large = [tile for tile in tiles if tile.is_large]
     best = _best(large, gpu, most_cycles) or _best(tiles, gpu, most_cycles)
@@ -222,6 +228,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
     grad_batch, in_batch = tile.batches
     return {
         **weight_grad_constants(tile.problem, tile.operands),
+        **({} if tile.volumes is None else depth_constants(tile.volumes, tile.operands)),
         "parts": tile.parts,
         "row_tiles": tile.row_tiles,
         "units": tile.units,

@@ -2,6 +2,7 @@
 // shared memory.
 #pragma once
 #include "device/mma.cuh"
+#include "device/tensor/depth.cuh"
 #include "device/tensor/operand.cuh"
 #include "device/tile.cuh"
 
@@ -24,6 +25,13 @@ constexpr int kWarpOutputs = 16 * C::row_tiles;
 constexpr int kBlockOutputs = kWarpOutputs * C::warps_out;
 constexpr int kBlockUnits = C::units * C::warps_units;
 static_assert(kThreads % kBlockOutputs == 0, "as many threads for each channel's bias");
+
+// A group's input channels in memory. In volumes, group_in counts them once for each tap of the
+// depth, and images are output planes.
+constexpr int kInChannels = C::group_in / Depth::kernel;
+using InChannel = DepthChannel<kInChannels>;
+static_assert(!Depth::exists || (!C::in_channels_last && !C::grad_channels_last),
+              "contiguous volumes");
 
 // Input channels and taps of a weight tile.
 constexpr int kTileWeights = C::tile_channels * C::tile_rows * C::tile_columns;

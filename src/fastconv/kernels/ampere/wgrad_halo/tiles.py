@@ -69,6 +69,8 @@ class Tile:
     step_rows: int = 0
     slice_mmas: int = 0
     rolling: bool = False
+    # The problem of volumes whose output planes are the images of ``problem``.
+    volumes: Problem | None = None
 
     @lazy
     def parts(self) -> int:

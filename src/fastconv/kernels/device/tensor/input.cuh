@@ -7,13 +7,16 @@ namespace fastconv {
 namespace tensor {
 
 // Strides of the input, in elements. With space-to-depth, group_in counts a channel once for each
-// residue.
+// residue; in volumes, also once for each tap of the depth.
 constexpr bool kSpaceToDepth = C::s2d_height * C::s2d_width > 1;
 constexpr int kInGroup = C::group_in / (C::s2d_height * C::s2d_width);
-constexpr int kInColumn = C::in_channels_last ? C::groups * kInGroup : 1;
+constexpr int kInChannels = kInGroup / Depth::kernel;  // a group's channels in memory
+constexpr int kInColumn = C::in_channels_last ? C::groups * kInChannels : 1;
 constexpr int kInRow = C::in_width * kInColumn;
-constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
-constexpr int kInImage = C::groups * kInGroup * C::in_height * C::in_width;
+constexpr int kInPlane = C::in_height * kInRow;
+constexpr int kInChannel = C::in_channels_last ? 1 : Depth::in * kInPlane;
+constexpr int kInImage = C::groups * kInChannels * Depth::in * C::in_height * C::in_width;
+using InChannel = DepthChannel<kInChannels>;
 
 // The farthest rows and columns that tiles reach, before or behind the input's first, and an index
 // type that reaches every element there.
@@ -25,8 +28,44 @@ constexpr long long kFarInColumn = max_of<long long>(
     C::padding_left + elements_of(C::lead, C::stride_width),
     elements_of(C::s2d_width, C::stride_width, kStrips* C::tile_columns + C::pitch + 1));
 using InOffset = IndexTo<elements_of(kFarInRow, kInRow) + elements_of(kFarInColumn, kInColumn) +
-                         elements_of(kChunks* kChunkChannels, kInChannel)>;
-static_assert(elements_of(C::groups, kInGroup, C::in_height, C::in_width) < kMostElements, "");
+                         elements_of(Depth::exists ? kInChannels : kChunks * kChunkChannels,
+                                     kInChannel) +
+                         (Depth::exists
+                              ? elements_of(ceil_div(kChunks * kChunkChannels, kInChannels),
+                                            Depth::dilation, kInPlane)
+                              : 0)>;
+static_assert(elements_of(C::groups, kInChannels, Depth::in, C::in_height, C::in_width) <
+                  kMostElements,
+              "");
+
+// What an image of the batch reads: an image, or planes of a volume, the first of which may lie
+// outside.
+struct InImage {
+  const Scalar* first;
+  int front;  // the first plane
+
+  __device__ __forceinline__ InImage(const Scalar* input, int image) {
+    front = front_of(image);
+    if constexpr (Depth::exists) {
+      first = input + static_cast<long long>(image / Depth::out) * kInImage +
+              static_cast<long long>(front) * kInPlane;
+    } else {
+      first = input + static_cast<long long>(image) * kInImage;
+    }
+  }
+};
+
+// Whether the volume has the plane that a channel reads, of those from `front` on.
+__device__ __forceinline__ bool plane_exists(int front, int channel) {
+  return plane_inside(front + InChannel(channel).plane());
+}
+
+// The offset of a channel's first element, from that of the image's.
+__device__ __forceinline__ InOffset channel_offset(int channel) {
+  const InChannel in_memory(channel);
+  const InOffset offset = InOffset{in_memory.channel} * kInChannel;
+  return Depth::exists ? offset + InOffset{in_memory.plane()} * kInPlane : offset;
+}
 
 // Elements from the last multiple of `unit` elements to an address.
 __device__ __forceinline__ int misalignment(const Scalar* element, int unit) {
@@ -38,14 +77,14 @@ struct Place {
   const Scalar* group;
   int y, x;  // may lie outside of the image
   bool exists;
+  int front;  // the first plane that the image reads
 
   __device__ __forceinline__ bool inside(int rows_on = 0, int columns_on = 0) const {
     return static_cast<unsigned>(y + rows_on) < static_cast<unsigned>(C::in_height) &&
            static_cast<unsigned>(x + columns_on) < static_cast<unsigned>(C::in_width) && exists;
   }
   __device__ __forceinline__ const Scalar* address(int channel) const {
-    return group +
-           (InOffset{channel} * kInChannel + InOffset{y} * kInRow + InOffset{x} * kInColumn);
+    return group + (channel_offset(channel) + InOffset{y} * kInRow + InOffset{x} * kInColumn);
   }
 };
 
@@ -76,13 +115,15 @@ struct VectorUnit {
 
   __device__ static int plane(int index) { return index % kChunkPlanes; }
   __device__ static int pixel(int index) { return index / kChunkPlanes; }
+  static_assert(!C::vector_loads || kInChannels % kVector == 0, "a vector has one tap of depth");
   __device__ static bool row_exists(const Place& place, int channel) {
     return static_cast<unsigned>(place.y) < static_cast<unsigned>(C::in_height) &&
-           (kWholeChunks || channel < C::group_in);
+           (kWholeChunks || channel < C::group_in) && plane_exists(place.front, channel);
   }
   __device__ void load(const Place& place, int channel) {
     const auto* const source = reinterpret_cast<const uint4*>(place.address(channel));
-    const bool valid = place.inside() && (kWholeChunks || channel < C::group_in);
+    const bool valid = place.inside() && (kWholeChunks || channel < C::group_in) &&
+                       plane_exists(place.front, channel);
     loaded = Words::of(load_or_zero(source, valid));
   }
   __device__ Words vector(int) const { return loaded; }
@@ -96,16 +137,19 @@ struct PixelUnit {
   static constexpr int kCount = kPartPixels / kVectors;
   static constexpr int kElements = kVectors * kVectorChannels;
   static_assert(kChunkPlanes % kVectors == 0, "units are whole");
+  // Whether all channels of a unit are equally far apart in memory.
+  static constexpr bool kTogether =
+      !kSpaceToDepth && (!Depth::exists || kInChannels % kElements == 0);
   Scalar loaded[kElements];
 
   __device__ static int plane(int index) { return index / kPlanePixels * kVectors; }
   __device__ static int pixel(int index) { return index % kPlanePixels; }
   __device__ void load(const Place& place, int channel) {
-    if constexpr (kSpaceToDepth) {
-      load_space_to_depth(place, channel);
+    if constexpr (!kTogether) {
+      load_apart(place, channel);
       return;
     }
-    const bool inside = place.inside();
+    const bool inside = place.inside() && plane_exists(place.front, channel);
     const Scalar* const source = place.address(channel);
     if (!__any_sync(~0u, inside)) {
 #pragma unroll
@@ -121,12 +165,13 @@ struct PixelUnit {
       }
     }
   }
-  __device__ void load_space_to_depth(const Place& place, int channel) {
+  __device__ void load_apart(const Place& place, int channel) {
 #pragma unroll
     for (int j = 0; j < kElements; ++j) {
       const SpaceToDepthChannel in_memory(channel + j);
       const bool valid = place.inside(in_memory.row, in_memory.column) &&
-                         (kWholeChunks || channel + j < C::group_in);
+                         (kWholeChunks || channel + j < C::group_in) &&
+                         plane_exists(place.front, in_memory.channel);
       loaded[j] = load_element(
           place.address(in_memory.channel) +
               (InOffset{in_memory.row} * kInRow + InOffset{in_memory.column} * kInColumn),
@@ -171,13 +216,15 @@ struct Source {
   int row;  // the tile's first row, in space-to-depth rows, before padding is subtracted
   int column;
   int channel;  // the first channel, in its group
+  int front;    // the first plane that the image reads
 
   __device__ Source(const Scalar* input, const StageCursor& at)
       : Source(input, at.item, at.chunk, at.stage) {}
   __device__ Source(const Scalar* input, const Item& item, int chunk, int stage) {
     channel = chunk * kChunkChannels;
-    group =
-        input + static_cast<long long>(item.image) * kInImage + item.group * kInGroup * kInChannel;
+    const InImage image(input, item.image);
+    front = image.front;
+    group = image.first + item.group * kInChannels * kInChannel;
     row = item.row_residue * C::stride_height +
           C::dilation_height * (item.tile * kTileRows * kRowResidues + stage);
     column = (item.column - C::lead) * C::stride_width;
@@ -201,7 +248,8 @@ struct Source {
     const int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowResidues);
     const int column_residue = slot % kColumnSlots * kColumnStep % kColumnResidues;
     const int x = column + kColumnUnit * (column_residue + position * kColumnResidues);
-    return {group, y * C::s2d_height - C::padding_top, x * C::s2d_width - C::padding_left, true};
+    return {group, y * C::s2d_height - C::padding_top, x * C::s2d_width - C::padding_left, true,
+            front};
   }
   __device__ __forceinline__ int channel_of(int index) const {
     return channel + Unit::plane(index) * kVectorChannels;

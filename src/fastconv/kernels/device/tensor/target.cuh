@@ -8,7 +8,8 @@ namespace tensor {
 
 constexpr int kOutChannels = C::groups * kOutGroup;
 constexpr int kOutPlane = C::image_height * C::image_width;
-constexpr int kOutImage = kOutChannels * kOutPlane;
+constexpr int kOutChannel = DepthPlacing::planes * kOutPlane;  // from a channel to the next, if contiguous
+constexpr int kOutImage = kOutChannels * kOutChannel;
 constexpr int kOutColumn = C::out_channels_last ? kOutChannels : 1;
 
 // A stored row has one column for each pixel, or `interleave` columns.
@@ -40,8 +41,10 @@ constexpr int kFarOutChannel =
     ceil_div(kOutputGroups * C::channel_groups * kStackChannels, kOutResidues);
 using OutOffset = IndexTo<elements_of(kFarOutRow, C::image_width, kOutColumn) +
                           elements_of(kFarOutColumn, kOutColumn) +
-                          elements_of(kFarOutChannel, C::out_channels_last ? 1 : kOutPlane)>;
-static_assert(elements_of(kOutChannels, C::image_height, C::image_width) < kMostElements, "");
+                          elements_of(kFarOutChannel, C::out_channels_last ? 1 : kOutChannel)>;
+static_assert(elements_of(kOutChannels, DepthPlacing::planes, C::image_height, C::image_width) <
+                  kMostElements,
+              "");
 
 // A pixel's stores: its value, and zeros for positions that no residue reaches. More than
 // kMostUnrolled stores are a loop, which ends where the image does, since a step of rows or columns
@@ -56,7 +59,7 @@ constexpr int kStoredAtOnce = kFewStores ? kPixelColumns : 1;
 
 // Where the accumulators of an MMA tile are stored.
 struct Target {
-  Scalar* image;
+  Scalar* image;  // in a volume, the plane
   int outputs;  // first output channel, in the group
   int group;
   int row;     // output row of the first pixel, for stacked row 0
@@ -64,7 +67,13 @@ struct Target {
 
   // The target of a tile of a work item, for one of its channel groups and rows from first_row on.
   __device__ Target(Scalar* output, const Item& item, int tile, int channel_group, int first_row) {
-    image = output + static_cast<long long>(item.image) * kOutImage;
+    if constexpr (Depth::exists) {
+      const int plane = DepthPlacing::step * (item.image % Depth::out) + DepthPlacing::at;
+      image = output + static_cast<long long>(item.image / Depth::out) * kOutImage +
+              static_cast<long long>(plane) * kOutPlane * kOutColumn;
+    } else {
+      image = output + static_cast<long long>(item.image) * kOutImage;
+    }
     outputs = item.outputs + channel_group * kStackChannels;
     group = item.group;
     row = item.row_residue + kRowStep * ((item.tile + tile) * kTileRows + first_row);
@@ -91,7 +100,8 @@ struct Target {
     if constexpr (C::out_channels_last) {
       return image + (static_cast<OutOffset>(y) * C::image_width * kOutChannels + c);
     } else {
-      return image + ((static_cast<OutOffset>(c) * C::image_height + y) * C::image_width);
+      return image + ((static_cast<OutOffset>(c) * (DepthPlacing::planes * C::image_height) + y) *
+                      C::image_width);
     }
   }
 

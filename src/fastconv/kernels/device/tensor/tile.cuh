@@ -6,6 +6,7 @@
 //   input   [16 bytes of channels][row][pixel][16 bytes]     a halo tile, loaded once for all taps
 //   weights [tap][2][register_tile_m output channels][16 bytes]
 #pragma once
+#include "device/tensor/depth.cuh"
 #include "device/tensor/operand.cuh"
 #include "device/tensor/ring.cuh"
 #include "device/tile.cuh"

@@ -22,12 +22,15 @@ constexpr int kProvenPixels = 1 << 15;
 // with depth-to-space, an output channel is also a residue.
 __device__ __forceinline__ Scalar tap_at(const Scalar* weight, int group, int out, int in, int row,
                                          int column, int stacked_column) {
+  const InChannel from(in);
   long long k = group * C::group_out + out;
-  long long c = in;
+  long long c = from.channel;
+  long long plane = from.tap;
   if constexpr (C::transposed) {
     const DepthToSpaceChannel to(out);
-    k = group * C::group_in + in;
+    k = group * kInChannels + from.channel;
     c = to.channel;
+    plane = DepthPlacing::last_tap - DepthPlacing::tap_step * plane;
     row = C::last_tap_row - C::tap_step_height * row + to.row;
     column = C::last_tap_column - C::tap_step_width * column + stacked_column + to.column;
     if (kDepthToSpace && !is_tap(row, C::weight_height, C::tap_dilation_height)) return Scalar{};
@@ -38,7 +41,7 @@ __device__ __forceinline__ Scalar tap_at(const Scalar* weight, int group, int ou
     row /= C::tap_dilation_height;
     column /= C::tap_dilation_width;
   }
-  return weight[k * C::weight_stride_out + c * C::weight_stride_in +
+  return weight[k * C::weight_stride_out + c * C::weight_stride_in + plane * Depth::weight_stride +
                 static_cast<long long>(row) * C::weight_stride_height +
                 static_cast<long long>(column) * C::weight_stride_width];
 }
@@ -233,7 +236,7 @@ struct Samples {
   static constexpr int kPieces = kWanted < kAll ? kWanted : kAll;
   // Where the last piece begins.
   static constexpr long long kLast = kPixels > 32 ? kPixels - 32 : 0;
-  const Scalar* image;
+  InImage image;
   const float* columns;
   int lane;
 
@@ -241,18 +244,28 @@ struct Samples {
   __device__ static __forceinline__ int column(int channel) {
     return channel / kInGroup * kGroupColumns + channel % kInGroup * kResidues;
   }
+  // Where a channel begins; `channel` counts those of all groups.
+  __device__ static __forceinline__ long long offset(int channel) {
+    if constexpr (Depth::exists) {
+      return channel / kInGroup * (static_cast<long long>(kInChannels) * kInChannel) +
+             channel_offset(channel % kInGroup);
+    } else {
+      return static_cast<long long>(channel) * kPixels;
+    }
+  }
   // A lane's number of a piece, times its channel's power; 0 if there is none.
   __device__ __forceinline__ float number(int channel, int piece) const {
     const long long first = kLast * piece / (kPieces > 1 ? kPieces - 1 : 1);
-    const Scalar* const source = image + static_cast<long long>(channel) * kPixels + first + lane;
-    const bool exists = lane < kPixels && channel < kChannels;
+    const Scalar* const source = image.first + offset(channel) + first + lane;
+    const bool exists =
+        lane < kPixels && channel < kChannels && plane_exists(image.front, channel % kInGroup);
     return fabsf(widen(load_element(source, exists))) *
            columns[column(min(channel, kChannels - 1))];
   }
 };
 
 // Block-wide: finds the scale of an image, and what its channels' numbers are multiplied by.
-__device__ __forceinline__ float sample_image(const Scalar* image, const float* columns,
+__device__ __forceinline__ float sample_image(const InImage& image, const float* columns,
                                               float* powers) {
   static_assert(!C::scaled_fp16 || !C::in_channels_last, "a channel's pixels are neighbours");
   constexpr int kPieces = Samples::kPieces;
@@ -312,8 +325,8 @@ __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
         const float factor = pack_channel(weight, tables.columns(), packed, i);
         if (threadIdx.x == 0) tables.channels()[i] = factor;
       } else {
-        const float scale = sample_image(input + static_cast<long long>(image) * kInImage,
-                                         tables.columns(), tables.powers(image));
+        const float scale =
+            sample_image(InImage(input, image), tables.columns(), tables.powers(image));
         if (threadIdx.x == 0) {
           tables.images()[image] = scale;
           tables.marks()[image] = 0;

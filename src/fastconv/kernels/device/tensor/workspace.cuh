@@ -2,6 +2,7 @@
 // accumulators each, side by side with its neighbours' slots; a second kernel reduces them in a
 // fixed order.
 #pragma once
+#include "device/tensor/depth.cuh"
 #include "device/tensor/operand.cuh"
 
 namespace fastconv {
@@ -65,9 +66,11 @@ __device__ __forceinline__ float4 total_of(const float4* first, long long distan
 }
 
 // The offset of a weight in its tensor; `output` counts the channels of all groups.
-__device__ __forceinline__ long long weight_offset(int output, int input, int row, int column) {
+__device__ __forceinline__ long long weight_offset(int output, int input, int row, int column,
+                                                   int plane = 0) {
   return static_cast<long long>(output) * C::weight_stride_out +
          static_cast<long long>(input) * C::weight_stride_in +
+         static_cast<long long>(plane) * Depth::weight_stride +
          static_cast<long long>(row) * C::weight_stride_height +
          static_cast<long long>(column) * C::weight_stride_width;
 }

@@ -29,7 +29,7 @@
 // and not with the length of the whole sum.
 #pragma once
 #include "device/epilogue.cuh"
-#include "direct/depth.cuh"
+#include "device/depth.cuh"
 
 namespace fastconv {
 namespace convolve {

@@ -30,7 +30,7 @@
 // that saw the same channels and pixels.
 #pragma once
 #include "device/tile.cuh"
-#include "direct/depth.cuh"
+#include "device/depth.cuh"
 
 namespace fastconv {
 namespace weight_grad {

@@ -29,6 +29,7 @@ from fastconv.kernels.family import (
     depth_constants,
     weight_grad_constants,
 )
+from fastconv.kernels.planning.depth import of_planes
 from fastconv.problem import Problem
 
 PIXELS = 4  # neighbours in a row that a thread takes at a time
@@ -156,7 +157,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     ``bias_grad`` is filled in the same pass.
     """
     problem = limits.checked(problem)
-    tile = _choose_tile(_of_planes(problem), operands, gpu)
+    tile = _choose_tile(of_planes(problem), operands, gpu)
     limits.require("tiles of a weight", tile.count)
     constants: dict[str, Constant] = {
         **weight_grad_constants(problem, operands),
@@ -212,22 +213,6 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
             )
         )
     return Plan(tuple(launches), tiles_at_once * splits * block_bytes, FAMILY, WHY)
-
-
-def _of_planes(problem: Problem) -> Problem:
-    """Returns the problem of images that tiles are chosen for.
-
-    Each output plane of a volume is an image, and the planes that it reads are further channels.
-    """
-    depth = problem.depth
-    if depth is None:
-        return problem
-    return replace(
-        problem,
-        batch=problem.batch * depth.output_size,
-        in_channels=problem.in_channels * depth.kernel_size,
-        depth=None,
-    )
 
 
 def _kernel(entry: str, constants: dict[str, Constant]) -> Kernel:

@@ -168,7 +168,7 @@ __device__ __forceinline__ void convolve(const Scalar* input, unsigned char* scr
     give_back_registers<C::producer_registers>();
     if (warp > 0) {
       if constexpr (C::staged) {
-        stage_input(input, input + static_cast<long long>(batch) * kInImage, items);
+        stage_input(input, input + static_cast<long long>(batch / Depth::out) * kInImage, items);
       } else if constexpr (kInputCopied) {
         copy_input<Input>(input, items);
       } else {

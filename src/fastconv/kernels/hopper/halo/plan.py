@@ -106,13 +106,13 @@ def may_take_less(layers: list[Layer], cycles: float) -> bool:
 
 def _check(layers: list[Layer], gpu: Gpu) -> None:
     layer = layers[0]
-    channels = (layer.group_in // (layer.s2d_factors[0] * layer.s2d_factors[1]), layer.out_channels)
+    channels = (layer.in_channels, layer.out_channels)
     operands = layer.operands
     block.check(gpu)
     # Residues that are channels fill an MMA's rows, however few channels a group has, and estimates
     # tell whether the portable kernels are faster.
     least_group = 1 if layer.depth_to_space else limits.LEAST_GROUP
-    limits.check(operands, layer.groups, channels, layer.in_size, layer.image_size, least_group)
+    limits.check(operands, layer.groups, channels, *layer.volume_sizes, least_group)
     if layer.depth_to_space:
         return
     terms = sum(layer.terms for layer in layers)
@@ -175,7 +175,8 @@ def _way_cycles(layers: list[Layer], cycles: float) -> float:
     more = LAYER_COST * len(layers)
     if not layers[0].scaled_fp16:
         return cycles * (1 + more)
-    return max(cycles * (1 + more + SCALED_FP16_COST[layers[0].parts]), SCALED_FP16_CYCLES)
+    least = SCALED_FP16_CYCLES / layers[0].planes
+    return max(cycles * (1 + more + SCALED_FP16_COST[layers[0].parts]), least)
 
 
 def _why(tiles: list[Tile]) -> str:
@@ -257,6 +258,7 @@ def _key(layers: list[Layer], gpu: Gpu) -> str:
             f"kernel={size(layer.weight_kernel)} stride={size(layer.stride)}",
             f"dilation={size(layer.dilation)} padding={size(layer.padding)}",
             f"s2d={size(layer.s2d_factors)}",
+            *((layer.depth.words,) if layer.depth is not None else ()),
         )
         return " ".join(words)
 

@@ -45,7 +45,8 @@ struct Piece {
   int target;           // offset of its first pixel in its stage, in units of 16 bytes
   int before;           // columns of padding before the first column inside
   int columns;          // columns inside
-  const Scalar* first;  // first column inside, of the first channel
+  int front;            // the first plane that the image reads
+  const Scalar* first;  // first column inside; in images, of the first channel
 
   __device__ Piece(const Source& source, int index) {
     const int of_line = index % kLinePieces;
@@ -70,17 +71,33 @@ struct Piece {
       exists = exists || y == -1;
     }
     columns = exists ? max(min(kRawReach, end) - before, 0) : 0;
-    first = source.group + (InOffset{channel} * kInChannel + InOffset{y} * kInRow + x + before);
+    front = source.front;
+    first = source.group +
+            ((Depth::exists ? 0 : channel_offset(channel)) + InOffset{y} * kInRow + x + before);
   }
   __device__ __forceinline__ bool has(int of_piece) const {
-    return kWholeChunks || channel + of_piece < C::group_in;
+    return (kWholeChunks || channel + of_piece < C::group_in) &&
+           plane_exists(front, channel + of_piece);
+  }
+  __device__ __forceinline__ bool has_all() const {
+    const bool all = kWholeChunks || channel + kPieceChannels <= C::group_in;
+    // Planes that lie between two of the volume's are its own.
+    return all && plane_exists(front, channel) && plane_exists(front, channel + kPieceChannels - 1);
+  }
+  // The offset of one of the piece's channels, from the first column inside.
+  __device__ __forceinline__ InOffset offset(int of_piece) const {
+    if constexpr (Depth::exists) {
+      return channel_offset(channel + of_piece);
+    } else {
+      return of_piece * kInChannel;
+    }
   }
   // The misalignment of a channel's first pixel: elements after a multiple of 16 bytes.
   __device__ __forceinline__ int shift(int of_piece) const {
     if constexpr (kRawAligned) return 0;
     const auto low_bits = static_cast<unsigned>(reinterpret_cast<unsigned long long>(first));
     return static_cast<int>(
-        (low_bits / kScalarBytes + static_cast<unsigned>(of_piece) * kInChannel) % kVector);
+        (low_bits / kScalarBytes + static_cast<unsigned>(offset(of_piece))) % kVector);
   }
 };
 
@@ -91,7 +108,7 @@ __device__ __forceinline__ void fetch_lines(const Piece& piece, const Scalar* in
   int bytes = 0;
   if (piece.columns > 0 && piece.has(lane)) {
     const int shift = piece.shift(lane);
-    const Scalar* const source = piece.first + lane * kInChannel - shift;
+    const Scalar* const source = piece.first + piece.offset(lane) - shift;
     const int count = shift + piece.columns;
     Scalar* const target = raw + lane * kRawChannel;
     bytes = round_up(count, kVector) * kScalarBytes;
@@ -117,7 +134,7 @@ __device__ __forceinline__ void fetch_vectors(const Piece& piece, const Scalar* 
     const int at = i % kOfChannel * kVector;
     const int count = piece.shift(channel) + piece.columns;
     if (at >= count || piece.columns == 0 || !piece.has(channel)) continue;
-    const Scalar* const source = piece.first + (channel * kInChannel - piece.shift(channel) + at);
+    const Scalar* const source = piece.first + (piece.offset(channel) - piece.shift(channel) + at);
     Scalar* const target = raw + channel * kRawChannel + at;
     if (kInImage % kVector != 0 && source + kVector > input_end) {
       // The tensor ends within these 16 bytes.
@@ -166,8 +183,7 @@ __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, u
                                         int lane, const Scale (&scales)[2],
                                         const ChunkPowers<kPowersCopied>& powers, int of_chunk,
                                         Range& range) {
-  const bool whole =
-      piece.columns == kRawReach && (kWholeChunks || piece.channel + kPieceChannels <= C::group_in);
+  const bool whole = piece.columns == kRawReach && piece.has_all();
 #pragma unroll
   for (int plane = 0; plane < C::piece_vectors; ++plane) {
     // Operands in two parts leave no registers for the scales of both vectors.

@@ -233,7 +233,7 @@ __device__ __forceinline__ void store_rows(const float (&acc)[kAccumulators],
     const int first = 16 * warp + 8 * half;  // row of M
     const Scalar* const row = target.row_start(first, target.image_row(first, 0, C::row_at));
     const int shift =
-        C::bulk_stores ? misalignment(row + static_cast<long long>(lane / 4) * kOutPlane, kVector)
+        C::bulk_stores ? misalignment(row + static_cast<long long>(lane / 4) * kOutChannel, kVector)
                        : 0;
 #pragma unroll
     for (int store_pass = 0; store_pass < kPasses; ++store_pass) {

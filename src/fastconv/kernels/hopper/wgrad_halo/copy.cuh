@@ -9,15 +9,31 @@ namespace hopper {
 constexpr int kGradWarps = C::grad_boxes && !kClears ? 1 : 2;
 constexpr int kInputWarps = 4 - kGradWarps;
 constexpr int kGradArrivals = C::grad_boxes ? 1 : 32 * kGradWarps;  // arrivals that fill a stage
-constexpr int kInImage = C::groups * C::group_in * C::in_height * C::in_width;
+constexpr int kInImage = C::groups * kInChannels * Depth::in * C::in_height * C::in_width;
 constexpr int kInColumn = C::in_channels_last ? C::groups * C::group_in : 1;
 constexpr int kInRow = C::in_width * kInColumn;
-constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
-constexpr int kOutImage = C::groups * C::group_out * C::out_height * C::out_width;
-constexpr int kOutChannel = C::out_height * C::out_width;
-static_assert(elements_of(C::groups, C::group_in, C::in_height, C::in_width) < kMostElements, "");
-static_assert(elements_of(C::groups, C::group_out, C::out_height, C::out_width) < kMostElements,
+constexpr int kInPlane = C::in_height * C::in_width;
+constexpr int kInChannel = C::in_channels_last ? 1 : Depth::in * kInPlane;
+constexpr int kOutPlane = C::out_height * C::out_width;
+constexpr int kOutChannel = Depth::out * kOutPlane;
+constexpr int kOutImage = C::groups * C::group_out * kOutChannel;
+static_assert(elements_of(C::groups, kInChannels, Depth::in, C::in_height, C::in_width) <
+                  kMostElements,
               "");
+static_assert(elements_of(C::groups, C::group_out, Depth::out, C::out_height, C::out_width) <
+                  kMostElements,
+              "");
+
+// The offset of an image in grad_output, or of an output plane.
+template <class Offset>
+__device__ __forceinline__ Offset grad_image(int image) {
+  if constexpr (Depth::exists) {
+    return static_cast<Offset>(image / Depth::out) * kOutImage +
+           static_cast<Offset>(image % Depth::out) * kOutPlane;
+  } else {
+    return static_cast<Offset>(image) * kOutImage;
+  }
+}
 
 // By how many columns a step begins early. It is the same for all members, and for all channels of
 // an alignment class.
@@ -109,7 +125,7 @@ struct RowCopier {
       const MemberPlace of(place.image, place.row, member, batch);
       const Scalar* const row =
           channels +
-          (of.exists ? static_cast<long long>(of.image) * kOutImage + of.row * C::out_width : 0);
+          (of.exists ? grad_image<long long>(of.image) + of.row * C::out_width : 0);
       unsigned char* const target = stage + stage_row(first, member) * kRowBytes;
       if constexpr (!C::grad_bulk) {
         copy_all(target, row, place, of.exists);

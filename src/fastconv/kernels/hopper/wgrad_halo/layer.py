@@ -9,6 +9,7 @@ from fastconv.kernels.arithmetic import round_up
 from fastconv.kernels.family import Operands
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import limits
+from fastconv.kernels.planning.depth import of_planes
 from fastconv.problem import Problem
 
 BODY_COLUMNS = 8  # columns that a consumer takes at a time
@@ -27,6 +28,15 @@ class Layer:
     # Every plane_classes-th plane of grad_output begins at the same distance from a multiple of 16
     # bytes. A tile has planes of one such class.
     plane_classes: int = 1
+    # The problem of volumes that this is: ``problem`` is that of their output planes as images,
+    # where input channels are counted once for each tap of the depth.
+    volumes: Problem | None = None
+
+    @classmethod
+    def of(cls, problem: Problem, operands: Operands, scaled_fp16: bool) -> Layer:
+        """The weight gradient of a problem of images or volumes."""
+        volumes = None if problem.depth is None else problem
+        return cls(of_planes(problem), operands, scaled_fp16, volumes=volumes)
 
     @lazy
     def parts(self) -> int:
@@ -108,7 +118,8 @@ class Layer:
     def has_boxes(self) -> bool:
         """Whether a TMA box can bring a stage of grad_output, of some width."""
         return (
-            not self.operands.output_channels_last
+            self.volumes is None
+            and not self.operands.output_channels_last
             and self.problem.batch % self.lane_members == 0
             and self.group_out % self.plane_classes == 0
             and self.grad_vector == self.vector
@@ -124,7 +135,8 @@ class Layer:
 def takes_scaled_fp16(problem: Problem, operands: Operands) -> bool:
     """Whether float32 can be multiplied as scaled fp16."""
     contiguous = not (operands.input_channels_last or operands.output_channels_last)
-    filters = problem.out_channels * (problem.in_channels // problem.groups)
+    taps = 1 if problem.depth is None else problem.depth.kernel_size
+    filters = problem.out_channels * (problem.in_channels // problem.groups) * taps
     return operands.scalar == "float" and contiguous and filters < MOST_FILTERS
 
 

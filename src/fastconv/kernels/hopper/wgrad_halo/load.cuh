@@ -109,7 +109,7 @@ __device__ __forceinline__ void store_k_vector(unsigned char* target, Vector<Hal
 // A lane's place in the first of its warp's units. Consecutive units go along octets, then along
 // columns.
 struct InputLoader {
-  const Scalar* row;  // row 0 of image 0, in the lane's channel
+  const Scalar* row;  // row 0 of image 0, in the lane's channel; of volumes, in the group's first
   Tables tables;
   int channel;        // the lane's, in an octet
   int channels_left;  // channels of the group from that one on
@@ -129,7 +129,8 @@ struct InputLoader {
     channels_left = C::group_in - first_channel;
     first_column = kFirstColumn - kShift + tile.piece * (C::mma_taps * C::dilation_width);
     group = C::groups == 1 ? 0 : tile.group;
-    row = input + static_cast<long long>(group * C::group_in + first_channel) * kInChannel;
+    row = input + static_cast<long long>(group * kInChannels + (Depth::exists ? 0 : first_channel)) *
+                      kInChannel;
   }
 
   __device__ static int octet(int unit) { return unit % kBlockOctets; }
@@ -144,9 +145,36 @@ struct InputLoader {
     return (group + 1) * C::group_in - channels_left + octet(unit) * kOctet;
   }
 
-  // Starts loading a lane's part of a unit, from input row y in the first strip of rows. `images`
-  // exist from this one on; `first` is the strip's first column.
-  __device__ __forceinline__ void load(const Scalar* image, int images, int y, int first, int unit,
+  // The images of a step, from that of member 0 on. Those of volumes are output planes, whose
+  // addresses each member finds itself.
+  struct Images {
+    const Scalar* first;
+    int index;
+    int count;  // images that exist from this one on
+
+    __device__ __forceinline__ Images(const InputLoader& loader, int image, int batch)
+        : first(loader.row), index(image), count(batch - image) {
+      if constexpr (!Depth::exists) first += static_cast<long long>(image) * kInImage;
+    }
+    // Whether an image has the plane that a channel reads, and where that channel begins in it.
+    __device__ __forceinline__ bool has(int image, const InChannel& channel) const {
+      return image < count && plane_inside(front_of(index + image) + channel.plane());
+    }
+    __device__ __forceinline__ long long offset(int image, const InChannel& channel) const {
+      if constexpr (Depth::exists) {
+        const int plane = front_of(index + image) + channel.plane();
+        return static_cast<long long>((index + image) / Depth::out) * kInImage +
+               (static_cast<long long>(channel.channel) * kInChannel + plane * kInPlane);
+      } else {
+        constexpr long long kImage = kInImage;
+        return image * kImage;
+      }
+    }
+  };
+
+  // Starts loading a lane's part of a unit, from input row y in the first strip of rows; `first` is
+  // the strip's first column.
+  __device__ __forceinline__ void load(const Images& images, int y, int first, int unit,
                                        Loaded& loaded) const {
     const int x = first + first_column + unit_column(unit) + column;
     const int left = channels_left - octet(unit) * kOctet;
@@ -154,18 +182,20 @@ struct InputLoader {
     // Consecutive elements are channels of a channels-last tensor, else columns.
     const int neighbour = C::in_channels_last ? 0 : x;
     const int count = !valid ? 0 : C::in_channels_last ? max(left, 0) : C::in_width;
+    const InChannel from(C::group_in - left);
+    const InOffset channels =
+        Depth::exists ? 0 : static_cast<InOffset>(octet(unit) * kOctet) * kInChannel;
     const Scalar* const source =
-        image + (static_cast<InOffset>(octet(unit) * kOctet) * kInChannel +
-                 static_cast<InOffset>(y) * kInRow + static_cast<InOffset>(x) * kInColumn);
+        images.first + (channels + static_cast<InOffset>(y) * kInRow +
+                        static_cast<InOffset>(x) * kInColumn);
 #pragma unroll
     for (int member = 0; member < kInterleave; ++member) {
-      constexpr long long kImage = kInImage;
       const int of_image = member % C::interleaved_images;
       const int below = member / C::interleaved_images * kStripRows;
-      const bool exists = of_image < images && is_below(y + below, C::in_height);
-      loaded.quads[member] =
-          load_quad(source + (of_image * kImage + static_cast<long long>(below) * kInRow),
-                    neighbour, exists ? count : 0);
+      const bool exists = images.has(of_image, from) && is_below(y + below, C::in_height);
+      loaded.quads[member] = load_quad(
+          source + (images.offset(of_image, from) + static_cast<long long>(below) * kInRow),
+          neighbour, exists ? count : 0);
     }
     if constexpr (C::scaled_fp16) {
       loaded.power = load_or_zero(tables.powers() + number(unit), valid);
@@ -205,15 +235,15 @@ struct InputLoader {
   }
 
   // Loads the warp's units of a row, and writes them to the ring when the stage is empty.
-  __device__ __forceinline__ void copy_row(const Scalar* image, int images, int y, int first,
-                                           int units, const Ring<C::input_stages>& at) const {
+  __device__ __forceinline__ void copy_row(const Images& images, int y, int first, int units,
+                                           const Ring<C::input_stages>& at) const {
     unsigned char* const ring_row = shared_memory() + kInputRing + at.stage() * (kRowVectors * 16);
 #pragma unroll 1
     for (int unit = warp; unit < units; unit += kInputWarps * C::batch) {
       Loaded loaded[C::batch];
 #pragma unroll
       for (int k = 0; k < C::batch; ++k) {
-        load(image, images, y, first, unit + kInputWarps * k, loaded[k]);
+        load(images, y, first, unit + kInputWarps * k, loaded[k]);
       }
       if (unit == warp) barrier_wait(&barriers().input_empty[at.stage()], at.parity());
 #pragma unroll
@@ -234,7 +264,7 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Tables& ta
   Ring<C::input_stages> at(1);
   while (share.more()) {
     const Run run = share.next();
-    const Scalar* const image = loader.row + static_cast<long long>(run.image) * kInImage;
+    const InputLoader::Images images(loader, run.image, partition.batch);
     const int first_column = run.strip * (kStripColumns * C::stride_width);
     const int units = units_of(columns_of(run.strip));
     const int rows = run.steps * kNewRows + kOldRows;
@@ -242,7 +272,7 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Tables& ta
     int until_skip = kNewRows;
 #pragma unroll 1
     for (int i = 0; i < rows; ++i) {
-      loader.copy_row(image, partition.batch - run.image, y, first_column, units, at);
+      loader.copy_row(images, y, first_column, units, at);
       fence_async_shared();
       __syncwarp();
       if (loader.lane == 0) barrier_arrive(&barriers().input_full[at.stage()]);

@@ -211,8 +211,8 @@ struct Consumer {
     segment = tile.segment - tile.plane() * C::kernel_rows +
               (C::channel_groups == 2 ? 0 : warpgroup * C::segments);
     const unsigned first = tile.group * C::group_out + tile.output + channel + thread % 32 / 4;
-    origin = misalignment(grad_output) + first * kOutChannel +
-             member_distance(thread % 4 * kLaneMembers);
+    origin = misalignment(grad_output) + first * kOutChannel;
+    if constexpr (!Depth::exists) origin += member_distance(thread % 4 * kLaneMembers);
     if constexpr (C::scaled_fp16) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -265,18 +265,29 @@ struct Consumer {
                C::out_width;
   }
 
+  // Where the i-th of the thread's members lies in grad_output, if images are planes of volumes:
+  // their distances are not all alike.
+  __device__ static unsigned of_volumes(int image, int i) {
+    const int member = static_cast<int>(threadIdx.x) % 4 * kLaneMembers + i;
+    return grad_image<unsigned>(image + member % C::interleaved_images) +
+           static_cast<unsigned>(member / C::interleaved_images) * (kSteps * kRowStep) *
+               C::out_width;
+  }
+
   // The thread's rows in the stages of a step.
   __device__ FragmentRows fragment_rows(int image, int output_row) const {
-    const unsigned moved =
-        static_cast<unsigned>(image) * kOutImage + static_cast<unsigned>(output_row) * C::out_width;
+    const unsigned moved = (Depth::exists ? 0u : static_cast<unsigned>(image) * kOutImage) +
+                           static_cast<unsigned>(output_row) * C::out_width;
     FragmentRows rows;
     rows.first = fragment;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < kLaneMembers; ++i) {
-        const unsigned element =
-            origin + moved + half * 8u * kOutChannel + (i > 0 ? member_distance(1) : 0u);
+        const unsigned element = origin + moved + half * 8u * kOutChannel +
+                                 (Depth::exists ? of_volumes(image, i)
+                                  : i > 0       ? member_distance(1)
+                                                : 0u);
         rows.shifts[half][i] = kShifted ? static_cast<int>(element % kVector) * kScalarBytes : 0;
       }
     }

@@ -21,6 +21,7 @@ from fastconv.kernels.family import (
     Operands,
     Plan,
     TensorMap,
+    depth_constants,
     weight_grad_constants,
 )
 from fastconv.kernels.hopper import block
@@ -76,7 +77,8 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         return Plan(*_launches(tile, gpu), "hopper", _why(tile))
     launches, scratch = _launches(tile, gpu)
     operands = replace(tile.layer.operands, bias_grad=False)
-    again = choose_tile(tile.layer.problem, operands, gpu, scaled_fp16=False)
+    problem = tile.layer.volumes or tile.layer.problem
+    again = choose_tile(problem, operands, gpu, scaled_fp16=False)
     repairs, more = _launches(again, gpu, repairs=True)
     scale = Launch(
         replace(launches[0].kernel, entry="scale"),
@@ -160,6 +162,8 @@ def choose_tile(
     Raises:
         Declined: there is none.
     """
+    if problem.depth is not None and (operands.input_channels_last or operands.output_channels_last):
+        raise Declined("weight gradients of channels-last volumes")
     best: Tile | None = None
     least = most_cycles
     # The best lower bounds come first, so most candidates are never examined.
@@ -221,7 +225,7 @@ def _layers(problem: Problem, operands: Operands, scaled_fp16: bool | None) -> I
     """The layers that the problem can be computed as."""
     for one in (False, True) if takes_scaled_fp16(problem, operands) else (False,):
         if scaled_fp16 in (None, one):
-            layer = Layer(problem, operands, one)
+            layer = Layer.of(problem, operands, one)
             yield layer
             of_classes = in_plane_classes(layer)
             if of_classes is not None:
@@ -271,6 +275,7 @@ def _taps(layer: Layer, gpu: Gpu) -> Iterator[tuple[int, int]]:
 
 def _constants(tile: Tile, slots_at: int, repairs: bool) -> dict[str, Constant]:
     problem, operands = tile.layer.problem, tile.layer.operands
+    volumes = tile.layer.volumes
     split = tile.layer.parts == 2
     accumulators = tile.segments * tile.columns // 2
     producer = 72 if split else 56 if accumulators > 148 else 88
@@ -278,6 +283,7 @@ def _constants(tile: Tile, slots_at: int, repairs: bool) -> dict[str, Constant]:
     mmas = tile.strip_columns // 2
     return {
         **weight_grad_constants(problem, operands),
+        **({} if volumes is None else depth_constants(volumes, operands)),
         "parts": tile.layer.parts,
         "scaled_fp16": tile.layer.scaled_fp16,
         "repairs": repairs,

@@ -100,8 +100,9 @@ __device__ __forceinline__ void reduce(const Tables& tables, Scalar* grad, int f
     for (int j = 0; j < 4; ++j) {
       const Weight weight = weight_of(j);
       if (!weight.is_wanted(tables, tile.group)) continue;
-      grad[weight_offset(tile.group * C::group_out + weight.output, weight.input, weight.row,
-                         weight.column)] =
+      const InChannel from(weight.input);
+      grad[weight_offset(tile.group * C::group_out + weight.output, from.channel, weight.row,
+                         weight.column, from.tap)] =
           narrow<Scalar>(sum.weight(j, tables, tile.group, weight));
     }
   }

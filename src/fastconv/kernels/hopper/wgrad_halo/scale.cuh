@@ -111,19 +111,27 @@ __device__ __forceinline__ float power_of(const Scalar* channel, long long image
   return power == 0.0f ? __uint_as_float(kNoPowerBits) : power;
 }
 
+// The number of an input channel in memory, of all groups.
+__device__ __forceinline__ int in_memory(int input) {
+  if constexpr (!Depth::exists) return input;
+  return input / C::group_in * kInChannels + InChannel(input % C::group_in).channel;
+}
+
 // Finds the powers of all channels, and clears the other tables.
 __device__ __forceinline__ void find_powers(const Scalar* grad_output, const Scalar* input,
                                             const Tables& tables, int batch) {
-  constexpr int kInPixels = C::in_height * C::in_width;
-  constexpr int kOutPixels = C::out_height * C::out_width;
+  constexpr int kInPixels = Depth::in * C::in_height * C::in_width;
+  constexpr int kOutPixels = Depth::out * C::out_height * C::out_width;
+  constexpr int kInMemory = C::groups * kInChannels;
+  const int volumes = batch / Depth::out;
 #pragma unroll 1
   for (int i = blockIdx.x; i < kInputs + kGradients; i += gridDim.x) {
     const int output = i - kInputs;
     const float power =
-        output < 0 ? power_of<kInPixels>(input + static_cast<long long>(i) * kInPixels,
-                                         static_cast<long long>(kInputs) * kInPixels, batch)
+        output < 0 ? power_of<kInPixels>(input + static_cast<long long>(in_memory(i)) * kInPixels,
+                                         static_cast<long long>(kInMemory) * kInPixels, volumes)
                    : power_of<kOutPixels>(grad_output + static_cast<long long>(output) * kOutPixels,
-                                          static_cast<long long>(kGradients) * kOutPixels, batch);
+                                          static_cast<long long>(kGradients) * kOutPixels, volumes);
     if (threadIdx.x == 0) {
       tables.powers()[i] = power;
       tables.lossy()[i] = 0;

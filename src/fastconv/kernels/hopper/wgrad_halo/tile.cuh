@@ -1,6 +1,7 @@
 // The tile of a block of the wgrad_halo kernel: the weights that it computes, how it walks through
 // images, and its layout of shared memory.
 #pragma once
+#include "device/tensor/depth.cuh"
 #include "device/tensor/operand.cuh"
 #include "device/tile.cuh"
 #include "device/wgmma.cuh"
@@ -32,6 +33,13 @@ static_assert(C::interleaved_images * C::interleaved_strips == kInterleave,
 static_assert(!C::scaled_fp16 ||
                   (kScalarBytes == 4 && !C::in_channels_last && !C::grad_channels_last),
               "contiguous float32");
+
+// A group's input channels in memory. In volumes, group_in counts them once for each tap of the
+// depth, and images are output planes.
+constexpr int kInChannels = C::group_in / Depth::kernel;
+using InChannel = DepthChannel<kInChannels>;
+static_assert(!Depth::exists || (!C::in_channels_last && !C::grad_channels_last),
+              "contiguous volumes");
 
 constexpr int kOutputs = 64;  // the M of a wgmma: output channels
 constexpr int kConsumers = 2;
