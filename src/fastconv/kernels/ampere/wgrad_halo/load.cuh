@@ -255,9 +255,8 @@ using InOffset = IndexTo<elements_of(kFarRow, kInRow) + elements_of(kFarColumn, 
                          elements_of(C::tile_channels + kOctet, kInChannel)>;
 
 // The planes of a volume that an output plane reads; images have one.
-struct Planes {
+struct Planes : Front {
   int first_channel;  // the tile's, in its group
-  int front;          // the first plane that is read
 
   // Whether the volume has the plane that one of the tile's channels reads.
   __device__ __forceinline__ bool exist(int channel) const {
@@ -328,7 +327,7 @@ struct InLoader {
                                         (Depth::exists ? 0 : tile.channel)) *
                      kInChannel),
         channels_left(C::group_in - tile.channel),
-        planes{tile.channel, 0},
+        planes{Front(), tile.channel},
         first_row(tile.kernel_row * C::dilation_height - C::padding_top) {
     first_column = tile.kernel_column * C::dilation_width - C::padding_left;
     first_column -= shift(tile);
@@ -343,7 +342,7 @@ struct InLoader {
 
   __device__ void move_to(const Cursor& at) {
     image = channels + static_cast<long long>(at.image() / Depth::out) * kInImage;
-    planes.front = front_of(at.image());
+    static_cast<Front&>(planes) = Front(front_of(at.image()));
     row = first_row + at.output_row() * C::stride_height;
     column = first_column + at.output_column() * C::stride_width;
   }
@@ -389,10 +388,13 @@ struct InLoader {
       for (int task = 0; task < InSheet::kTasks; ++task) {
         if (!InSheet::exists(task)) continue;
         const Place place = find(y, task);
-        const long long of_volume = Depth::exists ? planes.offset(place.channel) : 0;
-        copy_elements<C::in_vector>(reinterpret_cast<Scalar*>(target + place.target),
-                                    place.source + of_volume,
-                                    place.channels > 0 && planes.exist(place.channel));
+        auto* const to = reinterpret_cast<Scalar*>(target + place.target);
+        if constexpr (Depth::exists) {
+          copy_elements<C::in_vector>(to, place.source + planes.offset(place.channel),
+                                      place.channels > 0 && planes.exist(place.channel));
+        } else {
+          copy_elements<C::in_vector>(to, place.source, place.channels > 0);
+        }
       }
     }
   }
@@ -423,11 +425,14 @@ struct InLoader {
       const Place place = find(row_of(line), task);
 #pragma unroll
       for (int j = 0; j < kOctet; ++j) {
-        const Scalar* const source = Depth::exists
-                                         ? place.source + planes.offset(place.channel + j)
-                                         : place.source + static_cast<InOffset>(j) * kInChannel;
-        batch.elements[i][j].load(
-            source, exists && j < place.channels && planes.exist(place.channel + j));
+        if constexpr (Depth::exists) {
+          const int channel = place.channel + j;
+          batch.elements[i][j].load(place.source + planes.offset(channel),
+                                    exists && j < place.channels && planes.exist(channel));
+        } else {
+          batch.elements[i][j].load(place.source + static_cast<InOffset>(j) * kInChannel,
+                                    exists && j < place.channels);
+        }
       }
     }
   }

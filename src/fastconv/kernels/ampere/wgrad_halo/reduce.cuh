@@ -53,9 +53,8 @@ __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, in
     for (int j = 0; j < 4; ++j) {
       const Weight weight(tile, slot, thread, j);
       if (!weight.exists) continue;
-      const InChannel from(weight.input);
-      grad[weight_offset(tile.group * C::group_out + weight.output, from.channel, weight.row,
-                         weight.column, from.tap)] = narrow<Scalar>(values[j]);
+      grad[weight_offset(tile.group * C::group_out + weight.output, depth_channel<kInChannels>(weight.input), weight.row,
+                         weight.column)] = narrow<Scalar>(values[j]);
     }
   }
 }

@@ -42,10 +42,37 @@ struct DepthChannel {
   __device__ __forceinline__ int plane() const { return Depth::dilation * tap; }
 };
 
+// A channel of the reduction as functions of weights take it: in volumes, with its tap.
+template <int kChannels>
+__device__ __forceinline__ auto depth_channel(int index) {
+  if constexpr (Depth::exists) {
+    return DepthChannel<kChannels>(index);
+  } else {
+    return index;
+  }
+}
+
 // The first plane that an image of the batch reads, which may lie outside.
 __device__ __forceinline__ int front_of(int image) {
   return Depth::exists ? image % Depth::out * Depth::stride - Depth::padding : 0;
 }
+
+// The first plane that an image reads. Images without depth have no member for it: it would cost
+// them nothing, but the compiler would order their instructions otherwise.
+template <bool kExists>
+struct FrontOf {
+  int front;
+
+  __device__ __forceinline__ explicit FrontOf(int front = 0) : front(front) {}
+};
+template <>
+struct FrontOf<false> {
+  static constexpr int front = 0;
+
+  __device__ __forceinline__ explicit FrontOf(int = 0) {}
+};
+using Front = FrontOf<Depth::exists>;
+
 __device__ __forceinline__ bool plane_inside(int plane) {
   return !Depth::exists || static_cast<unsigned>(plane) < static_cast<unsigned>(Depth::in);
 }

@@ -40,12 +40,10 @@ static_assert(elements_of(C::groups, kInChannels, Depth::in, C::in_height, C::in
 
 // What an image of the batch reads: an image, or planes of a volume, the first of which may lie
 // outside.
-struct InImage {
+struct InImage : Front {
   const Scalar* first;
-  int front;  // the first plane
 
-  __device__ __forceinline__ InImage(const Scalar* input, int image) {
-    front = front_of(image);
+  __device__ __forceinline__ InImage(const Scalar* input, int image) : Front(front_of(image)) {
     if constexpr (Depth::exists) {
       first = input + static_cast<long long>(image / Depth::out) * kInImage +
               static_cast<long long>(front) * kInPlane;
@@ -73,11 +71,10 @@ __device__ __forceinline__ int misalignment(const Scalar* element, int unit) {
 }
 
 // The place of a pixel, in the first channel of its group.
-struct Place {
+struct Place : Front {
   const Scalar* group;
   int y, x;  // may lie outside of the image
   bool exists;
-  int front;  // the first plane that the image reads
 
   __device__ __forceinline__ bool inside(int rows_on = 0, int columns_on = 0) const {
     return static_cast<unsigned>(y + rows_on) < static_cast<unsigned>(C::in_height) &&
@@ -211,20 +208,18 @@ struct StageCursor {
 };
 
 // A chunk of a tile, or of one of its rows, as it lies in the input.
-struct Source {
+struct Source : Front {
   const Scalar* group;  // the first channel at row 0, column 0
   int row;  // the tile's first row, in space-to-depth rows, before padding is subtracted
   int column;
   int channel;  // the first channel, in its group
-  int front;    // the first plane that the image reads
 
   __device__ Source(const Scalar* input, const StageCursor& at)
       : Source(input, at.item, at.chunk, at.stage) {}
-  __device__ Source(const Scalar* input, const Item& item, int chunk, int stage) {
+  __device__ Source(const Scalar* input, const Item& item, int chunk, int stage)
+      : Front(front_of(item.image)) {
     channel = chunk * kChunkChannels;
-    const InImage image(input, item.image);
-    front = image.front;
-    group = image.first + item.group * kInChannels * kInChannel;
+    group = InImage(input, item.image).first + item.group * kInChannels * kInChannel;
     row = item.row_residue * C::stride_height +
           C::dilation_height * (item.tile * kTileRows * kRowResidues + stage);
     column = (item.column - C::lead) * C::stride_width;
@@ -248,8 +243,8 @@ struct Source {
     const int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowResidues);
     const int column_residue = slot % kColumnSlots * kColumnStep % kColumnResidues;
     const int x = column + kColumnUnit * (column_residue + position * kColumnResidues);
-    return {group, y * C::s2d_height - C::padding_top, x * C::s2d_width - C::padding_left, true,
-            front};
+    return {Front(front), group, y * C::s2d_height - C::padding_top,
+            x * C::s2d_width - C::padding_left, true};
   }
   __device__ __forceinline__ int channel_of(int index) const {
     return channel + Unit::plane(index) * kVectorChannels;

@@ -66,13 +66,18 @@ __device__ __forceinline__ float4 total_of(const float4* first, long long distan
 }
 
 // The offset of a weight in its tensor; `output` counts the channels of all groups.
-__device__ __forceinline__ long long weight_offset(int output, int input, int row, int column,
-                                                   int plane = 0) {
+__device__ __forceinline__ long long weight_offset(int output, int input, int row, int column) {
   return static_cast<long long>(output) * C::weight_stride_out +
          static_cast<long long>(input) * C::weight_stride_in +
-         static_cast<long long>(plane) * Depth::weight_stride +
          static_cast<long long>(row) * C::weight_stride_height +
          static_cast<long long>(column) * C::weight_stride_width;
+}
+// The same in volumes, where an input channel is at a tap of the depth.
+template <int kChannels>
+__device__ __forceinline__ long long weight_offset(int output, const DepthChannel<kChannels>& input,
+                                                   int row, int column) {
+  return weight_offset(output, input.channel, row, column) +
+         static_cast<long long>(input.tap) * Depth::weight_stride;
 }
 
 }  // namespace tensor

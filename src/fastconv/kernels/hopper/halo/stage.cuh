@@ -40,15 +40,14 @@ struct PieceCursor : StageCursor {
 };
 
 // A piece, and which part of it lies inside the image.
-struct Piece {
+struct Piece : Front {
   int channel;          // first channel, in its group
   int target;           // offset of its first pixel in its stage, in units of 16 bytes
   int before;           // columns of padding before the first column inside
   int columns;          // columns inside
-  int front;            // the first plane that the image reads
   const Scalar* first;  // first column inside; in images, of the first channel
 
-  __device__ Piece(const Source& source, int index) {
+  __device__ Piece(const Source& source, int index) : Front(source.front) {
     const int of_line = index % kLinePieces;
     const int line = index / kLinePieces;
     const int slot = kRowSlots == 1 ? 0 : line / kStageRows;
@@ -71,23 +70,31 @@ struct Piece {
       exists = exists || y == -1;
     }
     columns = exists ? max(min(kRawReach, end) - before, 0) : 0;
-    front = source.front;
-    first = source.group +
-            ((Depth::exists ? 0 : channel_offset(channel)) + InOffset{y} * kInRow + x + before);
+    if constexpr (Depth::exists) {
+      first = source.group + (InOffset{y} * kInRow + x + before);
+    } else {
+      first = source.group + (InOffset{channel} * kInChannel + InOffset{y} * kInRow + x + before);
+    }
   }
   __device__ __forceinline__ bool has(int of_piece) const {
-    return (kWholeChunks || channel + of_piece < C::group_in) &&
-           plane_exists(front, channel + of_piece);
+    if constexpr (Depth::exists) {
+      if (!plane_exists(front, channel + of_piece)) return false;
+    }
+    return kWholeChunks || channel + of_piece < C::group_in;
   }
   __device__ __forceinline__ bool has_all() const {
-    const bool all = kWholeChunks || channel + kPieceChannels <= C::group_in;
-    // Planes that lie between two of the volume's are its own.
-    return all && plane_exists(front, channel) && plane_exists(front, channel + kPieceChannels - 1);
+    if constexpr (Depth::exists) {
+      // Planes that lie between two of the volume's are its own.
+      const int last = channel + kPieceChannels - 1;
+      if (!plane_exists(front, channel) || !plane_exists(front, last)) return false;
+    }
+    return kWholeChunks || channel + kPieceChannels <= C::group_in;
   }
   // The offset of one of the piece's channels, from the first column inside.
-  __device__ __forceinline__ InOffset offset(int of_piece) const {
+  template <class Index>
+  __device__ __forceinline__ auto offset(Index of_piece) const {
     if constexpr (Depth::exists) {
-      return channel_offset(channel + of_piece);
+      return channel_offset(channel + static_cast<int>(of_piece));
     } else {
       return of_piece * kInChannel;
     }
@@ -97,7 +104,8 @@ struct Piece {
     if constexpr (kRawAligned) return 0;
     const auto low_bits = static_cast<unsigned>(reinterpret_cast<unsigned long long>(first));
     return static_cast<int>(
-        (low_bits / kScalarBytes + static_cast<unsigned>(offset(of_piece))) % kVector);
+        (low_bits / kScalarBytes + static_cast<unsigned>(offset(static_cast<unsigned>(of_piece)))) %
+        kVector);
   }
 };
 
