@@ -381,7 +381,8 @@ GEOMETRY = frozenset(
 ) | {
     "groups", "group_in", "group_out", "padding_front", "padding_top", "padding_left",
     "weight_stride_out", "weight_stride_in", "weight_stride_depth", "weight_stride_height",
-    "weight_stride_width",
+    "weight_stride_width", "image_depth", "out_step_depth", "plane_at", "last_tap_plane",
+    "tap_step_depth",
 }  # fmt: skip
 """The constants, common to all kernels, that say what is computed and not how."""
 

@@ -9,7 +9,6 @@ from typing import Any
 from fastconv.kernels.ampere.halo.plan import ABSENT
 from fastconv.kernels.coverage import Anatomy, volume
 from fastconv.kernels.family import GEOMETRY, Constant
-from fastconv.kernels.planning.depth import PLACING as DEPTH
 
 
 def _halo(c: Mapping[str, Any]) -> dict[str, Constant]:
@@ -58,7 +57,7 @@ HALO = Anatomy(
         "last_tap_column", "tap_step_height", "tap_step_width", "tap_dilation_height",
         "tap_dilation_width", "image_height", "image_width",
         "out_step_height", "out_step_width", "row_at", "row_begin", "row_end", "column_at",
-        "column_begin", "column_end", *DEPTH, "stacked_columns", "interleave", "d2s_height",
+        "column_begin", "column_end", "stacked_columns", "interleave", "d2s_height",
         "d2s_width", "warps", "register_tile_m",
         "channel_groups", "pixels",
         "block_rows", "tile_columns", "pitch", "plane_padding", "k_steps", "stage_taps",

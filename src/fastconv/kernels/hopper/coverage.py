@@ -10,7 +10,6 @@ from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.coverage import Anatomy, volume
 from fastconv.kernels.family import GEOMETRY, Constant
 from fastconv.kernels.hopper.block import OUTPUTS
-from fastconv.kernels.planning.depth import PLACING as DEPTH
 
 
 def _vector(c: Mapping[str, Any]) -> int:
@@ -108,7 +107,7 @@ HALO = Anatomy(
         "last_tap_column", "tap_step_height", "tap_step_width", "tap_dilation_height",
         "tap_dilation_width", "image_height", "image_width",
         "out_step_height", "out_step_width", "row_at", "row_begin", "row_end", "column_at",
-        "column_begin", "column_end", *DEPTH, "stack", "pixels", "tile_rows", "block_rows",
+        "column_begin", "column_end", "stack", "pixels", "tile_rows", "block_rows",
         "register_tile_m", "loaders", "loader_warps", "piece_vectors", "threads", "unit_vectors",
         "smaller_part", "watches", "tile_columns", "pitch",
         "lead", "plane_padding", "segment_tiles", "k_steps", "stage_taps", "input_stages",

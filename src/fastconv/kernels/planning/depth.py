@@ -8,9 +8,6 @@ from typing import NamedTuple
 from fastconv.kernels.family import Constant
 from fastconv.problem import Axis, Problem
 
-PLACING = ("image_depth", "out_step_depth", "plane_at", "last_tap_plane", "tap_step_depth")
-"""The constants of where planes and taps lie, beside those that other kernels of volumes have."""
-
 
 def of_planes(problem: Problem) -> Problem:
     """The problem of images that a weight gradient's tiles are chosen for.
