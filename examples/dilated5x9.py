@@ -220,7 +220,7 @@ __device__ __forceinline__ void convolve(const Scalar* input, unsigned char* scr
     give_back_registers<C::producer_registers>();
     if (warp > 0) {
       if constexpr (C::staged) {
-        stage_input(input, input + static_cast<long long>(batch) * kInImage, items);
+        stage_input(input, input + static_cast<long long>(batch / Depth::out) * kInImage, items);
       } else if constexpr (kInputCopied) {
         copy_input<Input>(input, items);
       } else {
@@ -716,7 +716,7 @@ SOURCES["direct/forward/kernel.cuh"] = r"""
 // large, every flush_rows kernel rows. Rounding errors then grow with the lengths of the two levels
 // and not with the length of the whole sum.
 #include "device/epilogue.cuh"
-#include "direct/depth.cuh"
+#include "device/depth.cuh"
 
 namespace fastconv {
 namespace convolve {
@@ -1363,7 +1363,7 @@ SOURCES["direct/wgrad/kernel.cuh"] = r"""
 // behind the others: the gradient of the bias. The second kernel takes them from one of the threads
 // that saw the same channels and pixels.
 #include "device/tile.cuh"
-#include "direct/depth.cuh"
+#include "device/depth.cuh"
 
 namespace fastconv {
 namespace weight_grad {
@@ -1858,14 +1858,14 @@ struct PieceCursor : StageCursor {
 };
 
 // A piece, and which part of it lies inside the image.
-struct Piece {
+struct Piece : Front {
   int channel;          // first channel, in its group
   int target;           // offset of its first pixel in its stage, in units of 16 bytes
   int before;           // columns of padding before the first column inside
   int columns;          // columns inside
-  const Scalar* first;  // first column inside, of the first channel
+  const Scalar* first;  // first column inside; in images, of the first channel
 
-  __device__ Piece(const Source& source, int index) {
+  __device__ Piece(const Source& source, int index) : Front(source.front) {
     const int of_line = index % kLinePieces;
     const int line = index / kLinePieces;
     const int slot = kRowSlots == 1 ? 0 : line / kStageRows;
@@ -1888,17 +1888,42 @@ struct Piece {
       exists = exists || y == -1;
     }
     columns = exists ? max(min(kRawReach, end) - before, 0) : 0;
-    first = source.group + (InOffset{channel} * kInChannel + InOffset{y} * kInRow + x + before);
+    if constexpr (Depth::exists) {
+      first = source.group + (InOffset{y} * kInRow + x + before);
+    } else {
+      first = source.group + (InOffset{channel} * kInChannel + InOffset{y} * kInRow + x + before);
+    }
   }
   __device__ __forceinline__ bool has(int of_piece) const {
+    if constexpr (Depth::exists) {
+      if (!plane_exists(front, channel + of_piece)) return false;
+    }
     return kWholeChunks || channel + of_piece < C::group_in;
+  }
+  __device__ __forceinline__ bool has_all() const {
+    if constexpr (Depth::exists) {
+      // Planes that lie between two of the volume's are its own.
+      const int last = channel + kPieceChannels - 1;
+      if (!plane_exists(front, channel) || !plane_exists(front, last)) return false;
+    }
+    return kWholeChunks || channel + kPieceChannels <= C::group_in;
+  }
+  // The offset of one of the piece's channels, from the first column inside.
+  template <class Index>
+  __device__ __forceinline__ auto offset(Index of_piece) const {
+    if constexpr (Depth::exists) {
+      return channel_offset(channel + static_cast<int>(of_piece));
+    } else {
+      return of_piece * kInChannel;
+    }
   }
   // The misalignment of a channel's first pixel: elements after a multiple of 16 bytes.
   __device__ __forceinline__ int shift(int of_piece) const {
     if constexpr (kRawAligned) return 0;
     const auto low_bits = static_cast<unsigned>(reinterpret_cast<unsigned long long>(first));
     return static_cast<int>(
-        (low_bits / kScalarBytes + static_cast<unsigned>(of_piece) * kInChannel) % kVector);
+        (low_bits / kScalarBytes + static_cast<unsigned>(offset(static_cast<unsigned>(of_piece)))) %
+        kVector);
   }
 };
 
@@ -1909,7 +1934,7 @@ __device__ __forceinline__ void fetch_lines(const Piece& piece, const Scalar* in
   int bytes = 0;
   if (piece.columns > 0 && piece.has(lane)) {
     const int shift = piece.shift(lane);
-    const Scalar* const source = piece.first + lane * kInChannel - shift;
+    const Scalar* const source = piece.first + piece.offset(lane) - shift;
     const int count = shift + piece.columns;
     Scalar* const target = raw + lane * kRawChannel;
     bytes = round_up(count, kVector) * kScalarBytes;
@@ -1935,7 +1960,7 @@ __device__ __forceinline__ void fetch_vectors(const Piece& piece, const Scalar* 
     const int at = i % kOfChannel * kVector;
     const int count = piece.shift(channel) + piece.columns;
     if (at >= count || piece.columns == 0 || !piece.has(channel)) continue;
-    const Scalar* const source = piece.first + (channel * kInChannel - piece.shift(channel) + at);
+    const Scalar* const source = piece.first + (piece.offset(channel) - piece.shift(channel) + at);
     Scalar* const target = raw + channel * kRawChannel + at;
     if (kInImage % kVector != 0 && source + kVector > input_end) {
       // The tensor ends within these 16 bytes.
@@ -1984,8 +2009,7 @@ __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, u
                                         int lane, const Scale (&scales)[2],
                                         const ChunkPowers<kPowersCopied>& powers, int of_chunk,
                                         Range& range) {
-  const bool whole =
-      piece.columns == kRawReach && (kWholeChunks || piece.channel + kPieceChannels <= C::group_in);
+  const bool whole = piece.columns == kRawReach && piece.has_all();
 #pragma unroll
   for (int plane = 0; plane < C::piece_vectors; ++plane) {
     // Operands in two parts leave no registers for the scales of both vectors.
@@ -2295,12 +2319,15 @@ constexpr int kProvenPixels = 1 << 15;
 // with depth-to-space, an output channel is also a residue.
 __device__ __forceinline__ Scalar tap_at(const Scalar* weight, int group, int out, int in, int row,
                                          int column, int stacked_column) {
+  const InChannel from(in);
   long long k = group * C::group_out + out;
-  long long c = in;
+  long long c = from.channel;
+  long long plane = from.tap;
   if constexpr (C::transposed) {
     const DepthToSpaceChannel to(out);
-    k = group * C::group_in + in;
+    k = group * kInChannels + from.channel;
     c = to.channel;
+    plane = DepthPlacing::last_tap - DepthPlacing::tap_step * plane;
     row = C::last_tap_row - C::tap_step_height * row + to.row;
     column = C::last_tap_column - C::tap_step_width * column + stacked_column + to.column;
     if (kDepthToSpace && !is_tap(row, C::weight_height, C::tap_dilation_height)) return Scalar{};
@@ -2311,7 +2338,7 @@ __device__ __forceinline__ Scalar tap_at(const Scalar* weight, int group, int ou
     row /= C::tap_dilation_height;
     column /= C::tap_dilation_width;
   }
-  return weight[k * C::weight_stride_out + c * C::weight_stride_in +
+  return weight[k * C::weight_stride_out + c * C::weight_stride_in + plane * Depth::weight_stride +
                 static_cast<long long>(row) * C::weight_stride_height +
                 static_cast<long long>(column) * C::weight_stride_width];
 }
@@ -2506,7 +2533,7 @@ struct Samples {
   static constexpr int kPieces = kWanted < kAll ? kWanted : kAll;
   // Where the last piece begins.
   static constexpr long long kLast = kPixels > 32 ? kPixels - 32 : 0;
-  const Scalar* image;
+  InImage image;
   const float* columns;
   int lane;
 
@@ -2514,18 +2541,28 @@ struct Samples {
   __device__ static __forceinline__ int column(int channel) {
     return channel / kInGroup * kGroupColumns + channel % kInGroup * kResidues;
   }
+  // Where a channel begins; `channel` counts those of all groups.
+  __device__ static __forceinline__ long long offset(int channel) {
+    if constexpr (Depth::exists) {
+      return channel / kInGroup * (static_cast<long long>(kInChannels) * kInChannel) +
+             channel_offset(channel % kInGroup);
+    } else {
+      return static_cast<long long>(channel) * kPixels;
+    }
+  }
   // A lane's number of a piece, times its channel's power; 0 if there is none.
   __device__ __forceinline__ float number(int channel, int piece) const {
     const long long first = kLast * piece / (kPieces > 1 ? kPieces - 1 : 1);
-    const Scalar* const source = image + static_cast<long long>(channel) * kPixels + first + lane;
-    const bool exists = lane < kPixels && channel < kChannels;
+    const Scalar* const source = image.first + offset(channel) + first + lane;
+    const bool exists =
+        lane < kPixels && channel < kChannels && plane_exists(image.front, channel % kInGroup);
     return fabsf(widen(load_element(source, exists))) *
            columns[column(min(channel, kChannels - 1))];
   }
 };
 
 // Block-wide: finds the scale of an image, and what its channels' numbers are multiplied by.
-__device__ __forceinline__ float sample_image(const Scalar* image, const float* columns,
+__device__ __forceinline__ float sample_image(const InImage& image, const float* columns,
                                               float* powers) {
   static_assert(!C::scaled_fp16 || !C::in_channels_last, "a channel's pixels are neighbours");
   constexpr int kPieces = Samples::kPieces;
@@ -2585,8 +2622,8 @@ __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
         const float factor = pack_channel(weight, tables.columns(), packed, i);
         if (threadIdx.x == 0) tables.channels()[i] = factor;
       } else {
-        const float scale = sample_image(input + static_cast<long long>(image) * kInImage,
-                                         tables.columns(), tables.powers(image));
+        const float scale =
+            sample_image(InImage(input, image), tables.columns(), tables.powers(image));
         if (threadIdx.x == 0) {
           tables.images()[image] = scale;
           tables.marks()[image] = 0;
@@ -3079,7 +3116,7 @@ __device__ __forceinline__ void store_rows(const float (&acc)[kAccumulators],
     const int first = 16 * warp + 8 * half;  // row of M
     const Scalar* const row = target.row_start(first, target.image_row(first, 0, C::row_at));
     const int shift =
-        C::bulk_stores ? misalignment(row + static_cast<long long>(lane / 4) * kOutPlane, kVector)
+        C::bulk_stores ? misalignment(row + static_cast<long long>(lane / 4) * kOutChannel, kVector)
                        : 0;
 #pragma unroll
     for (int store_pass = 0; store_pass < kPasses; ++store_pass) {
@@ -3540,7 +3577,9 @@ namespace tensor {
 
 constexpr int kOutChannels = C::groups * kOutGroup;
 constexpr int kOutPlane = C::image_height * C::image_width;
-constexpr int kOutImage = kOutChannels * kOutPlane;
+constexpr int kOutChannel =
+    DepthPlacing::planes * kOutPlane;  // from a channel to the next, if contiguous
+constexpr int kOutImage = kOutChannels * kOutChannel;
 constexpr int kOutColumn = C::out_channels_last ? kOutChannels : 1;
 
 // A stored row has one column for each pixel, or `interleave` columns.
@@ -3572,8 +3611,10 @@ constexpr int kFarOutChannel =
     ceil_div(kOutputGroups * C::channel_groups * kStackChannels, kOutResidues);
 using OutOffset = IndexTo<elements_of(kFarOutRow, C::image_width, kOutColumn) +
                           elements_of(kFarOutColumn, kOutColumn) +
-                          elements_of(kFarOutChannel, C::out_channels_last ? 1 : kOutPlane)>;
-static_assert(elements_of(kOutChannels, C::image_height, C::image_width) < kMostElements, "");
+                          elements_of(kFarOutChannel, C::out_channels_last ? 1 : kOutChannel)>;
+static_assert(elements_of(kOutChannels, DepthPlacing::planes, C::image_height, C::image_width) <
+                  kMostElements,
+              "");
 
 // A pixel's stores: its value, and zeros for positions that no residue reaches. More than
 // kMostUnrolled stores are a loop, which ends where the image does, since a step of rows or columns
@@ -3588,15 +3629,21 @@ constexpr int kStoredAtOnce = kFewStores ? kPixelColumns : 1;
 
 // Where the accumulators of an MMA tile are stored.
 struct Target {
-  Scalar* image;
-  int outputs;  // first output channel, in the group
+  Scalar* image;  // in a volume, the plane
+  int outputs;    // first output channel, in the group
   int group;
   int row;     // output row of the first pixel, for stacked row 0
   int column;  // stored column of pixel `lead`
 
   // The target of a tile of a work item, for one of its channel groups and rows from first_row on.
   __device__ Target(Scalar* output, const Item& item, int tile, int channel_group, int first_row) {
-    image = output + static_cast<long long>(item.image) * kOutImage;
+    if constexpr (Depth::exists) {
+      const int plane = DepthPlacing::step * (item.image % Depth::out) + DepthPlacing::at;
+      image = output + static_cast<long long>(item.image / Depth::out) * kOutImage +
+              static_cast<long long>(plane) * kOutPlane * kOutColumn;
+    } else {
+      image = output + static_cast<long long>(item.image) * kOutImage;
+    }
     outputs = item.outputs + channel_group * kStackChannels;
     group = item.group;
     row = item.row_residue + kRowStep * ((item.tile + tile) * kTileRows + first_row);
@@ -3623,7 +3670,8 @@ struct Target {
     if constexpr (C::out_channels_last) {
       return image + (static_cast<OutOffset>(y) * C::image_width * kOutChannels + c);
     } else {
-      return image + ((static_cast<OutOffset>(c) * C::image_height + y) * C::image_width);
+      return image + ((static_cast<OutOffset>(c) * (DepthPlacing::planes * C::image_height) + y) *
+                      C::image_width);
     }
   }
 
@@ -4424,251 +4472,6 @@ __device__ __forceinline__ void allow_later_launch() {
 }  // namespace fastconv
 """
 
-SOURCES["device/epilogue.cuh"] = r"""
-// The epilogue of a forward pass: output = activation(acc + residual), where the accumulator
-// already contains the bias. It is computed in the accumulator's type and rounded once, when it is
-// stored.
-//
-// A kernel's Config has `activation`, one of the types below, and `residual`. A pass without an
-// epilogue has neither. A residual adds a last parameter to the kernel's signature, which only the
-// preprocessor can do: FASTCONV_RESIDUAL is defined where Config has a residual.
-#include "device/tile.cuh"
-
-namespace fastconv {
-
-// --- Activations ---------------------------------------------------------------------------------
-// Activations follow PyTorch's formulas. NaN stays NaN.
-
-__device__ __forceinline__ float exponential(float x) { return expf(x); }
-__device__ __forceinline__ double exponential(double x) { return exp(x); }
-__device__ __forceinline__ float error_function(float x) { return erff(x); }
-__device__ __forceinline__ double error_function(double x) { return erf(x); }
-__device__ __forceinline__ float hyperbolic_tangent(float x) { return tanhf(x); }
-__device__ __forceinline__ double hyperbolic_tangent(double x) { return tanh(x); }
-
-struct Identity {
-  template <class Acc>
-  __device__ __forceinline__ static Acc of(Acc x) {
-    return x;
-  }
-};
-
-struct Relu {
-  template <class Acc>
-  __device__ __forceinline__ static Acc of(Acc x) {
-    return x < Acc(0) ? Acc(0) : x;
-  }
-};
-
-struct Relu6 {
-  template <class Acc>
-  __device__ __forceinline__ static Acc of(Acc x) {
-    return x < Acc(0) ? Acc(0) : x > Acc(6) ? Acc(6) : x;
-  }
-};
-
-// kSlope is the bit pattern of a double.
-template <unsigned long long kSlope>
-struct LeakyRelu {
-  template <class Acc>
-  __device__ __forceinline__ static Acc of(Acc x) {
-    const double slope = __longlong_as_double(static_cast<long long>(kSlope));
-    return x > Acc(0) ? x : x * static_cast<Acc>(slope);
-  }
-};
-
-struct Sigmoid {
-  template <class Acc>
-  __device__ __forceinline__ static Acc of(Acc x) {
-    return Acc(1) / (Acc(1) + exponential(-x));
-  }
-};
-
-struct Silu {
-  template <class Acc>
-  __device__ __forceinline__ static Acc of(Acc x) {
-    return x / (Acc(1) + exponential(-x));
-  }
-};
-
-struct Gelu {
-  template <class Acc>
-  __device__ __forceinline__ static Acc of(Acc x) {
-    return x * Acc(0.5) * (Acc(1) + error_function(x * Acc(0.70710678118654752440)));
-  }
-};
-
-struct GeluTanh {
-  template <class Acc>
-  __device__ __forceinline__ static Acc of(Acc x) {
-    const Acc inner = Acc(0.79788456080286535588) * (x + Acc(0.044715) * x * x * x);
-    return Acc(0.5) * x * (Acc(1) + hyperbolic_tangent(inner));
-  }
-};
-
-struct Hardswish {
-  template <class Acc>
-  __device__ __forceinline__ static Acc of(Acc x) {
-    return x * Relu6::of(x + Acc(3)) * Acc(1.0 / 6.0);
-  }
-};
-
-struct Tanh {
-  template <class Acc>
-  __device__ __forceinline__ static Acc of(Acc x) {
-    return hyperbolic_tangent(x);
-  }
-};
-
-// --- The bias ------------------------------------------------------------------------------------
-
-// Loads kCount consecutive bias elements: as one vector if the plan guarantees that their address
-// is aligned to the vector, else one by one.
-template <int kCount, bool kAligned, class Scalar>
-__device__ __forceinline__ Vector<Scalar, kCount> load_bias(const Scalar* first) {
-  if constexpr (kAligned) {
-    static_assert(kCount == 1 || kCount * sizeof(Scalar) <= 4, "BIAS_ALIGNMENT of family.py");
-    return *reinterpret_cast<const Vector<Scalar, kCount>*>(first);
-  } else {
-    Vector<Scalar, kCount> vector;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) vector.element[i] = first[i];
-    return vector;
-  }
-}
-
-// --- The epilogue --------------------------------------------------------------------------------
-
-template <class>
-struct Exists {
-  using type = void;
-};
-template <class Config, class = void>
-struct ActivationOf {
-  using type = Identity;
-};
-template <class Config>
-struct ActivationOf<Config, typename Exists<typename Config::activation>::type> {
-  using type = typename Config::activation;
-};
-
-#ifdef FASTCONV_RESIDUAL
-constexpr bool kAddsResidual = true;
-#define FASTCONV_WITH_RESIDUAL(...) , __VA_ARGS__
-#define FASTCONV_EPILOGUE(output) fastconv::Epilogue<Config>(residual, output)
-#else
-constexpr bool kAddsResidual = false;
-#define FASTCONV_WITH_RESIDUAL(...)
-#define FASTCONV_EPILOGUE(output) fastconv::Epilogue<Config>()
-#endif
-#define FASTCONV_RESIDUAL_PARAMETER \
-  FASTCONV_WITH_RESIDUAL(const Config::Scalar* __restrict__ residual)
-
-// Stands for the residual in a pass that has none.
-struct Nothing {};
-template <bool kAdds, class Scalar>
-struct ResidualOf {
-  using type = Nothing;
-};
-template <class Scalar>
-struct ResidualOf<true, Scalar> {
-  using type = Scalar;
-};
-
-template <class Config>
-struct Epilogue {
-  using Scalar = typename Config::Scalar;
-  using Acc = typename AccOf<Scalar>::type;
-  using Residual = typename ResidualOf<kAddsResidual, Scalar>::type;
-
-#ifdef FASTCONV_RESIDUAL
-  // Bytes from an output element to the residual element that is added to it. Both tensors have the
-  // same layout, so this distance is constant.
-  long long distance;
-
-  __device__ Epilogue(const Scalar* residual, const Scalar* output)
-      : distance(reinterpret_cast<long long>(residual) - reinterpret_cast<long long>(output)) {}
-#else
-  static constexpr long long distance = 0;
-#endif
-
-  // The address of the residual of the output at `target`.
-  template <class Stored>
-  __device__ __forceinline__ const Stored* beside(const Stored* target) const {
-    return reinterpret_cast<const Stored*>(reinterpret_cast<long long>(target) + distance);
-  }
-
-  // Loads the residuals of kCount consecutive outputs, or zeros if these are not `valid`.
-  template <int kCount>
-  __device__ __forceinline__ Vector<Scalar, kCount> residual_of(const Scalar* target,
-                                                                bool valid) const {
-    constexpr int kBytes = kCount * static_cast<int>(sizeof(Scalar));
-    constexpr int kLoads = kBytes > 16 ? kBytes / 16 : 1;
-    using Loaded = typename Bits<kBytes / kLoads>::type;
-    Vector<Scalar, kCount> vector = {};
-    if (valid) {
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        reinterpret_cast<Loaded*>(&vector)[i] =
-            __ldg(reinterpret_cast<const Loaded*>(beside(target)) + i);
-      }
-    }
-    return vector;
-  }
-
-  __device__ __forceinline__ Residual residual_of(const Scalar* target) const {
-    if constexpr (kAddsResidual) {
-      return residual_of<1>(target, true).element[0];
-    } else {
-      return {};
-    }
-  }
-
-  // The residual that the kernel has staged at `place`, if the pass has a residual.
-  __device__ __forceinline__ static Residual staged(const Scalar& place) {
-    if constexpr (kAddsResidual) {
-      return place;
-    } else {
-      return {};
-    }
-  }
-
-  // Applies the residual and the activation to one accumulator.
-  __device__ __forceinline__ static Acc activated(Acc acc, Nothing = {}) {
-    return ActivationOf<Config>::type::of(acc);
-  }
-  __device__ __forceinline__ static Acc activated(Acc acc, Scalar residual) {
-    return activated(acc + Acc(widen(residual)));
-  }
-
-  // Turns kCount accumulators into outputs, which are stored side by side at `target` if they are
-  // `valid`.
-  template <int kCount>
-  __device__ __forceinline__ Vector<Scalar, kCount> operator()(const Acc (&accs)[kCount],
-                                                               const Scalar* target,
-                                                               bool valid = true) const {
-    Vector<Scalar, kCount> vector;
-    if constexpr (kAddsResidual) {
-      const Vector<Scalar, kCount> residual = residual_of<kCount>(target, valid);
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        vector.element[i] = narrow<Scalar>(activated(accs[i], residual.element[i]));
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) vector.element[i] = narrow<Scalar>(activated(accs[i]));
-    }
-    return vector;
-  }
-  __device__ __forceinline__ Scalar operator()(Acc acc, const Scalar* target) const {
-    const Acc accs[1] = {acc};
-    return (*this)(accs, target).element[0];
-  }
-};
-
-}  // namespace fastconv
-"""
-
 SOURCES["device/tensor/input.cuh"] = r"""
 // The input: where the pixels of a tile lie in memory, and how a thread loads some of their
 // channels.
@@ -4678,13 +4481,16 @@ namespace fastconv {
 namespace tensor {
 
 // Strides of the input, in elements. With space-to-depth, group_in counts a channel once for each
-// residue.
+// residue; in volumes, also once for each tap of the depth.
 constexpr bool kSpaceToDepth = C::s2d_height * C::s2d_width > 1;
 constexpr int kInGroup = C::group_in / (C::s2d_height * C::s2d_width);
-constexpr int kInColumn = C::in_channels_last ? C::groups * kInGroup : 1;
+constexpr int kInChannels = kInGroup / Depth::kernel;  // a group's channels in memory
+constexpr int kInColumn = C::in_channels_last ? C::groups * kInChannels : 1;
 constexpr int kInRow = C::in_width * kInColumn;
-constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
-constexpr int kInImage = C::groups * kInGroup * C::in_height * C::in_width;
+constexpr int kInPlane = C::in_height * kInRow;
+constexpr int kInChannel = C::in_channels_last ? 1 : Depth::in * kInPlane;
+constexpr int kInImage = C::groups * kInChannels * Depth::in * C::in_height * C::in_width;
+using InChannel = DepthChannel<kInChannels>;
 
 // The farthest rows and columns that tiles reach, before or behind the input's first, and an index
 // type that reaches every element there.
@@ -4695,9 +4501,42 @@ constexpr long long kFarInRow = max_of<long long>(
 constexpr long long kFarInColumn = max_of<long long>(
     C::padding_left + elements_of(C::lead, C::stride_width),
     elements_of(C::s2d_width, C::stride_width, kStrips* C::tile_columns + C::pitch + 1));
-using InOffset = IndexTo<elements_of(kFarInRow, kInRow) + elements_of(kFarInColumn, kInColumn) +
-                         elements_of(kChunks* kChunkChannels, kInChannel)>;
-static_assert(elements_of(C::groups, kInGroup, C::in_height, C::in_width) < kMostElements, "");
+using InOffset =
+    IndexTo<elements_of(kFarInRow, kInRow) + elements_of(kFarInColumn, kInColumn) +
+            elements_of(Depth::exists ? kInChannels : kChunks * kChunkChannels, kInChannel) +
+            (Depth::exists ? elements_of(ceil_div(kChunks * kChunkChannels, kInChannels),
+                                         Depth::dilation, kInPlane)
+                           : 0)>;
+static_assert(elements_of(C::groups, kInChannels, Depth::in, C::in_height, C::in_width) <
+                  kMostElements,
+              "");
+
+// What an image of the batch reads: an image, or planes of a volume, the first of which may lie
+// outside.
+struct InImage : Front {
+  const Scalar* first;
+
+  __device__ __forceinline__ InImage(const Scalar* input, int image) : Front(front_of(image)) {
+    if constexpr (Depth::exists) {
+      first = input + static_cast<long long>(image / Depth::out) * kInImage +
+              static_cast<long long>(front) * kInPlane;
+    } else {
+      first = input + static_cast<long long>(image) * kInImage;
+    }
+  }
+};
+
+// Whether the volume has the plane that a channel reads, of those from `front` on.
+__device__ __forceinline__ bool plane_exists(int front, int channel) {
+  return plane_inside(front + InChannel(channel).plane());
+}
+
+// The offset of a channel's first element, from that of the image's.
+__device__ __forceinline__ InOffset channel_offset(int channel) {
+  const InChannel in_memory(channel);
+  const InOffset offset = InOffset{in_memory.channel} * kInChannel;
+  return Depth::exists ? offset + InOffset{in_memory.plane()} * kInPlane : offset;
+}
 
 // Elements from the last multiple of `unit` elements to an address.
 __device__ __forceinline__ int misalignment(const Scalar* element, int unit) {
@@ -4705,7 +4544,7 @@ __device__ __forceinline__ int misalignment(const Scalar* element, int unit) {
 }
 
 // The place of a pixel, in the first channel of its group.
-struct Place {
+struct Place : Front {
   const Scalar* group;
   int y, x;  // may lie outside of the image
   bool exists;
@@ -4715,8 +4554,7 @@ struct Place {
            static_cast<unsigned>(x + columns_on) < static_cast<unsigned>(C::in_width) && exists;
   }
   __device__ __forceinline__ const Scalar* address(int channel) const {
-    return group +
-           (InOffset{channel} * kInChannel + InOffset{y} * kInRow + InOffset{x} * kInColumn);
+    return group + (channel_offset(channel) + InOffset{y} * kInRow + InOffset{x} * kInColumn);
   }
 };
 
@@ -4747,13 +4585,15 @@ struct VectorUnit {
 
   __device__ static int plane(int index) { return index % kChunkPlanes; }
   __device__ static int pixel(int index) { return index / kChunkPlanes; }
+  static_assert(!C::vector_loads || kInChannels % kVector == 0, "a vector has one tap of depth");
   __device__ static bool row_exists(const Place& place, int channel) {
     return static_cast<unsigned>(place.y) < static_cast<unsigned>(C::in_height) &&
-           (kWholeChunks || channel < C::group_in);
+           (kWholeChunks || channel < C::group_in) && plane_exists(place.front, channel);
   }
   __device__ void load(const Place& place, int channel) {
     const auto* const source = reinterpret_cast<const uint4*>(place.address(channel));
-    const bool valid = place.inside() && (kWholeChunks || channel < C::group_in);
+    const bool valid = place.inside() && (kWholeChunks || channel < C::group_in) &&
+                       plane_exists(place.front, channel);
     loaded = Words::of(load_or_zero(source, valid));
   }
   __device__ Words vector(int) const { return loaded; }
@@ -4767,16 +4607,19 @@ struct PixelUnit {
   static constexpr int kCount = kPartPixels / kVectors;
   static constexpr int kElements = kVectors * kVectorChannels;
   static_assert(kChunkPlanes % kVectors == 0, "units are whole");
+  // Whether all channels of a unit are equally far apart in memory.
+  static constexpr bool kTogether =
+      !kSpaceToDepth && (!Depth::exists || kInChannels % kElements == 0);
   Scalar loaded[kElements];
 
   __device__ static int plane(int index) { return index / kPlanePixels * kVectors; }
   __device__ static int pixel(int index) { return index % kPlanePixels; }
   __device__ void load(const Place& place, int channel) {
-    if constexpr (kSpaceToDepth) {
-      load_space_to_depth(place, channel);
+    if constexpr (!kTogether) {
+      load_apart(place, channel);
       return;
     }
-    const bool inside = place.inside();
+    const bool inside = place.inside() && plane_exists(place.front, channel);
     const Scalar* const source = place.address(channel);
     if (!__any_sync(~0u, inside)) {
 #pragma unroll
@@ -4792,12 +4635,13 @@ struct PixelUnit {
       }
     }
   }
-  __device__ void load_space_to_depth(const Place& place, int channel) {
+  __device__ void load_apart(const Place& place, int channel) {
 #pragma unroll
     for (int j = 0; j < kElements; ++j) {
       const SpaceToDepthChannel in_memory(channel + j);
       const bool valid = place.inside(in_memory.row, in_memory.column) &&
-                         (kWholeChunks || channel + j < C::group_in);
+                         (kWholeChunks || channel + j < C::group_in) &&
+                         plane_exists(place.front, in_memory.channel);
       loaded[j] = load_element(
           place.address(in_memory.channel) +
               (InOffset{in_memory.row} * kInRow + InOffset{in_memory.column} * kInColumn),
@@ -4837,7 +4681,7 @@ struct StageCursor {
 };
 
 // A chunk of a tile, or of one of its rows, as it lies in the input.
-struct Source {
+struct Source : Front {
   const Scalar* group;  // the first channel at row 0, column 0
   int row;  // the tile's first row, in space-to-depth rows, before padding is subtracted
   int column;
@@ -4845,10 +4689,10 @@ struct Source {
 
   __device__ Source(const Scalar* input, const StageCursor& at)
       : Source(input, at.item, at.chunk, at.stage) {}
-  __device__ Source(const Scalar* input, const Item& item, int chunk, int stage) {
+  __device__ Source(const Scalar* input, const Item& item, int chunk, int stage)
+      : Front(front_of(item.image)) {
     channel = chunk * kChunkChannels;
-    group =
-        input + static_cast<long long>(item.image) * kInImage + item.group * kInGroup * kInChannel;
+    group = InImage(input, item.image).first + item.group * kInChannels * kInChannel;
     row = item.row_residue * C::stride_height +
           C::dilation_height * (item.tile * kTileRows * kRowResidues + stage);
     column = (item.column - C::lead) * C::stride_width;
@@ -4872,7 +4716,8 @@ struct Source {
     const int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowResidues);
     const int column_residue = slot % kColumnSlots * kColumnStep % kColumnResidues;
     const int x = column + kColumnUnit * (column_residue + position * kColumnResidues);
-    return {group, y * C::s2d_height - C::padding_top, x * C::s2d_width - C::padding_left, true};
+    return {Front(front), group, y * C::s2d_height - C::padding_top,
+            x * C::s2d_width - C::padding_left, true};
   }
   __device__ __forceinline__ int channel_of(int index) const {
     return channel + Unit::plane(index) * kVectorChannels;
@@ -5310,6 +5155,7 @@ SOURCES["device/tensor/tile.cuh"] = r"""
 //
 //   input   [16 bytes of channels][row][pixel][16 bytes]     a halo tile, loaded once for all taps
 //   weights [tap][2][register_tile_m output channels][16 bytes]
+#include "device/tensor/depth.cuh"
 #include "device/tensor/operand.cuh"
 #include "device/tensor/ring.cuh"
 #include "device/tile.cuh"
@@ -5486,6 +5332,144 @@ __device__ __forceinline__ bool is_tap(int place, int taps, int dilation) {
 }  // namespace fastconv
 """
 
+SOURCES["device/tensor/depth.cuh"] = r"""
+// The depth of a volume's convolution (device/depth.cuh), for tensor cores: an output plane is an
+// image of its own, and the planes that it reads are further input channels.
+//
+// A group's channels and a kernel of `kernel` planes make channels of the reduction, those of the
+// first plane's tap first: channel c at tap t is number t * channels + c, and reads plane `stride *
+// z + dilation * t - padding` for output plane z. Planes outside of the volume are zeros. `batch`
+// counts output planes: those of the first volume, then those of the second.
+#include "device/depth.cuh"
+#include "device/tensor/operand.cuh"
+
+namespace fastconv {
+namespace tensor {
+
+using Depth = DepthOf<C>;
+
+// Where the planes of a layer lie that computes an input gradient, perhaps one residue of its
+// stride along depth: plane z is written at `step * z + at` of `planes`, and the layer's taps are
+// `tap_step` apart in the kernel, backwards from `last_tap`.
+template <class Config, class = void>
+struct DepthPlacingOf {
+  static constexpr int planes = 1, step = 1, at = 0, last_tap = 0, tap_step = 1;
+};
+template <class Config>
+struct DepthPlacingOf<Config, typename Exists<decltype(Config::image_depth)>::type> {
+  static constexpr int planes = Config::image_depth, step = Config::out_step_depth,
+                       at = Config::plane_at, last_tap = Config::last_tap_plane,
+                       tap_step = Config::tap_step_depth;
+};
+using DepthPlacing = DepthPlacingOf<C>;
+
+// One of a group's channels of the reduction: one of kChannels in memory, at a tap of the depth.
+template <int kChannels>
+struct DepthChannel {
+  int channel, tap;
+
+  __device__ __forceinline__ explicit DepthChannel(int index)
+      : channel(Depth::exists ? index % kChannels : index),
+        tap(Depth::exists ? index / kChannels : 0) {}
+
+  // The plane that it reads, counted from the first one that an output plane reads.
+  __device__ __forceinline__ int plane() const { return Depth::dilation * tap; }
+};
+
+// A channel of the reduction as functions of weights take it: in volumes, with its tap.
+template <int kChannels>
+__device__ __forceinline__ auto depth_channel(int index) {
+  if constexpr (Depth::exists) {
+    return DepthChannel<kChannels>(index);
+  } else {
+    return index;
+  }
+}
+
+// The first plane that an image of the batch reads, which may lie outside.
+__device__ __forceinline__ int front_of(int image) {
+  return Depth::exists ? image % Depth::out * Depth::stride - Depth::padding : 0;
+}
+
+// The first plane that an image reads. Images without depth have no member for it: it would cost
+// them nothing, but the compiler would order their instructions otherwise.
+template <bool kExists>
+struct FrontOf {
+  int front;
+
+  __device__ __forceinline__ explicit FrontOf(int front = 0) : front(front) {}
+};
+template <>
+struct FrontOf<false> {
+  static constexpr int front = 0;
+
+  __device__ __forceinline__ explicit FrontOf(int = 0) {}
+};
+using Front = FrontOf<Depth::exists>;
+
+__device__ __forceinline__ bool plane_inside(int plane) {
+  return !Depth::exists || static_cast<unsigned>(plane) < static_cast<unsigned>(Depth::in);
+}
+
+}  // namespace tensor
+}  // namespace fastconv
+"""
+
+SOURCES["device/tensor/ring.cuh"] = r"""
+// The pipeline: a ring of stages in shared memory that producers fill and consumers empty.
+
+namespace fastconv {
+namespace tensor {
+
+// A position in the ring, with the parity of the stage's mbarrier phase. Producers start with
+// parity 1 and consumers with 0: all stages are empty at first.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  unsigned parity;
+
+  __device__ explicit Ring(unsigned first_parity) : parity(first_parity) {}
+  __device__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+}  // namespace tensor
+}  // namespace fastconv
+"""
+
+SOURCES["device/depth.cuh"] = r"""
+// The depth of a volume's convolution: one more coordinate of taps and of positions.
+//
+// The planes that an output plane reads are further channels of the reduction. A group of group_in
+// channels and a kernel of kTaps planes make group_in * kTaps channels, those of the first tap
+// first. Planes outside of the volume are zeros. The convolution of images has no constants for
+// depth: it is that of volumes of one plane.
+#include "device/epilogue.cuh"
+
+namespace fastconv {
+
+template <class Config, class = void>
+struct DepthOf {
+  static constexpr bool exists = false;
+  static constexpr int in = 1, out = 1, kernel = 1, stride = 1, dilation = 1, padding = 0,
+                       weight_stride = 0;
+};
+template <class Config>
+struct DepthOf<Config, typename Exists<decltype(Config::kernel_depth)>::type> {
+  static constexpr bool exists = true;
+  static constexpr int in = Config::in_depth, out = Config::out_depth,
+                       kernel = Config::kernel_depth, stride = Config::stride_depth,
+                       dilation = Config::dilation_depth, padding = Config::padding_front,
+                       weight_stride = Config::weight_stride_depth;
+};
+
+}  // namespace fastconv
+"""
+
 SOURCES["device/tensor/operand.cuh"] = r"""
 // The element type of a kernel's tensors, and the MMA operand type that it becomes.
 #include "device/scalar.cuh"
@@ -5582,29 +5566,248 @@ __device__ __forceinline__ unsigned load_bits(const Half* element, bool valid) {
 }  // namespace fastconv
 """
 
-SOURCES["device/tensor/ring.cuh"] = r"""
-// The pipeline: a ring of stages in shared memory that producers fill and consumers empty.
+SOURCES["device/epilogue.cuh"] = r"""
+// The epilogue of a forward pass: output = activation(acc + residual), where the accumulator
+// already contains the bias. It is computed in the accumulator's type and rounded once, when it is
+// stored.
+//
+// A kernel's Config has `activation`, one of the types below, and `residual`. A pass without an
+// epilogue has neither. A residual adds a last parameter to the kernel's signature, which only the
+// preprocessor can do: FASTCONV_RESIDUAL is defined where Config has a residual.
+#include "device/tile.cuh"
 
 namespace fastconv {
-namespace tensor {
 
-// A position in the ring, with the parity of the stage's mbarrier phase. Producers start with
-// parity 1 and consumers with 0: all stages are empty at first.
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  unsigned parity;
+// --- Activations ---------------------------------------------------------------------------------
+// Activations follow PyTorch's formulas. NaN stays NaN.
 
-  __device__ explicit Ring(unsigned first_parity) : parity(first_parity) {}
-  __device__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
+__device__ __forceinline__ float exponential(float x) { return expf(x); }
+__device__ __forceinline__ double exponential(double x) { return exp(x); }
+__device__ __forceinline__ float error_function(float x) { return erff(x); }
+__device__ __forceinline__ double error_function(double x) { return erf(x); }
+__device__ __forceinline__ float hyperbolic_tangent(float x) { return tanhf(x); }
+__device__ __forceinline__ double hyperbolic_tangent(double x) { return tanh(x); }
+
+struct Identity {
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    return x;
   }
 };
 
-}  // namespace tensor
+struct Relu {
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    return x < Acc(0) ? Acc(0) : x;
+  }
+};
+
+struct Relu6 {
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    return x < Acc(0) ? Acc(0) : x > Acc(6) ? Acc(6) : x;
+  }
+};
+
+// kSlope is the bit pattern of a double.
+template <unsigned long long kSlope>
+struct LeakyRelu {
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    const double slope = __longlong_as_double(static_cast<long long>(kSlope));
+    return x > Acc(0) ? x : x * static_cast<Acc>(slope);
+  }
+};
+
+struct Sigmoid {
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    return Acc(1) / (Acc(1) + exponential(-x));
+  }
+};
+
+struct Silu {
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    return x / (Acc(1) + exponential(-x));
+  }
+};
+
+struct Gelu {
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    return x * Acc(0.5) * (Acc(1) + error_function(x * Acc(0.70710678118654752440)));
+  }
+};
+
+struct GeluTanh {
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    const Acc inner = Acc(0.79788456080286535588) * (x + Acc(0.044715) * x * x * x);
+    return Acc(0.5) * x * (Acc(1) + hyperbolic_tangent(inner));
+  }
+};
+
+struct Hardswish {
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    return x * Relu6::of(x + Acc(3)) * Acc(1.0 / 6.0);
+  }
+};
+
+struct Tanh {
+  template <class Acc>
+  __device__ __forceinline__ static Acc of(Acc x) {
+    return hyperbolic_tangent(x);
+  }
+};
+
+// --- The bias ------------------------------------------------------------------------------------
+
+// Loads kCount consecutive bias elements: as one vector if the plan guarantees that their address
+// is aligned to the vector, else one by one.
+template <int kCount, bool kAligned, class Scalar>
+__device__ __forceinline__ Vector<Scalar, kCount> load_bias(const Scalar* first) {
+  if constexpr (kAligned) {
+    static_assert(kCount == 1 || kCount * sizeof(Scalar) <= 4, "BIAS_ALIGNMENT of family.py");
+    return *reinterpret_cast<const Vector<Scalar, kCount>*>(first);
+  } else {
+    Vector<Scalar, kCount> vector;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) vector.element[i] = first[i];
+    return vector;
+  }
+}
+
+// --- The epilogue --------------------------------------------------------------------------------
+
+template <class>
+struct Exists {
+  using type = void;
+};
+template <class Config, class = void>
+struct ActivationOf {
+  using type = Identity;
+};
+template <class Config>
+struct ActivationOf<Config, typename Exists<typename Config::activation>::type> {
+  using type = typename Config::activation;
+};
+
+#ifdef FASTCONV_RESIDUAL
+constexpr bool kAddsResidual = true;
+#define FASTCONV_WITH_RESIDUAL(...) , __VA_ARGS__
+#define FASTCONV_EPILOGUE(output) fastconv::Epilogue<Config>(residual, output)
+#else
+constexpr bool kAddsResidual = false;
+#define FASTCONV_WITH_RESIDUAL(...)
+#define FASTCONV_EPILOGUE(output) fastconv::Epilogue<Config>()
+#endif
+#define FASTCONV_RESIDUAL_PARAMETER \
+  FASTCONV_WITH_RESIDUAL(const Config::Scalar* __restrict__ residual)
+
+// Stands for the residual in a pass that has none.
+struct Nothing {};
+template <bool kAdds, class Scalar>
+struct ResidualOf {
+  using type = Nothing;
+};
+template <class Scalar>
+struct ResidualOf<true, Scalar> {
+  using type = Scalar;
+};
+
+template <class Config>
+struct Epilogue {
+  using Scalar = typename Config::Scalar;
+  using Acc = typename AccOf<Scalar>::type;
+  using Residual = typename ResidualOf<kAddsResidual, Scalar>::type;
+
+#ifdef FASTCONV_RESIDUAL
+  // Bytes from an output element to the residual element that is added to it. Both tensors have the
+  // same layout, so this distance is constant.
+  long long distance;
+
+  __device__ Epilogue(const Scalar* residual, const Scalar* output)
+      : distance(reinterpret_cast<long long>(residual) - reinterpret_cast<long long>(output)) {}
+#else
+  static constexpr long long distance = 0;
+#endif
+
+  // The address of the residual of the output at `target`.
+  template <class Stored>
+  __device__ __forceinline__ const Stored* beside(const Stored* target) const {
+    return reinterpret_cast<const Stored*>(reinterpret_cast<long long>(target) + distance);
+  }
+
+  // Loads the residuals of kCount consecutive outputs, or zeros if these are not `valid`.
+  template <int kCount>
+  __device__ __forceinline__ Vector<Scalar, kCount> residual_of(const Scalar* target,
+                                                                bool valid) const {
+    constexpr int kBytes = kCount * static_cast<int>(sizeof(Scalar));
+    constexpr int kLoads = kBytes > 16 ? kBytes / 16 : 1;
+    using Loaded = typename Bits<kBytes / kLoads>::type;
+    Vector<Scalar, kCount> vector = {};
+    if (valid) {
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        reinterpret_cast<Loaded*>(&vector)[i] =
+            __ldg(reinterpret_cast<const Loaded*>(beside(target)) + i);
+      }
+    }
+    return vector;
+  }
+
+  __device__ __forceinline__ Residual residual_of(const Scalar* target) const {
+    if constexpr (kAddsResidual) {
+      return residual_of<1>(target, true).element[0];
+    } else {
+      return {};
+    }
+  }
+
+  // The residual that the kernel has staged at `place`, if the pass has a residual.
+  __device__ __forceinline__ static Residual staged(const Scalar& place) {
+    if constexpr (kAddsResidual) {
+      return place;
+    } else {
+      return {};
+    }
+  }
+
+  // Applies the residual and the activation to one accumulator.
+  __device__ __forceinline__ static Acc activated(Acc acc, Nothing = {}) {
+    return ActivationOf<Config>::type::of(acc);
+  }
+  __device__ __forceinline__ static Acc activated(Acc acc, Scalar residual) {
+    return activated(acc + Acc(widen(residual)));
+  }
+
+  // Turns kCount accumulators into outputs, which are stored side by side at `target` if they are
+  // `valid`.
+  template <int kCount>
+  __device__ __forceinline__ Vector<Scalar, kCount> operator()(const Acc (&accs)[kCount],
+                                                               const Scalar* target,
+                                                               bool valid = true) const {
+    Vector<Scalar, kCount> vector;
+    if constexpr (kAddsResidual) {
+      const Vector<Scalar, kCount> residual = residual_of<kCount>(target, valid);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        vector.element[i] = narrow<Scalar>(activated(accs[i], residual.element[i]));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) vector.element[i] = narrow<Scalar>(activated(accs[i]));
+    }
+    return vector;
+  }
+  __device__ __forceinline__ Scalar operator()(Acc acc, const Scalar* target) const {
+    const Acc accs[1] = {acc};
+    return (*this)(accs, target).element[0];
+  }
+};
+
 }  // namespace fastconv
 """
 
@@ -6932,7 +7135,7 @@ __device__ __forceinline__ void store_k_vector(unsigned char* target, Vector<Hal
 // A lane's place in the first of its warp's units. Consecutive units go along octets, then along
 // columns.
 struct InputLoader {
-  const Scalar* row;  // row 0 of image 0, in the lane's channel
+  const Scalar* row;  // row 0 of image 0, in the lane's channel; of volumes, in the group's first
   Tables tables;
   int channel;        // the lane's, in an octet
   int channels_left;  // channels of the group from that one on
@@ -6952,7 +7155,9 @@ struct InputLoader {
     channels_left = C::group_in - first_channel;
     first_column = kFirstColumn - kShift + tile.piece * (C::mma_taps * C::dilation_width);
     group = C::groups == 1 ? 0 : tile.group;
-    row = input + static_cast<long long>(group * C::group_in + first_channel) * kInChannel;
+    row =
+        input + static_cast<long long>(group * kInChannels + (Depth::exists ? 0 : first_channel)) *
+                    kInChannel;
   }
 
   __device__ static int octet(int unit) { return unit % kBlockOctets; }
@@ -6967,9 +7172,36 @@ struct InputLoader {
     return (group + 1) * C::group_in - channels_left + octet(unit) * kOctet;
   }
 
-  // Starts loading a lane's part of a unit, from input row y in the first strip of rows. `images`
-  // exist from this one on; `first` is the strip's first column.
-  __device__ __forceinline__ void load(const Scalar* image, int images, int y, int first, int unit,
+  // The images of a step, from that of member 0 on. Those of volumes are output planes, whose
+  // addresses each member finds itself.
+  struct Images {
+    const Scalar* first;
+    int index;
+    int count;  // images that exist from this one on
+
+    __device__ __forceinline__ Images(const InputLoader& loader, int image, int batch)
+        : first(loader.row), index(image), count(batch - image) {
+      if constexpr (!Depth::exists) first += static_cast<long long>(image) * kInImage;
+    }
+    // Whether an image has the plane that a channel reads, and where that channel begins in it.
+    __device__ __forceinline__ bool has(int image, const InChannel& channel) const {
+      return image < count && plane_inside(front_of(index + image) + channel.plane());
+    }
+    __device__ __forceinline__ long long offset(int image, const InChannel& channel) const {
+      if constexpr (Depth::exists) {
+        const int plane = front_of(index + image) + channel.plane();
+        return static_cast<long long>((index + image) / Depth::out) * kInImage +
+               (static_cast<long long>(channel.channel) * kInChannel + plane * kInPlane);
+      } else {
+        constexpr long long kImage = kInImage;
+        return image * kImage;
+      }
+    }
+  };
+
+  // Starts loading a lane's part of a unit, from input row y in the first strip of rows; `first` is
+  // the strip's first column.
+  __device__ __forceinline__ void load(const Images& images, int y, int first, int unit,
                                        Loaded& loaded) const {
     const int x = first + first_column + unit_column(unit) + column;
     const int left = channels_left - octet(unit) * kOctet;
@@ -6977,18 +7209,19 @@ struct InputLoader {
     // Consecutive elements are channels of a channels-last tensor, else columns.
     const int neighbour = C::in_channels_last ? 0 : x;
     const int count = !valid ? 0 : C::in_channels_last ? max(left, 0) : C::in_width;
-    const Scalar* const source =
-        image + (static_cast<InOffset>(octet(unit) * kOctet) * kInChannel +
-                 static_cast<InOffset>(y) * kInRow + static_cast<InOffset>(x) * kInColumn);
+    const InChannel from(C::group_in - left);
+    const InOffset channels =
+        Depth::exists ? 0 : static_cast<InOffset>(octet(unit) * kOctet) * kInChannel;
+    const Scalar* const source = images.first + (channels + static_cast<InOffset>(y) * kInRow +
+                                                 static_cast<InOffset>(x) * kInColumn);
 #pragma unroll
     for (int member = 0; member < kInterleave; ++member) {
-      constexpr long long kImage = kInImage;
       const int of_image = member % C::interleaved_images;
       const int below = member / C::interleaved_images * kStripRows;
-      const bool exists = of_image < images && is_below(y + below, C::in_height);
-      loaded.quads[member] =
-          load_quad(source + (of_image * kImage + static_cast<long long>(below) * kInRow),
-                    neighbour, exists ? count : 0);
+      const bool exists = images.has(of_image, from) && is_below(y + below, C::in_height);
+      loaded.quads[member] = load_quad(
+          source + (images.offset(of_image, from) + static_cast<long long>(below) * kInRow),
+          neighbour, exists ? count : 0);
     }
     if constexpr (C::scaled_fp16) {
       loaded.power = load_or_zero(tables.powers() + number(unit), valid);
@@ -7028,15 +7261,15 @@ struct InputLoader {
   }
 
   // Loads the warp's units of a row, and writes them to the ring when the stage is empty.
-  __device__ __forceinline__ void copy_row(const Scalar* image, int images, int y, int first,
-                                           int units, const Ring<C::input_stages>& at) const {
+  __device__ __forceinline__ void copy_row(const Images& images, int y, int first, int units,
+                                           const Ring<C::input_stages>& at) const {
     unsigned char* const ring_row = shared_memory() + kInputRing + at.stage() * (kRowVectors * 16);
 #pragma unroll 1
     for (int unit = warp; unit < units; unit += kInputWarps * C::batch) {
       Loaded loaded[C::batch];
 #pragma unroll
       for (int k = 0; k < C::batch; ++k) {
-        load(image, images, y, first, unit + kInputWarps * k, loaded[k]);
+        load(images, y, first, unit + kInputWarps * k, loaded[k]);
       }
       if (unit == warp) barrier_wait(&barriers().input_empty[at.stage()], at.parity());
 #pragma unroll
@@ -7057,7 +7290,7 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Tables& ta
   Ring<C::input_stages> at(1);
   while (share.more()) {
     const Run run = share.next();
-    const Scalar* const image = loader.row + static_cast<long long>(run.image) * kInImage;
+    const InputLoader::Images images(loader, run.image, partition.batch);
     const int first_column = run.strip * (kStripColumns * C::stride_width);
     const int units = units_of(columns_of(run.strip));
     const int rows = run.steps * kNewRows + kOldRows;
@@ -7065,7 +7298,7 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Tables& ta
     int until_skip = kNewRows;
 #pragma unroll 1
     for (int i = 0; i < rows; ++i) {
-      loader.copy_row(image, partition.batch - run.image, y, first_column, units, at);
+      loader.copy_row(images, y, first_column, units, at);
       fence_async_shared();
       __syncwarp();
       if (loader.lane == 0) barrier_arrive(&barriers().input_full[at.stage()]);
@@ -7186,8 +7419,8 @@ __device__ __forceinline__ void reduce(const Tables& tables, Scalar* grad, int f
     for (int j = 0; j < 4; ++j) {
       const Weight weight = weight_of(j);
       if (!weight.is_wanted(tables, tile.group)) continue;
-      grad[weight_offset(tile.group * C::group_out + weight.output, weight.input, weight.row,
-                         weight.column)] =
+      grad[weight_offset(tile.group * C::group_out + weight.output,
+                         depth_channel<kInChannels>(weight.input), weight.row, weight.column)] =
           narrow<Scalar>(sum.weight(j, tables, tile.group, weight));
     }
   }
@@ -7430,8 +7663,8 @@ struct Consumer {
     segment = tile.segment - tile.plane() * C::kernel_rows +
               (C::channel_groups == 2 ? 0 : warpgroup * C::segments);
     const unsigned first = tile.group * C::group_out + tile.output + channel + thread % 32 / 4;
-    origin = misalignment(grad_output) + first * kOutChannel +
-             member_distance(thread % 4 * kLaneMembers);
+    origin = misalignment(grad_output) + first * kOutChannel;
+    if constexpr (!Depth::exists) origin += member_distance(thread % 4 * kLaneMembers);
     if constexpr (C::scaled_fp16) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -7484,18 +7717,29 @@ struct Consumer {
                C::out_width;
   }
 
+  // Where the i-th of the thread's members lies in grad_output, if images are planes of volumes:
+  // their distances are not all alike.
+  __device__ static unsigned of_volumes(int image, int i) {
+    const int member = static_cast<int>(threadIdx.x) % 4 * kLaneMembers + i;
+    return grad_image<unsigned>(image + member % C::interleaved_images) +
+           static_cast<unsigned>(member / C::interleaved_images) * (kSteps * kRowStep) *
+               C::out_width;
+  }
+
   // The thread's rows in the stages of a step.
   __device__ FragmentRows fragment_rows(int image, int output_row) const {
-    const unsigned moved =
-        static_cast<unsigned>(image) * kOutImage + static_cast<unsigned>(output_row) * C::out_width;
+    const unsigned moved = (Depth::exists ? 0u : static_cast<unsigned>(image) * kOutImage) +
+                           static_cast<unsigned>(output_row) * C::out_width;
     FragmentRows rows;
     rows.first = fragment;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < kLaneMembers; ++i) {
-        const unsigned element =
-            origin + moved + half * 8u * kOutChannel + (i > 0 ? member_distance(1) : 0u);
+        const unsigned element = origin + moved + half * 8u * kOutChannel +
+                                 (Depth::exists ? of_volumes(image, i)
+                                  : i > 0       ? member_distance(1)
+                                                : 0u);
         rows.shifts[half][i] = kShifted ? static_cast<int>(element % kVector) * kScalarBytes : 0;
       }
     }
@@ -7756,15 +8000,31 @@ namespace hopper {
 constexpr int kGradWarps = C::grad_boxes && !kClears ? 1 : 2;
 constexpr int kInputWarps = 4 - kGradWarps;
 constexpr int kGradArrivals = C::grad_boxes ? 1 : 32 * kGradWarps;  // arrivals that fill a stage
-constexpr int kInImage = C::groups * C::group_in * C::in_height * C::in_width;
+constexpr int kInImage = C::groups * kInChannels * Depth::in * C::in_height * C::in_width;
 constexpr int kInColumn = C::in_channels_last ? C::groups * C::group_in : 1;
 constexpr int kInRow = C::in_width * kInColumn;
-constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
-constexpr int kOutImage = C::groups * C::group_out * C::out_height * C::out_width;
-constexpr int kOutChannel = C::out_height * C::out_width;
-static_assert(elements_of(C::groups, C::group_in, C::in_height, C::in_width) < kMostElements, "");
-static_assert(elements_of(C::groups, C::group_out, C::out_height, C::out_width) < kMostElements,
+constexpr int kInPlane = C::in_height * C::in_width;
+constexpr int kInChannel = C::in_channels_last ? 1 : Depth::in * kInPlane;
+constexpr int kOutPlane = C::out_height * C::out_width;
+constexpr int kOutChannel = Depth::out * kOutPlane;
+constexpr int kOutImage = C::groups * C::group_out * kOutChannel;
+static_assert(elements_of(C::groups, kInChannels, Depth::in, C::in_height, C::in_width) <
+                  kMostElements,
               "");
+static_assert(elements_of(C::groups, C::group_out, Depth::out, C::out_height, C::out_width) <
+                  kMostElements,
+              "");
+
+// The offset of an image in grad_output, or of an output plane.
+template <class Offset>
+__device__ __forceinline__ Offset grad_image(int image) {
+  if constexpr (Depth::exists) {
+    return static_cast<Offset>(image / Depth::out) * kOutImage +
+           static_cast<Offset>(image % Depth::out) * kOutPlane;
+  } else {
+    return static_cast<Offset>(image) * kOutImage;
+  }
+}
 
 // By how many columns a step begins early. It is the same for all members, and for all channels of
 // an alignment class.
@@ -7855,8 +8115,7 @@ struct RowCopier {
     for (int member = 0; member < kInterleave; ++member) {
       const MemberPlace of(place.image, place.row, member, batch);
       const Scalar* const row =
-          channels +
-          (of.exists ? static_cast<long long>(of.image) * kOutImage + of.row * C::out_width : 0);
+          channels + (of.exists ? grad_image<long long>(of.image) + of.row * C::out_width : 0);
       unsigned char* const target = stage + stage_row(first, member) * kRowBytes;
       if constexpr (!C::grad_bulk) {
         copy_all(target, row, place, of.exists);
@@ -8277,19 +8536,27 @@ __device__ __forceinline__ float power_of(const Scalar* channel, long long image
   return power == 0.0f ? __uint_as_float(kNoPowerBits) : power;
 }
 
+// The number of an input channel in memory, of all groups.
+__device__ __forceinline__ int in_memory(int input) {
+  if constexpr (!Depth::exists) return input;
+  return input / C::group_in * kInChannels + InChannel(input % C::group_in).channel;
+}
+
 // Finds the powers of all channels, and clears the other tables.
 __device__ __forceinline__ void find_powers(const Scalar* grad_output, const Scalar* input,
                                             const Tables& tables, int batch) {
-  constexpr int kInPixels = C::in_height * C::in_width;
-  constexpr int kOutPixels = C::out_height * C::out_width;
+  constexpr int kInPixels = Depth::in * C::in_height * C::in_width;
+  constexpr int kOutPixels = Depth::out * C::out_height * C::out_width;
+  constexpr int kInMemory = C::groups * kInChannels;
+  const int volumes = batch / Depth::out;
 #pragma unroll 1
   for (int i = blockIdx.x; i < kInputs + kGradients; i += gridDim.x) {
     const int output = i - kInputs;
     const float power =
-        output < 0 ? power_of<kInPixels>(input + static_cast<long long>(i) * kInPixels,
-                                         static_cast<long long>(kInputs) * kInPixels, batch)
+        output < 0 ? power_of<kInPixels>(input + static_cast<long long>(in_memory(i)) * kInPixels,
+                                         static_cast<long long>(kInMemory) * kInPixels, volumes)
                    : power_of<kOutPixels>(grad_output + static_cast<long long>(output) * kOutPixels,
-                                          static_cast<long long>(kGradients) * kOutPixels, batch);
+                                          static_cast<long long>(kGradients) * kOutPixels, volumes);
     if (threadIdx.x == 0) {
       tables.powers()[i] = power;
       tables.lossy()[i] = 0;
@@ -8382,6 +8649,7 @@ SOURCES["device/tensor/workspace.cuh"] = r"""
 // Partial accumulators of weight gradients. Each thread has its own slots in the workspace, of four
 // accumulators each, side by side with its neighbours' slots; a second kernel reduces them in a
 // fixed order.
+#include "device/tensor/depth.cuh"
 #include "device/tensor/operand.cuh"
 
 namespace fastconv {
@@ -8451,6 +8719,13 @@ __device__ __forceinline__ long long weight_offset(int output, int input, int ro
          static_cast<long long>(row) * C::weight_stride_height +
          static_cast<long long>(column) * C::weight_stride_width;
 }
+// The same in volumes, where an input channel is at a tap of the depth.
+template <int kChannels>
+__device__ __forceinline__ long long weight_offset(int output, const DepthChannel<kChannels>& input,
+                                                   int row, int column) {
+  return weight_offset(output, input.channel, row, column) +
+         static_cast<long long>(input.tap) * Depth::weight_stride;
+}
 
 }  // namespace tensor
 }  // namespace fastconv
@@ -8459,6 +8734,7 @@ __device__ __forceinline__ long long weight_offset(int output, int input, int ro
 SOURCES["hopper/wgrad_halo/tile.cuh"] = r"""
 // The tile of a block of the wgrad_halo kernel: the weights that it computes, how it walks through
 // images, and its layout of shared memory.
+#include "device/tensor/depth.cuh"
 #include "device/tensor/operand.cuh"
 #include "device/tile.cuh"
 #include "device/wgmma.cuh"
@@ -8490,6 +8766,13 @@ static_assert(C::interleaved_images * C::interleaved_strips == kInterleave,
 static_assert(!C::scaled_fp16 ||
                   (kScalarBytes == 4 && !C::in_channels_last && !C::grad_channels_last),
               "contiguous float32");
+
+// A group's input channels in memory. In volumes, group_in counts them once for each tap of the
+// depth, and images are output planes.
+constexpr int kInChannels = C::group_in / Depth::kernel;
+using InChannel = DepthChannel<kInChannels>;
+static_assert(!Depth::exists || (!C::in_channels_last && !C::grad_channels_last),
+              "contiguous volumes");
 
 constexpr int kOutputs = 64;  // the M of a wgmma: output channels
 constexpr int kConsumers = 2;
@@ -8832,8 +9115,9 @@ __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, in
     for (int j = 0; j < 4; ++j) {
       const Weight weight(tile, slot, thread, j);
       if (!weight.exists) continue;
-      grad[weight_offset(tile.group * C::group_out + weight.output, weight.input, weight.row,
-                         weight.column)] = narrow<Scalar>(values[j]);
+      grad[weight_offset(tile.group * C::group_out + weight.output,
+                         depth_channel<kInChannels>(weight.input), weight.row, weight.column)] =
+          narrow<Scalar>(values[j]);
     }
   }
 }
@@ -9211,11 +9495,13 @@ __device__ __forceinline__ void convert_tasks(const Place& place, int low) {
 
 // --- The output's gradient -----------------------------------------------------------------------
 
-constexpr int kOutImage = C::groups * C::group_out * C::out_height * C::out_width;
+constexpr int kOutPlane = C::out_height * C::out_width;
+constexpr int kOutImage = C::groups * C::group_out * Depth::out * kOutPlane;
 constexpr int kOutColumn = C::grad_channels_last ? C::groups * C::group_out : 1;
 constexpr int kOutRow = C::out_width * kOutColumn;
-constexpr int kOutChannel = C::grad_channels_last ? 1 : C::out_height * C::out_width;
-static_assert(elements_of(C::groups, C::group_out, C::out_height, C::out_width) < kMostElements,
+constexpr int kOutChannel = C::grad_channels_last ? 1 : Depth::out * kOutPlane;
+static_assert(elements_of(C::groups, C::group_out, Depth::out, C::out_height, C::out_width) <
+                  kMostElements,
               "");
 using OutOffset = IndexTo<elements_of(kWalkRows + 1, kRowStep, kOutRow) +
                           elements_of(kStrips, C::strip_columns, kOutColumn) +
@@ -9244,7 +9530,8 @@ struct GradLoader {
         channels_left(C::group_out - tile.output) {}
 
   __device__ void move_to(const Cursor& at) {
-    image = channels + static_cast<long long>(at.image()) * kOutImage;
+    image = channels + static_cast<long long>(at.image() / Depth::out) * kOutImage;
+    if constexpr (Depth::exists) image += at.image() % Depth::out * kOutPlane;
     row = at.output_row();
     column = at.output_column();
   }
@@ -9340,11 +9627,14 @@ struct GradLoader {
 
 // --- The input -----------------------------------------------------------------------------------
 
-constexpr int kInImage = C::groups * C::group_in * C::in_height * C::in_width;
+constexpr int kInPlane = C::in_height * C::in_width;
+constexpr int kInImage = C::groups * kInChannels * Depth::in * kInPlane;
 constexpr int kInColumn = C::in_channels_last ? C::groups * C::group_in : 1;
 constexpr int kInRow = C::in_width * kInColumn;
-constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
-static_assert(elements_of(C::groups, C::group_in, C::in_height, C::in_width) < kMostElements, "");
+constexpr int kInChannel = C::in_channels_last ? 1 : Depth::in * kInPlane;
+static_assert(elements_of(C::groups, kInChannels, Depth::in, C::in_height, C::in_width) <
+                  kMostElements,
+              "");
 // The largest distances of rows and columns that taps read from the input's first; InOffset holds
 // the offset of the farthest element.
 constexpr long long kFarRow = max_of<long long>(
@@ -9356,6 +9646,22 @@ constexpr long long kFarColumn = max_of<long long>(
                                     elements_of(kLineColumns + 1, kColumnUnit));
 using InOffset = IndexTo<elements_of(kFarRow, kInRow) + elements_of(kFarColumn, kInColumn) +
                          elements_of(C::tile_channels + kOctet, kInChannel)>;
+
+// The planes of a volume that an output plane reads; images have one.
+struct Planes : Front {
+  int first_channel;  // the tile's, in its group
+
+  // Whether the volume has the plane that one of the tile's channels reads.
+  __device__ __forceinline__ bool exist(int channel) const {
+    return plane_inside(front + InChannel(first_channel + channel).plane());
+  }
+  // The offset of the plane that one of the tile's channels reads, from the group's first.
+  __device__ __forceinline__ long long offset(int channel) const {
+    const InChannel from(first_channel + channel);
+    return static_cast<long long>(from.channel) * kInChannel +
+           (front + from.plane()) * static_cast<long long>(kInPlane);
+  }
+};
 
 // With contiguous 16-bit types, a task is in_vector columns of 8 channels, which are transposed.
 // Otherwise it is neighbours in memory: columns, or channels if the input is channels-last.
@@ -9401,16 +9707,19 @@ struct Neighbours<1> {
 struct InLoader {
   const Scalar* channels;  // the tile's first channel in image 0
   int channels_left;       // channels of the group from there on
-  int first_row;           // input row of output row 0's first line
-  int first_column;        // input column where the lines of output column 0 begin
+  Planes planes;
+  int first_row;     // input row of output row 0's first line
+  int first_column;  // input column where the lines of output column 0 begin
   const Scalar* image;
   int row;
   int column;
 
   __device__ InLoader(const Scalar* input, const WeightTile& tile)
-      : channels(input +
-                 static_cast<long long>(tile.group * C::group_in + tile.channel) * kInChannel),
+      : channels(input + static_cast<long long>(tile.group * kInChannels +
+                                                (Depth::exists ? 0 : tile.channel)) *
+                             kInChannel),
         channels_left(C::group_in - tile.channel),
+        planes{Front(), tile.channel},
         first_row(tile.kernel_row * C::dilation_height - C::padding_top) {
     first_column = tile.kernel_column * C::dilation_width - C::padding_left;
     first_column -= shift(tile);
@@ -9424,7 +9733,8 @@ struct InLoader {
   }
 
   __device__ void move_to(const Cursor& at) {
-    image = channels + static_cast<long long>(at.image()) * kInImage;
+    image = channels + static_cast<long long>(at.image() / Depth::out) * kInImage;
+    static_cast<Front&>(planes) = Front(front_of(at.image()));
     row = first_row + at.output_row() * C::stride_height;
     column = first_column + at.output_column() * C::stride_width;
   }
@@ -9439,6 +9749,7 @@ struct InLoader {
   struct Place {
     const Scalar* source;
     int target;
+    int channel;
     int channels;  // channels that exist, from the task's first on
   };
   __device__ __forceinline__ Place find(int y, int task) const {
@@ -9448,10 +9759,11 @@ struct InLoader {
     const int at = (C::in_channels_last ? across : along) * kTaskColumns;
     const int x = column + at * kColumnUnit;
     Place place;
+    const InOffset first = Depth::exists ? 0 : static_cast<InOffset>(channel) * kInChannel;
     place.source =
-        image + (static_cast<InOffset>(channel) * kInChannel + static_cast<InOffset>(y) * kInRow +
-                 static_cast<InOffset>(x) * kInColumn);
+        image + (first + static_cast<InOffset>(y) * kInRow + static_cast<InOffset>(x) * kInColumn);
     place.target = channel_bytes(channel) + at * kColumnBytes;
+    place.channel = channel;
     const bool exists = is_below(y, C::in_height) && is_below(x, C::in_width);
     place.channels = exists ? channels_left - channel : 0;
     return place;
@@ -9468,8 +9780,13 @@ struct InLoader {
       for (int task = 0; task < InSheet::kTasks; ++task) {
         if (!InSheet::exists(task)) continue;
         const Place place = find(y, task);
-        copy_elements<C::in_vector>(reinterpret_cast<Scalar*>(target + place.target), place.source,
-                                    place.channels > 0);
+        auto* const to = reinterpret_cast<Scalar*>(target + place.target);
+        if constexpr (Depth::exists) {
+          copy_elements<C::in_vector>(to, place.source + planes.offset(place.channel),
+                                      place.channels > 0 && planes.exist(place.channel));
+        } else {
+          copy_elements<C::in_vector>(to, place.source, place.channels > 0);
+        }
       }
     }
   }
@@ -9500,8 +9817,14 @@ struct InLoader {
       const Place place = find(row_of(line), task);
 #pragma unroll
       for (int j = 0; j < kOctet; ++j) {
-        batch.elements[i][j].load(place.source + static_cast<InOffset>(j) * kInChannel,
-                                  exists && j < place.channels);
+        if constexpr (Depth::exists) {
+          const int channel = place.channel + j;
+          batch.elements[i][j].load(place.source + planes.offset(channel),
+                                    exists && j < place.channels && planes.exist(channel));
+        } else {
+          batch.elements[i][j].load(place.source + static_cast<InOffset>(j) * kInChannel,
+                                    exists && j < place.channels);
+        }
       }
     }
   }
@@ -9645,6 +9968,7 @@ SOURCES["ampere/wgrad_halo/tile.cuh"] = r"""
 // What a block of the weight gradient computes, how it walks through images, and the layout of its
 // shared memory.
 #include "device/mma.cuh"
+#include "device/tensor/depth.cuh"
 #include "device/tensor/operand.cuh"
 #include "device/tile.cuh"
 
@@ -9667,6 +9991,13 @@ constexpr int kWarpOutputs = 16 * C::row_tiles;
 constexpr int kBlockOutputs = kWarpOutputs * C::warps_out;
 constexpr int kBlockUnits = C::units * C::warps_units;
 static_assert(kThreads % kBlockOutputs == 0, "as many threads for each channel's bias");
+
+// A group's input channels in memory. In volumes, group_in counts them once for each tap of the
+// depth, and images are output planes.
+constexpr int kInChannels = C::group_in / Depth::kernel;
+using InChannel = DepthChannel<kInChannels>;
+static_assert(!Depth::exists || (!C::in_channels_last && !C::grad_channels_last),
+              "contiguous volumes");
 
 // Input channels and taps of a weight tile.
 constexpr int kTileWeights = C::tile_channels * C::tile_rows * C::tile_columns;
@@ -9863,35 +10194,6 @@ __device__ __forceinline__ int ring_byte(int byte) {
 }
 
 }  // namespace ampere
-}  // namespace fastconv
-"""
-
-SOURCES["direct/depth.cuh"] = r"""
-// The depth of a volume's convolution: one more coordinate of taps and of positions.
-//
-// The planes that an output plane reads are further channels of the reduction. A group of group_in
-// channels and a kernel of kTaps planes make group_in * kTaps channels, those of the first tap
-// first. Planes outside of the volume are zeros. The convolution of images has no constants for
-// depth: it is that of volumes of one plane.
-#include "device/epilogue.cuh"
-
-namespace fastconv {
-
-template <class Config, class = void>
-struct DepthOf {
-  static constexpr bool exists = false;
-  static constexpr int in = 1, out = 1, kernel = 1, stride = 1, dilation = 1, padding = 0,
-                       weight_stride = 0;
-};
-template <class Config>
-struct DepthOf<Config, typename Exists<decltype(Config::kernel_depth)>::type> {
-  static constexpr bool exists = true;
-  static constexpr int in = Config::in_depth, out = Config::out_depth,
-                       kernel = Config::kernel_depth, stride = Config::stride_depth,
-                       dilation = Config::dilation_depth, padding = Config::padding_front,
-                       weight_stride = Config::weight_stride_depth;
-};
-
 }  // namespace fastconv
 """
 

@@ -50,7 +50,13 @@ class Depth(NamedTuple):
         """The depth of a forward convolution."""
         planes = axis.output_size
         return cls(
-            axis.input_size, planes, axis.kernel_size, axis.stride, axis.dilation, axis.before, planes
+            axis.input_size,
+            planes,
+            axis.kernel_size,
+            axis.stride,
+            axis.dilation,
+            axis.before,
+            planes,
         )
 
     @property

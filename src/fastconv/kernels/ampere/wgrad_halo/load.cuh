@@ -315,17 +315,16 @@ struct InLoader {
   const Scalar* channels;  // the tile's first channel in image 0
   int channels_left;       // channels of the group from there on
   Planes planes;
-  int first_row;           // input row of output row 0's first line
-  int first_column;        // input column where the lines of output column 0 begin
+  int first_row;     // input row of output row 0's first line
+  int first_column;  // input column where the lines of output column 0 begin
   const Scalar* image;
   int row;
   int column;
 
   __device__ InLoader(const Scalar* input, const WeightTile& tile)
-      : channels(input +
-                 static_cast<long long>(tile.group * kInChannels +
-                                        (Depth::exists ? 0 : tile.channel)) *
-                     kInChannel),
+      : channels(input + static_cast<long long>(tile.group * kInChannels +
+                                                (Depth::exists ? 0 : tile.channel)) *
+                             kInChannel),
         channels_left(C::group_in - tile.channel),
         planes{Front(), tile.channel},
         first_row(tile.kernel_row * C::dilation_height - C::padding_top) {
@@ -368,8 +367,8 @@ struct InLoader {
     const int x = column + at * kColumnUnit;
     Place place;
     const InOffset first = Depth::exists ? 0 : static_cast<InOffset>(channel) * kInChannel;
-    place.source = image + (first + static_cast<InOffset>(y) * kInRow +
-                            static_cast<InOffset>(x) * kInColumn);
+    place.source =
+        image + (first + static_cast<InOffset>(y) * kInRow + static_cast<InOffset>(x) * kInColumn);
     place.target = channel_bytes(channel) + at * kColumnBytes;
     place.channel = channel;
     const bool exists = is_below(y, C::in_height) && is_below(x, C::in_width);

@@ -53,8 +53,9 @@ __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, in
     for (int j = 0; j < 4; ++j) {
       const Weight weight(tile, slot, thread, j);
       if (!weight.exists) continue;
-      grad[weight_offset(tile.group * C::group_out + weight.output, depth_channel<kInChannels>(weight.input), weight.row,
-                         weight.column)] = narrow<Scalar>(values[j]);
+      grad[weight_offset(tile.group * C::group_out + weight.output,
+                         depth_channel<kInChannels>(weight.input), weight.row, weight.column)] =
+          narrow<Scalar>(values[j]);
     }
   }
 }

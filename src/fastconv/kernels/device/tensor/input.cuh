@@ -27,13 +27,12 @@ constexpr long long kFarInRow = max_of<long long>(
 constexpr long long kFarInColumn = max_of<long long>(
     C::padding_left + elements_of(C::lead, C::stride_width),
     elements_of(C::s2d_width, C::stride_width, kStrips* C::tile_columns + C::pitch + 1));
-using InOffset = IndexTo<elements_of(kFarInRow, kInRow) + elements_of(kFarInColumn, kInColumn) +
-                         elements_of(Depth::exists ? kInChannels : kChunks * kChunkChannels,
-                                     kInChannel) +
-                         (Depth::exists
-                              ? elements_of(ceil_div(kChunks * kChunkChannels, kInChannels),
-                                            Depth::dilation, kInPlane)
-                              : 0)>;
+using InOffset =
+    IndexTo<elements_of(kFarInRow, kInRow) + elements_of(kFarInColumn, kInColumn) +
+            elements_of(Depth::exists ? kInChannels : kChunks * kChunkChannels, kInChannel) +
+            (Depth::exists ? elements_of(ceil_div(kChunks * kChunkChannels, kInChannels),
+                                         Depth::dilation, kInPlane)
+                           : 0)>;
 static_assert(elements_of(C::groups, kInChannels, Depth::in, C::in_height, C::in_width) <
                   kMostElements,
               "");

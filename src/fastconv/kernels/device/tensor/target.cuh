@@ -8,7 +8,8 @@ namespace tensor {
 
 constexpr int kOutChannels = C::groups * kOutGroup;
 constexpr int kOutPlane = C::image_height * C::image_width;
-constexpr int kOutChannel = DepthPlacing::planes * kOutPlane;  // from a channel to the next, if contiguous
+constexpr int kOutChannel =
+    DepthPlacing::planes * kOutPlane;  // from a channel to the next, if contiguous
 constexpr int kOutImage = kOutChannels * kOutChannel;
 constexpr int kOutColumn = C::out_channels_last ? kOutChannels : 1;
 
@@ -60,7 +61,7 @@ constexpr int kStoredAtOnce = kFewStores ? kPixelColumns : 1;
 // Where the accumulators of an MMA tile are stored.
 struct Target {
   Scalar* image;  // in a volume, the plane
-  int outputs;  // first output channel, in the group
+  int outputs;    // first output channel, in the group
   int group;
   int row;     // output row of the first pixel, for stacked row 0
   int column;  // stored column of pixel `lead`

@@ -124,8 +124,7 @@ struct RowCopier {
     for (int member = 0; member < kInterleave; ++member) {
       const MemberPlace of(place.image, place.row, member, batch);
       const Scalar* const row =
-          channels +
-          (of.exists ? grad_image<long long>(of.image) + of.row * C::out_width : 0);
+          channels + (of.exists ? grad_image<long long>(of.image) + of.row * C::out_width : 0);
       unsigned char* const target = stage + stage_row(first, member) * kRowBytes;
       if constexpr (!C::grad_bulk) {
         copy_all(target, row, place, of.exists);

@@ -129,8 +129,9 @@ struct InputLoader {
     channels_left = C::group_in - first_channel;
     first_column = kFirstColumn - kShift + tile.piece * (C::mma_taps * C::dilation_width);
     group = C::groups == 1 ? 0 : tile.group;
-    row = input + static_cast<long long>(group * kInChannels + (Depth::exists ? 0 : first_channel)) *
-                      kInChannel;
+    row =
+        input + static_cast<long long>(group * kInChannels + (Depth::exists ? 0 : first_channel)) *
+                    kInChannel;
   }
 
   __device__ static int octet(int unit) { return unit % kBlockOctets; }
@@ -185,9 +186,8 @@ struct InputLoader {
     const InChannel from(C::group_in - left);
     const InOffset channels =
         Depth::exists ? 0 : static_cast<InOffset>(octet(unit) * kOctet) * kInChannel;
-    const Scalar* const source =
-        images.first + (channels + static_cast<InOffset>(y) * kInRow +
-                        static_cast<InOffset>(x) * kInColumn);
+    const Scalar* const source = images.first + (channels + static_cast<InOffset>(y) * kInRow +
+                                                 static_cast<InOffset>(x) * kInColumn);
 #pragma unroll
     for (int member = 0; member < kInterleave; ++member) {
       const int of_image = member % C::interleaved_images;

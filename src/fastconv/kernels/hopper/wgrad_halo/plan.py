@@ -162,7 +162,9 @@ def choose_tile(
     Raises:
         Declined: there is none.
     """
-    if problem.depth is not None and (operands.input_channels_last or operands.output_channels_last):
+    if problem.depth is not None and (
+        operands.input_channels_last or operands.output_channels_last
+    ):
         raise Declined("weight gradients of channels-last volumes")
     best: Tile | None = None
     least = most_cycles

@@ -100,8 +100,8 @@ __device__ __forceinline__ void reduce(const Tables& tables, Scalar* grad, int f
     for (int j = 0; j < 4; ++j) {
       const Weight weight = weight_of(j);
       if (!weight.is_wanted(tables, tile.group)) continue;
-      grad[weight_offset(tile.group * C::group_out + weight.output, depth_channel<kInChannels>(weight.input), weight.row,
-                         weight.column)] =
+      grad[weight_offset(tile.group * C::group_out + weight.output,
+                         depth_channel<kInChannels>(weight.input), weight.row, weight.column)] =
           narrow<Scalar>(sum.weight(j, tables, tile.group, weight));
     }
   }
