@@ -18,6 +18,9 @@ MOST_POSITIONS = 2**31 - 1024  # output pixels of all images: the kernel counts 
 MOST_FEW_COLUMNS = 1024  # taps times channels, each of which has its own unrolled instructions
 MOST_FEW_WIDTH = 32  # taps of a kernel row, of which the kernel keeps one bit each
 MOST_JOINED = 64  # channels of groups that are multiplied as one
+# Where warps gather by taps: a stride whose positions lie in different sectors of memory, and taps
+# that fill most of an octet.
+LEAST_TAP_STRIDE, LEAST_TAPS = 4, 5
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,24 @@ class Layer:
         )
 
     @property
+    def by_taps(self) -> bool:
+        """Whether octets of columns are taps of a channel, rather than channels at a tap.
+
+        Neighbouring taps are neighbours in memory, where positions of a wide stride are not.
+        """
+        problem = self.problem
+        return (
+            self.gathered
+            and not self.channels_last
+            and not self.few
+            and problem.dilation[1] == 1
+            and problem.stride[1] >= LEAST_TAP_STRIDE
+            and problem.kernel_size[1] >= LEAST_TAPS
+        )
+
+    @property
     def tap_columns(self) -> int:
-        if self.few:
+        if self.few or self.by_taps:
             return self.group_in
         return round_up(self.group_in, self.span_elements if self.pixels else OCTET)
 
@@ -109,6 +128,9 @@ class Layer:
     def steps(self, depth: int) -> int:
         """Steps of a tile's K, each of this many positions."""
         batch = self.problem.batch
+        if self.by_taps:
+            rows, columns = self.problem.output_size
+            return batch * rows * ceil_div(columns, depth)
         if self.input_copied and not self.channels_last:
             return batch * ceil_div(self.positions, depth)
         return ceil_div(batch * self.positions, depth)

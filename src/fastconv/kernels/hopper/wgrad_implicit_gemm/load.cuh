@@ -61,7 +61,7 @@ __device__ __forceinline__ void copy_pixel_columns(const Shared& shared, const S
 template <class Sources>
 __device__ __forceinline__ void copy_planes(const Shared& shared, const Sources& sources, int stage,
                                             const Tile& tile, int step) {
-  const int image = step / kImageSteps, position = (step - image * kImageSteps) * kDepth;
+  const int image = step / kLineSteps, position = (step - image * kLineSteps) * kDepth;
   tensor_load(shared.rows(stage), sources.grad_output, {position, tile.row, image},
               shared.full(stage));
 #pragma unroll

@@ -155,6 +155,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "input_copied": layer.input_copied,
         "flat": layer.flat,
         "few": layer.few,
+        "by_taps": layer.by_taps,
         "parts": layer.parts,
         "joined": layer.joined,
         "groups": problem.groups,

@@ -243,7 +243,8 @@ class Tile:
         """Cycles of a step's gathering: each 128 bytes that a warp reads or writes count."""
         layer = self.layer
         pixel = layer.problem.in_channels if layer.channels_last else 1
-        lines = 1 + min(4 * pixel * layer.problem.stride[1] * 32 / SPAN, 32)
+        lanes = 4 if layer.by_taps else 32  # with different positions, of four bytes each
+        lines = 1 + min(4 * pixel * layer.problem.stride[1] * lanes / SPAN, 32)
         loads = self.columns * lines * (FEW_SHARES[layer.channels_last] if layer.few else 1.0)
         loads += 2 * (self.gathered_rows - self.columns)
         stores = layer.parts * self.gathered_rows
@@ -284,6 +285,8 @@ class Tile:
         if self.is_whole:
             return flushed
         reduced = self.grid * runs * self.run_bytes / gpu.sm_count / REDUCED_BYTES
+        if self.workspace_bytes > KEPT_BYTES:  # written to memory, and read from there
+            reduced += 2 * self.workspace_bytes / gpu.sm_count / MEMORY_BYTES
         return flushed + reduced + REDUCE_CYCLES
 
     @property
@@ -350,11 +353,12 @@ def _is_idle(tile: Tile) -> bool:
 
 
 def _grids(tile: Tile, gpu: Gpu) -> list[int]:
-    """Sizes of the grid: all blocks that fit, or as many as leave none with steps of two tiles."""
+    """Sizes of the grid: all blocks that fit, or as many as leave none with parts of two tiles."""
     room = gpu.sm_count * tile.blocks
     all_steps = tile.count * tile.steps
     even = room // tile.count * tile.count
-    return sorted({min(room, all_steps), *([min(even, all_steps)] if even else [])})
+    whole = max(divisor for divisor in range(1, room + 1) if tile.count % divisor == 0)
+    return sorted({min(room, all_steps), *([min(even, all_steps)] if even else [whole])})
 
 
 def _clustered(tile: Tile, gpu: Gpu) -> list[Tile]:
