@@ -12,6 +12,7 @@ from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import limits
 from fastconv.problem import Problem
 
+SECTOR = 32  # bytes that the L2 cache transfers
 SPAN = 128  # bytes of a row of a stage, which is also TMA's swizzle span
 OCTET = 8  # columns that share one tap, unless channels are few
 MOST_POSITIONS = 2**31 - 1024  # output pixels of all images: the kernel counts them in 32 bits
@@ -108,6 +109,16 @@ class Layer:
             and problem.stride[1] >= LEAST_TAP_STRIDE
             and problem.kernel_size[1] >= LEAST_TAPS
         )
+
+    @property
+    def scatters(self) -> bool:
+        """Whether neighbouring columns are far apart in the weight, and leave one by one.
+
+        A few taps of a channel share a sector that the L2 cache still has when the next one comes.
+        """
+        if self.by_taps or self.operands.weight_strides[1] == 1:
+            return False
+        return self.taps * self.operands.scalar_bytes >= SECTOR
 
     @property
     def tap_columns(self) -> int:

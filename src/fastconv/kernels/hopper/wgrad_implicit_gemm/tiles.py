@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from math import gcd
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu
@@ -62,6 +62,9 @@ GATHER_OVERLAP_LOSS = 0.3
 FLUSH_BYTES = 18.1  # bytes a cycle of a block's accumulators on their way to memory
 RUN_CYCLES = 255.0  # beginning and ending a run
 REDUCED_BYTES = 72.9  # bytes a cycle and SM that the reduction reads
+# Cycles of an SM for a weight whose neighbours in memory belong to other columns or to no tile: each
+# is a sector of its own to the L2 cache.
+SCATTER_CYCLES = 2.0
 REDUCE_CYCLES = 11000.0  # waiting for all blocks and launching the reduction
 # Clusters: guesses, near which two layers were measured (14.1 us for 14.9, 43 for 46).
 EXCHANGE_CYCLES = 1500.0  # synchronising the cluster twice
@@ -126,11 +129,11 @@ class Tile:
     @property
     def group_tiles(self) -> int:
         """Tiles of a group, which has its own blocks: as few as possible."""
-        return self.count // gcd(self.count, self.grid)
+        return self.count // math.gcd(self.count, self.grid)
 
     @property
     def group_blocks(self) -> int:
-        return self.grid // gcd(self.count, self.grid)
+        return self.grid // math.gcd(self.count, self.grid)
 
     @property
     def is_even(self) -> bool:
@@ -262,7 +265,15 @@ class Tile:
         loaded = max(blocks * steps * self._cache_cycles, self._memory_cycles / gpu.sm_count)
         loss = GATHER_OVERLAP_LOSS if self.layer.gathered else OVERLAP_LOSS
         multiplied = limits.together(blocks * steps * computed, loaded, loss=loss)
-        return multiplied + self._end_cycles(blocks, steps, gpu) + self._bias_cycles(gpu)
+        scattered = 0.0
+        if self.layer.scatters:
+            scattered = math.prod(self.layer.problem.weight_shape) * SCATTER_CYCLES / gpu.sm_count
+        return (
+            multiplied
+            + scattered
+            + self._end_cycles(blocks, steps, gpu)
+            + self._bias_cycles(gpu)
+        )
 
     def _bias_cycles(self, gpu: Gpu) -> float:
         """Cycles of the bias's gradient, where MMAs do not give it."""
