@@ -428,7 +428,7 @@ WGRAD_IMPLICIT_GEMM = Anatomy(
                   "vectors"),
         "reduce": ("Scalar", "whole", "clusters", "bias", "reduce_parts", "several tiles", "few",
                    "by_taps", "several taps", "several groups", "joined groups", "whole rows",
-                   "whole columns", "vectors"),
+                   "whole columns"),
     },
 )  # fmt: skip
 
