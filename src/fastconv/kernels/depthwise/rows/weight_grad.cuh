@@ -57,7 +57,7 @@ struct Unit {
   const Scalar* grad;
   int first;  // the first position of the gradient; it may be negative in contiguous tensors
   int runs;
-  int shift;  // elements of the gradient's word before that position
+  int shift;      // elements of the gradient's word before that position
   bool is_inner;  // whether the row is neither the first nor the last of a contiguous tensor
 
   __device__ __forceinline__ Unit(const Tensors& tensors, int unit, int channel) {
@@ -166,8 +166,9 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
                 void* __restrict__ scratch, int dim, int in_length, int out_length, int origin,
                 int tiles, int runs_of_tile, int units, int per_block, int shares) {
   using namespace fastconv::rows;
-  const Tensors tensors = {input, grad, dim, in_length, out_length, origin, tiles, runs_of_tile,
-                           1ll * (units / tiles) * dim};
+  const Tensors tensors = {input,     grad,         dim,
+                           in_length, out_length,   origin,
+                           tiles,     runs_of_tile, 1ll * (units / tiles) * dim};
   const int number = static_cast<int>(blockIdx.x);
   const int across = kLast ? fastconv::ceil_div(dim, kChannels) : shares;
   const int channel = kLast ? number % across * kChannels : number / across;

@@ -7,9 +7,9 @@
 // written. Teams of warps take turns, since a warp that waits for one of its loads waits for all.
 //
 // Positions of a wide stride are far apart, and such a load would touch a sector of memory for each
-// lane. Long kernels' columns are therefore gathered by taps (`by_taps`): a load has eight taps of a
-// channel at four positions, whose taps are neighbours in memory, and eight loads have all positions
-// of a step.
+// lane. Long kernels' columns are therefore gathered by taps (`by_taps`): a load has eight taps of
+// a channel at four positions, whose taps are neighbours in memory, and eight loads have all
+// positions of a step.
 #pragma once
 #include "hopper/wgrad_implicit_gemm/load.cuh"
 #include "hopper/wgrad_implicit_gemm/store.cuh"
@@ -220,8 +220,8 @@ struct Gatherer {
   __device__ __forceinline__ void store(unsigned char* first, int row, int index) const {
     store_bits(first + row * kSpan + (lane * 4 ^ row % 8 * 16), index);
   }
-  // Writes the four bytes that were loaded. float32 is rounded to TF32, or split for 3xTF32, here or
-  // later.
+  // Writes the four bytes that were loaded. float32 is rounded to TF32, or split for 3xTF32, here
+  // or later.
   __device__ __forceinline__ void store_bits(unsigned char* target, int index) const {
     if constexpr (kSplitsLater) {
       *reinterpret_cast<unsigned*>(target) = bits[index][0];
@@ -293,10 +293,11 @@ struct Gatherer {
   template <bool kStores>
   __device__ __forceinline__ void move_tap_columns(unsigned char* target) {
     const int in_octet = lane % 8, in_piece = lane / 8 * 4;
+    unsigned own[1] = {static_cast<unsigned>(tile.column + warp * 8 + in_octet)};
+    hold_registers(own);  // for the reason given above
 #pragma unroll
     for (int number = 0; number < kWarpColumns / 8; ++number) {
-      const int octet = tile.column / 8 + warp + number * C::team_warps;
-      const LaneColumn column(first, octet * 8 + in_octet);
+      const LaneColumn column(first, static_cast<int>(own[0] + row_place(number * 8)));
       unsigned char* const row = target + (row_place(number * 8) + in_octet) * kSpan;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {

@@ -23,8 +23,8 @@ constexpr int kCopiedBytes =  // bytes of a stage that TMA copies
 // accumulators are not stored.
 //
 // In im2col mode TMA takes longer the wider the stride is. Where both sides of an image are
-// multiples of the stride, and steps are whole rows or parts of one (`boxed`), what the positions of
-// a step read at a tap is a plain box of a view of the input: residues along a row are channels,
+// multiples of the stride, and steps are whole rows or parts of one (`boxed`), what the positions
+// of a step read at a tap is a plain box of a view of the input: residues along a row are channels,
 // residues of rows an axis of their own.
 template <class Sources>
 __device__ __forceinline__ void copy_pixel_rows(const Shared& shared, const Sources& sources,

@@ -47,7 +47,7 @@ constexpr int kLastMmas =                  // MMAs of a line's last step
     ceil_div(kLinePositions - (kLineSteps - 1) * kDepth, kMmaDepth);
 constexpr int kBoxBytes = kDepth * kSpan;  // bytes of a TMA box of pixels
 
-constexpr int kTapColumns = kColumnsMnMajor ? round_up(kIn, kSpanElements)
+constexpr int kTapColumns = kColumnsMnMajor        ? round_up(kIn, kSpanElements)
                             : C::few || C::by_taps ? kIn
                                                    : round_up(kIn, 8);
 constexpr bool kOctets = !C::input_copied && !C::few && !C::by_taps;

@@ -62,7 +62,7 @@ GATHER_OVERLAP_LOSS = 0.3
 FLUSH_BYTES = 18.1  # bytes a cycle of a block's accumulators on their way to memory
 RUN_CYCLES = 255.0  # beginning and ending a run
 REDUCED_BYTES = 72.9  # bytes a cycle and SM that the reduction reads
-# Cycles of an SM for a weight whose neighbours in memory belong to other columns or to no tile: each
+# Cycles of an SM for a weight whose neighbours in memory belong to columns that are far away: each
 # is a sector of its own to the L2 cache.
 SCATTER_CYCLES = 2.0
 REDUCE_CYCLES = 11000.0  # waiting for all blocks and launching the reduction
@@ -288,10 +288,7 @@ class Tile:
         if self.layer.scatters:
             scattered = math.prod(self.layer.problem.weight_shape) * SCATTER_CYCLES / gpu.sm_count
         return (
-            multiplied
-            + scattered
-            + self._end_cycles(blocks, steps, gpu)
-            + self._bias_cycles(gpu)
+            multiplied + scattered + self._end_cycles(blocks, steps, gpu) + self._bias_cycles(gpu)
         )
 
     def _bias_cycles(self, gpu: Gpu) -> float:
