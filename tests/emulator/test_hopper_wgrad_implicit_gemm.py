@@ -115,6 +115,12 @@ FIRST = Conv("first layer", (2, 3, 23, 21), (40, 3, 7, 5), (2, 3), (3, 2, 1, 4))
 ONE_CHANNEL = Conv("one channel", (2, 1, 30, 24), (16, 1, 11, 7), (1, 2), (5, 5, 3, 3), (2, 1))
 WIDE_GROUPS = Conv("wide groups", (2, 144, 7, 6), (160, 72, 2, 3), groups=2)
 NARROW_GROUPS = Conv("narrow groups", (2, 96, 9, 8), (48, 16, 3, 2), (1, 2), (1, 1, 0, 1), groups=6)
+# Wide strides and long kernels, gathered by taps: lines that end within a step, and between images.
+WIDE_STRIDE = Conv("wide stride", (2, 16, 1, 530), (70, 16, 1, 20), (1, 10), (0, 0, 5, 5))
+LINES = Conv("lines", (2, 48, 5, 130), (42, 16, 2, 7), (2, 4), (1, 0, 3, 4), (2, 1), 3)
+# Sides that are multiples of the stride: a step's positions read plain boxes.
+BOXES = Conv("boxes", (3, 72, 16, 16), (72, 72, 4, 3), (2, 2), (1, 1, 1, 0), (1, 1))
+LONG_BOXES = Conv("long boxes", (2, 64, 1, 512), (48, 32, 1, 16), (1, 8), (0, 0, 4, 4), groups=2)
 POINTWISE_GROUPS = Conv("pointwise groups", (3, 64, 8, 8), (64, 16, 1, 1), groups=4)
 
 
@@ -177,6 +183,13 @@ CASES = [
     _case(NARROW_GROUPS, "tf32", False, True),
     _case(NARROW_GROUPS, "bfloat16", True, True),
     _case(NARROW_GROUPS, "float16", False, False),
+    _case(WIDE_STRIDE, "tf32", False, True),
+    _case(WIDE_STRIDE, "bfloat16", False, True, with_tile(1, 1, 128, 64, grid=5, mmas=4)),
+    _case(WIDE_STRIDE, "float16", False, False, with_tile(1, 2, 64, 64, grid=3)),
+    _case(LINES, "tf32", False, False),
+    _case(LINES, "bfloat16", False, True),
+    _case(BOXES, "bfloat16", True, True, with_tile(2, 1, 128, 32, grid=7)),
+    _case(LONG_BOXES, "float16", True, False),
     _case(POINTWISE_GROUPS, "tf32", False, False),
     _case(POINTWISE_GROUPS, "float16", True, True),
 ]
@@ -208,6 +221,7 @@ PARTS = [
     _case(TAPS, "ieee", False, True, with_tile(1, 2, 64, 32, grid=5, mmas=4, teams=(1, 8))),
     _case(FIRST, "ieee", False, True),
     _case(NARROW_GROUPS, "ieee", False, True),
+    _case(WIDE_STRIDE, "ieee", False, True, with_tile(1, 1, 64, 32, grid=7)),
     _case(PADDED, "ieee", False, False, in_clusters(2, 1, 128, 32, cluster=4)),
 ]
 CASES += PARTS
@@ -374,3 +388,30 @@ def test_infinity_stays_where_it_is(case: PassCase) -> None:
 def test_declines(conv: Conv, mode: str, channels_last: bool, reason: str) -> None:
     with pytest.raises(Declined, match=reason):
         _ = _case(conv, mode, channels_last, bias=False).plan
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        _case(WIDE_STRIDE, "tf32", False, False),
+        _case(LINES, "bfloat16", False, False),
+        _case(BOXES, "bfloat16", True, False),
+    ],
+    ids=str,
+)
+def test_lines_keep_to_themselves(case: PassCase) -> None:
+    """Steps beyond a line's last position multiply nothing, not even infinity by zero."""
+    constants = dict(case.plan.launches[0].kernel.constants)
+    assert constants["by_taps"] or constants["boxed"]
+    tensors = Tensors.random(case)
+    tensors.input[..., 0] = torch.inf
+    tensors.input[..., -1] = torch.inf
+    problem = case.conv.problem
+    step, width, before = problem.stride[1], problem.output_size[1], problem.padding.left
+    reads = [
+        {place * step + tap - before for place in range(width)}
+        for tap in range(problem.kernel_size[1])
+    ]
+    finite = [tap for tap, read in enumerate(reads) if not read & {0, problem.input_size[1] - 1}]
+    assert finite
+    assert run(case, tensors)[..., finite].isfinite().all()

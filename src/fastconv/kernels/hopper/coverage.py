@@ -367,11 +367,13 @@ def _wgrad_implicit_gemm(c: Mapping[str, Any]) -> dict[str, Constant]:
     span = 16 * _vector(c) // 2  # elements in 128 bytes
     taps = c["kernel_height"] * c["kernel_width"]
     group_in, group_out = (c["joined"] * c[name] for name in ("group_in", "group_out"))
-    unit = 1 if c["few"] else span if c["channels_last"] and c["input_copied"] else 8
+    dense = c["few"] or c["by_taps"]
+    unit = 1 if dense else span if c["channels_last"] and c["input_copied"] else 8
     tap_columns = ceil_div(group_in, unit) * unit
     rows, columns = 64 * c["row_groups"], c["column_groups"] * c["mma_columns"]
-    of_image = c["input_copied"] and not c["channels_last"]
-    mmas = ceil_div(c["out_height"] * c["out_width"] % span, span // 4) % 4
+    of_line = c["by_taps"] or (c["input_copied"] and not c["channels_last"])
+    line = c["out_width"] * (1 if c["by_taps"] else c["out_height"])
+    mmas = ceil_div(line % span, span // 4) % 4
     return {
         "several rows": c["row_groups"] > 1,
         "several columns": c["column_groups"] > 1,
@@ -384,18 +386,27 @@ def _wgrad_implicit_gemm(c: Mapping[str, Any]) -> dict[str, Constant]:
         "whole rows": group_out % rows == 0,
         "whole columns": taps * tap_columns % columns == 0 and group_in == tap_columns,
         "whole octets": group_in % 8 == 0,
-        "last MMAs": mmas if of_image else 0,
+        "last MMAs": mmas if of_line else 0,
         "neighbours": c["weight_stride_in"] == 1,
         "clusters": c["cluster"] > 1,
-        "four neighbours": c["cluster"] > 1 and _has_vectors(c, taps),
+        "vectors": _has_vectors(c, taps),
     }
 
 
 def _has_vectors(c: Mapping[str, Any], taps: int) -> bool:
-    """Whether four input channels are neighbours in the weight, aligned to their bytes."""
-    far = ["group_in", "weight_start", "weight_stride_out"]
-    far += ["weight_stride_height", "weight_stride_width"] if taps > 1 else []
-    return c["aligned"] and c["weight_stride_in"] == 1 and not any(c[name] % 4 for name in far)
+    """Whether four columns of the GEMM are neighbours in the weight, aligned to their bytes."""
+    far = ["weight_start", "weight_stride_out"]
+    if c["by_taps"]:
+        columns = c["group_in"] * taps
+        dense = c["weight_stride_in"] == taps
+        dense = dense and (c["kernel_width"] == 1 or c["weight_stride_width"] == 1)
+        rows = c["kernel_height"] == 1 or c["weight_stride_height"] == c["kernel_width"]
+        dense = dense and rows
+    else:
+        columns = c["group_in"]
+        dense = c["weight_stride_in"] == 1
+        far += ["weight_stride_height", "weight_stride_width"] if taps > 1 else []
+    return c["aligned"] and dense and columns % 4 == 0 and not any(c[name] % 4 for name in far)
 
 
 WGRAD_IMPLICIT_GEMM = Anatomy(
@@ -406,19 +417,19 @@ WGRAD_IMPLICIT_GEMM = Anatomy(
     },
     chosen=_wgrad_implicit_gemm,
     parts={
-        "load": ("channels_last", "grad_copied", "input_copied", "flat", "several rows",
+        "load": ("channels_last", "grad_copied", "input_copied", "flat", "boxed", "several rows",
                  "several columns", "boxes", "several taps", "several groups", "whole columns",
                  "depth"),
         "gather": ("Scalar", "channels_last", "grad_copied", "input_copied", "parts", "few",
-                   "teams", "several taps", "several groups", "whole rows", "whole columns",
-                   "whole octets"),
+                   "by_taps", "teams", "several taps", "several groups", "whole rows",
+                   "whole columns", "whole octets"),
         "multiply": ("Scalar", "channels_last", "grad_copied", "input_copied", "bias", "parts",
                      "several rows", "several columns", "boxes", "last MMAs", "depth"),
-        "store": ("Scalar", "whole", "clusters", "bias", "boxes", "few", "several taps",
-                  "joined groups", "whole rows", "whole columns", "neighbours",
-                  "four neighbours"),
+        "store": ("Scalar", "whole", "clusters", "bias", "boxes", "few", "by_taps",
+                  "several taps", "joined groups", "whole rows", "whole columns", "neighbours",
+                  "vectors"),
         "reduce": ("Scalar", "whole", "clusters", "bias", "reduce_parts", "several tiles", "few",
-                   "several taps", "several groups", "joined groups", "whole rows",
+                   "by_taps", "several taps", "several groups", "joined groups", "whole rows",
                    "whole columns"),
     },
 )  # fmt: skip

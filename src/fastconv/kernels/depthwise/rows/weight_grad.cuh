@@ -8,7 +8,9 @@
 //
 // Where rows of contiguous tensors do not begin with words, runs are such that their windows begin
 // with words of the input, and the output's gradient is shifted as it is read: a run has one word
-// of it, and two or more of its window.
+// of it, and two or more of its window. Words that two rows share are then copied like all others,
+// for a load of single elements would have to be waited for: what they hold of the row's neighbours
+// is left out when products are added. Only the tensor's first and last row have no neighbour.
 //
 //   shared memory   two stages, each with [positions read][channel] inputs and [tile][channel]
 //                   gradients
@@ -37,6 +39,7 @@ struct Tensors {
   int origin;
   int tiles;         // of a row
   int runs_of_tile;  // the most
+  long long rows;
 };
 
 struct Stage {
@@ -54,7 +57,8 @@ struct Unit {
   const Scalar* grad;
   int first;  // the first position of the gradient; it may be negative in contiguous tensors
   int runs;
-  int shift;  // elements of the gradient's word before that position
+  int shift;      // elements of the gradient's word before that position
+  bool is_inner;  // whether the row is neither the first nor the last of a contiguous tensor
 
   __device__ __forceinline__ Unit(const Tensors& tensors, int unit, int channel) {
     const int batch = unit / tensors.tiles;
@@ -62,6 +66,8 @@ struct Unit {
                                  : (1ll * batch * tensors.dim + channel) * tensors.in_length;
     const long long at = kLast ? 1ll * batch * tensors.out_length * tensors.dim + channel
                                : (1ll * batch * tensors.dim + channel) * tensors.out_length;
+    const long long row = 1ll * batch * tensors.dim + channel;
+    is_inner = row > 0 && row < tensors.rows - 1;
     input = tensors.input + from;
     grad = tensors.grad + at;
     first = unit % tensors.tiles * tensors.runs_of_tile * kRun;
@@ -86,9 +92,14 @@ __device__ __forceinline__ void load_unit(const Tensors& tensors, const Unit& un
     const int inputs_from = origin - kShift, inputs = unit.runs + kMoreInputs;
     const int grads_from = unit.first - unit.shift, grads = unit.runs + kMoreGrads;
     stage_words(to.inputs, unit.input, inputs_from, tensors.in_length, inputs);
-    stage_words(to.grads, unit.grad, grads_from, tensors.out_length, grads);
-    stage_ends(to.inputs, unit.input, inputs_from, tensors.in_length, inputs);
-    stage_ends(to.grads, unit.grad, grads_from, tensors.out_length, grads);
+    if (kMoreGrads && unit.is_inner) {
+      stage_inner_words(to.grads, unit.grad, grads_from, grads);
+      stage_ends(to.inputs, unit.input, inputs_from, tensors.in_length, inputs);
+    } else {
+      stage_words(to.grads, unit.grad, grads_from, tensors.out_length, grads);
+      stage_ends(to.inputs, unit.input, inputs_from, tensors.in_length, inputs);
+      stage_ends(to.grads, unit.grad, grads_from, tensors.out_length, grads);
+    }
   }
   copy_async_commit();
 }
@@ -111,6 +122,7 @@ __device__ __forceinline__ void add_run(Sums& sums, const Values& grads, const S
                                         bool is_whole, int begin, int end) {
 #pragma unroll
   for (int e = 0; e < kRun; ++e) {
+    if (!is_whole && (e < begin || e >= end)) continue;
 #pragma unroll
     for (int g = 0; g < kGroup; ++g) sums.biases[g] += grads[g][e];
   }
@@ -154,7 +166,9 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
                 void* __restrict__ scratch, int dim, int in_length, int out_length, int origin,
                 int tiles, int runs_of_tile, int units, int per_block, int shares) {
   using namespace fastconv::rows;
-  const Tensors tensors = {input, grad, dim, in_length, out_length, origin, tiles, runs_of_tile};
+  const Tensors tensors = {input,     grad,         dim,
+                           in_length, out_length,   origin,
+                           tiles,     runs_of_tile, 1ll * (units / tiles) * dim};
   const int number = static_cast<int>(blockIdx.x);
   const int across = kLast ? fastconv::ceil_div(dim, kChannels) : shares;
   const int channel = kLast ? number % across * kChannels : number / across;

@@ -32,6 +32,15 @@ __device__ __forceinline__ void stage_words(Scalar* shared, const Scalar* row, i
   }
 }
 
+// Copies `count` words of a row that has neighbours on both sides. Words at the row's ends, and the
+// one behind them, also hold elements of these.
+__device__ __forceinline__ void stage_inner_words(Scalar* shared, const Scalar* row, int first,
+                                                  int count) {
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
+    copy_async<16>(shared + i * kPerWord, row + first + i * kPerWord, true);
+  }
+}
+
 // Fills the other words, with zeros beyond the row. Elements are loaded synchronously, so all
 // copies are started before.
 __device__ __forceinline__ void stage_ends(Scalar* shared, const Scalar* row, int first, int length,

@@ -5,6 +5,11 @@
 // stage: a warp loads a channel's neighbouring positions at once, and writes them side by side,
 // with the swizzle of TMA. The loads of a step are in flight while those of the step before are
 // written. Teams of warps take turns, since a warp that waits for one of its loads waits for all.
+//
+// Positions of a wide stride are far apart, and such a load would touch a sector of memory for each
+// lane. Long kernels' columns are therefore gathered by taps (`by_taps`): a load has eight taps of
+// a channel at four positions, whose taps are neighbours in memory, and eight loads have all
+// positions of a step.
 #pragma once
 #include "hopper/wgrad_implicit_gemm/load.cuh"
 #include "hopper/wgrad_implicit_gemm/store.cuh"
@@ -39,7 +44,9 @@ constexpr long long kFarColumn =
     max_of<long long>(C::padding_left, tensor::elements_of(C::out_width, C::stride_width) +
                                            tensor::elements_of(C::kernel_width, C::dilation_width));
 constexpr int kFarChannel =
-    kInChannels + (kOctets ? ceil_div(kColumnTiles * kTileColumns, 8 * kTaps) * 8 : 0);
+    kInChannels + (kOctets      ? ceil_div(kColumnTiles * kTileColumns, 8 * kTaps) * 8
+                   : C::by_taps ? ceil_div(kColumnTiles * kTileColumns, kTaps)
+                                : 0);
 using InOffset = IndexTo<tensor::elements_of(kFarRow, C::in_width, kPixelStride) +
                          tensor::elements_of(kFarColumn, kPixelStride) +
                          tensor::elements_of(kFarChannel, kChannelStride)>;
@@ -120,6 +127,30 @@ struct Octet {
   }
 };
 
+// By taps, a lane has one GEMM column of an octet: a tap of a channel, read from `from` on.
+struct LaneColumn {
+  const Scalar* source;
+  int from;      // the column of the image
+  unsigned end;  // columns of the image from here on are not read
+
+  __device__ __forceinline__ LaneColumn(const Position& first, int number) {
+    // Where the tap of the first position after the line's last would read, without the tap.
+    constexpr int kEnd = C::out_width * C::stride_width - C::padding_left;
+    const Column column(number);
+    const Tap tap(column.tap);
+    from = first.column + tap.column;
+    const bool is_read = column.channel < kIn && first.has_row(tap.row);
+    end = is_read ? max_of(min_of(C::in_width, kEnd + tap.column), 0) : 0;
+    source = first.first_tap + tap.offset() + InOffset{column.channel} * kChannelStride;
+    hold_address(source);
+  }
+  // The element that the position this many positions after the first one reads.
+  __device__ __forceinline__ unsigned load(int position) const {
+    const int distance = position * C::stride_width;
+    return tensor::load_bits(source + distance, static_cast<unsigned>(from + distance) < end);
+  }
+};
+
 // With few channels, every row has its own unrolled instructions, and the instruction cache is
 // small: numbers are written whole, and then split for 3xTF32 in a loop.
 constexpr bool kSplitsLater = C::parts == 2 && C::few;
@@ -151,6 +182,7 @@ struct Gatherer {
   const Tile& tile;
   int warp, lane, end;
   Position positions[kLanePositions];
+  Position first;  // by taps, the first one whose taps the lane reads
   unsigned bits[kWarpRows + kWarpColumns][kLanePositions];  // loads in flight
 
   __device__ __forceinline__ Gatherer(const Sources& sources, const Tile& tile, int warp, int batch)
@@ -162,16 +194,35 @@ struct Gatherer {
 
   // Finds the lane's positions of a step; if the step does not exist, neither do they.
   __device__ __forceinline__ void find(int step, bool exists) {
+    if constexpr (C::by_taps) {
+      find_in_line(step, exists);
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kLanePositions; ++i) {
       positions[i].find(sources, tile.group, step * kDepth + lane * kLanePositions + i,
                         exists ? end : 0);
     }
   }
-  // Writes what was loaded for a row of a stage. float32 is rounded to TF32, or split for 3xTF32,
-  // here or later.
+  __device__ __forceinline__ void find_in_line(int step, bool exists) {
+    const int line = step / kLineSteps, in_line = (step - line * kLineSteps) * kDepth;
+    const auto find_one = [&](Position& position, int at) {
+      const bool is_there = exists && at < kLinePositions;
+      position.find(sources, tile.group, line * kLinePositions + at, is_there ? end : 0);
+    };
+#pragma unroll
+    for (int i = 0; i < kLanePositions; ++i) {
+      find_one(positions[i], in_line + lane * kLanePositions + i);
+    }
+    find_one(first, in_line + lane / 8 * kLanePositions);
+  }
+  // Writes what was loaded for a row of a stage, at the lane's positions.
   __device__ __forceinline__ void store(unsigned char* first, int row, int index) const {
-    unsigned char* const target = first + row * kSpan + (lane * 4 ^ row % 8 * 16);
+    store_bits(first + row * kSpan + (lane * 4 ^ row % 8 * 16), index);
+  }
+  // Writes the four bytes that were loaded. float32 is rounded to TF32, or split for 3xTF32, here
+  // or later.
+  __device__ __forceinline__ void store_bits(unsigned char* target, int index) const {
     if constexpr (kSplitsLater) {
       *reinterpret_cast<unsigned*>(target) = bits[index][0];
     } else if constexpr (C::parts == 2) {
@@ -238,6 +289,28 @@ struct Gatherer {
     }
   }
 
+  // Moves columns by taps.
+  template <bool kStores>
+  __device__ __forceinline__ void move_tap_columns(unsigned char* target) {
+    const int in_octet = lane % 8, in_piece = lane / 8 * 4;
+    unsigned own[1] = {static_cast<unsigned>(tile.column + warp * 8 + in_octet)};
+    hold_registers(own);  // for the reason given above
+#pragma unroll
+    for (int number = 0; number < kWarpColumns / 8; ++number) {
+      const LaneColumn column(first, static_cast<int>(own[0] + row_place(number * 8)));
+      unsigned char* const row = target + (row_place(number * 8) + in_octet) * kSpan;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const int index = kWarpRows + number * 8 + j;
+        if constexpr (kStores) store_bits(row + ((j ^ in_octet) * 16 + in_piece), index);
+#pragma unroll
+        for (int i = 0; i < kLanePositions; ++i) {
+          bits[index][i] = column.load(j * 4 * kLanePositions + i);
+        }
+      }
+    }
+  }
+
   // Moves columns whose taps are compile-time constants, from column kFirst on (few channels).
   template <bool kStores, int kFirst>
   __device__ __forceinline__ void move_few_columns(unsigned char* target) {
@@ -276,6 +349,8 @@ struct Gatherer {
     unsigned char* const columns = shared.columns(stage) + warp * kFirstPitch * kSpan;
     if constexpr (C::few) {
       move_few_columns<kStores, kFirst>(columns);
+    } else if constexpr (C::by_taps) {
+      move_tap_columns<kStores>(columns);
     } else {
       move_columns<kStores>(columns);
     }

@@ -12,12 +12,16 @@ from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import limits
 from fastconv.problem import Problem
 
+SECTOR = 32  # bytes that the L2 cache transfers
 SPAN = 128  # bytes of a row of a stage, which is also TMA's swizzle span
 OCTET = 8  # columns that share one tap, unless channels are few
 MOST_POSITIONS = 2**31 - 1024  # output pixels of all images: the kernel counts them in 32 bits
 MOST_FEW_COLUMNS = 1024  # taps times channels, each of which has its own unrolled instructions
 MOST_FEW_WIDTH = 32  # taps of a kernel row, of which the kernel keeps one bit each
 MOST_JOINED = 64  # channels of groups that are multiplied as one
+# Where warps gather by taps: a stride whose positions lie in different sectors of memory, and taps
+# that fill most of an octet.
+LEAST_TAP_STRIDE, LEAST_TAPS = 4, 5
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,34 @@ class Layer:
         )
 
     @property
+    def by_taps(self) -> bool:
+        """Whether octets of columns are taps of a channel, rather than channels at a tap.
+
+        Neighbouring taps are neighbours in memory, where positions of a wide stride are not.
+        """
+        problem = self.problem
+        return (
+            self.gathered
+            and not self.channels_last
+            and not self.few
+            and problem.dilation[1] == 1
+            and problem.stride[1] >= LEAST_TAP_STRIDE
+            and problem.kernel_size[1] >= LEAST_TAPS
+        )
+
+    @property
+    def scatters(self) -> bool:
+        """Whether neighbouring columns are far apart in the weight, and leave one by one.
+
+        A few taps of a channel share a sector that the L2 cache still has when the next one comes.
+        """
+        if self.by_taps or self.operands.weight_strides[1] == 1:
+            return False
+        return self.taps * self.operands.scalar_bytes >= SECTOR
+
+    @property
     def tap_columns(self) -> int:
-        if self.few:
+        if self.few or self.by_taps:
             return self.group_in
         return round_up(self.group_in, self.span_elements if self.pixels else OCTET)
 
@@ -109,6 +139,9 @@ class Layer:
     def steps(self, depth: int) -> int:
         """Steps of a tile's K, each of this many positions."""
         batch = self.problem.batch
+        if self.by_taps:
+            rows, columns = self.problem.output_size
+            return batch * rows * ceil_div(columns, depth)
         if self.input_copied and not self.channels_last:
             return batch * ceil_div(self.positions, depth)
         return ceil_div(batch * self.positions, depth)

@@ -128,7 +128,7 @@ __device__ __forceinline__ void multiply_steps(Accumulators& acc, const Shared& 
   int previous = -1;
   for (int step = first; step < end; ++step, ring.advance()) {
     barrier_wait(shared.full(ring.stage), ring.parity);
-    if (kOfAllImages || kLastMmas == kMmas || step % kImageSteps < kImageSteps - 1) {
+    if (kOfAllImages || kLastMmas == kMmas || step % kLineSteps < kLineSteps - 1) {
       multiply_step<kMmas>(acc, shared, ring.stage, place, has_bias, step > first);
     } else {
       multiply_step<kLastMmas>(acc, shared, ring.stage, place, has_bias, step > first);
@@ -144,15 +144,22 @@ __device__ __forceinline__ void multiply_steps(Accumulators& acc, const Shared& 
 // Stores weights straight from registers, if the block has all of a tile's steps.
 __device__ __forceinline__ void store_weights(float (&acc)[kAccs], const Tile& tile, Scalar* grad,
                                               const Place& place) {
-  constexpr bool kOneTap = kTapColumns % 8 == 0;  // eight columns have one tap
+  // Eight columns have one tap.
+  constexpr bool kOneTap = !C::by_taps && kTapColumns % 8 == 0;
   hold_registers(acc);
 #pragma unroll
-  for (int j = 0; j < kAccs; ++j) {
+  for (int j = 0; j < kAccs; j += 2) {
     const int first = tile.column + place.column_group * C::mma_columns + j / 4 * 8;
-    const int in_octet = place.lane % 4 * 2 + j % 2;
-    Column column(kOneTap ? first : first + in_octet);
-    if constexpr (kOneTap) column.channel += in_octet;
-    store_weight(grad, tile, tile.row + place.row(j / 2 % 2), column, acc[j]);
+    const int in_octet = place.lane % 4 * 2, row = tile.row + place.row(j / 2 % 2);
+    if constexpr (kOneTap && !kVectorWeights) {
+      Column column(first);
+      column.channel += in_octet;
+      store_weight(grad, tile, row, column, acc[j]);
+      ++column.channel;
+      store_weight(grad, tile, row, column, acc[j + 1]);
+    } else {
+      store_two(grad, tile, row, first + in_octet, acc[j], acc[j + 1]);
+    }
   }
 }
 

@@ -30,15 +30,15 @@ __device__ __forceinline__ float4 part_of(const float4* workspace, const Share& 
   return total;
 }
 
-// Stores the weight of one of the four accumulators in a slot.
-__device__ __forceinline__ void store_accumulator(Scalar* grad, const Tile& tile, int slot,
-                                                  int element, float value) {
+// Stores the weights of the four accumulators in a slot: two columns of two rows.
+__device__ __forceinline__ void store_accumulators(Scalar* grad, const Tile& tile, int slot,
+                                                   const float4& acc) {
   const int thread = slot % 128, consumer = slot / 128 / kSlots;
-  const int row = tile.row + consumer / C::column_groups * 64 + thread / 32 * 16 + thread % 32 / 4 +
-                  element / 2 * 8;
+  const int row = tile.row + consumer / C::column_groups * 64 + thread / 32 * 16 + thread % 32 / 4;
   const int column = tile.column + consumer % C::column_groups * C::mma_columns +
-                     slot / 128 % kSlots * 8 + thread % 4 * 2 + element % 2;
-  store_weight(grad, tile, row, Column(column), value);
+                     slot / 128 % kSlots * 8 + thread % 4 * 2;
+  store_two(grad, tile, row, column, acc.x, acc.y);
+  store_two(grad, tile, row + 8, column, acc.z, acc.w);
 }
 
 __device__ __forceinline__ void store_slot(Scalar* grad, Scalar* bias_grad, const Tile& tile,
@@ -47,9 +47,7 @@ __device__ __forceinline__ void store_slot(Scalar* grad, Scalar* bias_grad, cons
     if (tile.has_bias()) store_biases(bias_grad, tile, (slot - kAccSlots) * 4, total);
     return;
   }
-  const float values[4] = {total.x, total.y, total.z, total.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) store_accumulator(grad, tile, slot, i, values[i]);
+  store_accumulators(grad, tile, slot, total);
 }
 
 // Reduces a block's slots. Several threads share a slot, each with a part of the runs; their

@@ -6,8 +6,9 @@ namespace fastconv {
 namespace hopper {
 
 // The tap and channel of a GEMM column. Columns go tap by tap if TMA copies their channels or if
-// channels are few; otherwise eight channels of all taps come first, then the next eight, so that
-// what neighbouring taps read is found in the L1 cache.
+// channels are few, and channel by channel if warps gather by taps; otherwise eight channels of all
+// taps come first, then the next eight, so that what neighbouring taps read is found in the L1
+// cache.
 struct Column {
   int tap, channel;
 
@@ -16,6 +17,9 @@ struct Column {
       const int octet = column / (8 * kTaps), in_octet = column - octet * 8 * kTaps;
       tap = in_octet / 8;
       channel = octet * 8 + in_octet % 8;
+    } else if constexpr (C::by_taps) {
+      channel = column / kTaps;
+      tap = column - channel * kTaps;
     } else {
       tap = column / kTapColumns;
       channel = column - tap * kTapColumns;
@@ -41,11 +45,31 @@ __device__ __forceinline__ void store_weight(Scalar* grad, const Tile& tile, int
 }
 
 // Whether four columns, from a multiple of four on, are contiguous and aligned in memory, and exist
-// all or none.
-constexpr bool kVectorWeights =
-    C::aligned && C::weight_stride_in == 1 && C::group_in % 4 == 0 && kTapColumns % 4 == 0 &&
-    C::weight_start % 4 == 0 && C::weight_stride_out % 4 == 0 &&
+// all or none: channels of a tap, or if columns go channel by channel, taps of a filter and the
+// next.
+constexpr bool kDenseFilters =
+    C::weight_stride_in == kTaps && (C::kernel_width == 1 || C::weight_stride_width == 1) &&
+    (C::kernel_height == 1 || C::weight_stride_height == C::kernel_width);
+constexpr bool kVectorChannels =
+    C::weight_stride_in == 1 && C::group_in % 4 == 0 && kTapColumns % 4 == 0 &&
     (kTaps == 1 || (C::weight_stride_height % 4 == 0 && C::weight_stride_width % 4 == 0));
+constexpr bool kVectorWeights =
+    C::aligned && C::weight_start % 4 == 0 && C::weight_stride_out % 4 == 0 &&
+    (C::by_taps ? kDenseFilters && C::group_in * kTaps % 4 == 0 : kVectorChannels);
+
+// Stores two columns of a row, the first of which is even.
+__device__ __forceinline__ void store_two(Scalar* grad, const Tile& tile, int row, int first,
+                                          float value, float next) {
+  const Column column(first);
+  if constexpr (kVectorWeights) {
+    if (!has_weight(row, column)) return;
+    *reinterpret_cast<Vector<Scalar, 2>*>(grad + offset_of(tile, row, column)) = {
+        narrow<Scalar>(value), narrow<Scalar>(next)};
+  } else {
+    store_weight(grad, tile, row, column, value);
+    store_weight(grad, tile, row, Column(first + 1), next);
+  }
+}
 
 // Stores the four columns from `first` of the tile on.
 __device__ __forceinline__ void store_four(Scalar* grad, const Tile& tile, int row, int first,

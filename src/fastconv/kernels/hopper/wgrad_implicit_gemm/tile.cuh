@@ -34,25 +34,28 @@ constexpr int kSpan = 128;
 constexpr int kSpanElements = kSpan / static_cast<int>(sizeof(Scalar));
 constexpr int kDepth = kColumnsMnMajor ? C::depth : kSpanElements;
 constexpr int kPositions = C::out_height * C::out_width;  // positions of an image
-// Whether K runs through the positions of all images one after the other. Where TMA copies planes,
-// every image has steps of its own.
-constexpr bool kOfAllImages = C::channels_last || !C::input_copied;
-constexpr int kImageSteps = ceil_div(kPositions, kDepth);
+// Whether K runs through the positions of all images one after the other. Otherwise it runs through
+// lines, and each has steps of its own: an image, where TMA copies planes, or a row of one, where
+// warps gather tap by tap.
+constexpr bool kOfAllImages = C::channels_last || !(C::input_copied || C::by_taps);
+constexpr int kLines = C::by_taps ? C::out_height : 1;  // in an image
+constexpr int kLinePositions = kPositions / kLines;
+constexpr int kLineSteps = ceil_div(kLinePositions, kDepth);
 constexpr int kMmaDepth = 32 / static_cast<int>(sizeof(Scalar));
 constexpr int kMmas = kDepth / kMmaDepth;  // MMAs of a step
-constexpr int kLastMmas =                  // MMAs of an image's last step
-    ceil_div(kPositions - (kImageSteps - 1) * kDepth, kMmaDepth);
+constexpr int kLastMmas =                  // MMAs of a line's last step
+    ceil_div(kLinePositions - (kLineSteps - 1) * kDepth, kMmaDepth);
 constexpr int kBoxBytes = kDepth * kSpan;  // bytes of a TMA box of pixels
 
-constexpr int kTapColumns = kColumnsMnMajor ? round_up(kIn, kSpanElements)
-                            : C::few        ? kIn
-                                            : round_up(kIn, 8);
-constexpr bool kOctets = !C::input_copied && !C::few;
+constexpr int kTapColumns = kColumnsMnMajor        ? round_up(kIn, kSpanElements)
+                            : C::few || C::by_taps ? kIn
+                                                   : round_up(kIn, 8);
+constexpr bool kOctets = !C::input_copied && !C::few && !C::by_taps;
 constexpr int kRowTiles = ceil_div(kOut, kTileRows);
 constexpr int kColumnTiles = ceil_div(kTaps * kTapColumns, kTileColumns);
 constexpr int kGroupTiles = kRowTiles * kColumnTiles;
 constexpr int kTiles = C::groups / C::joined * kGroupTiles;
-static_assert(kOfAllImages || kTaps == 1, "copied planes have one tap");
+static_assert(!C::input_copied || C::channels_last || kTaps == 1, "copied planes have one tap");
 static_assert(C::parts == 1 || (!C::grad_copied && !C::input_copied),
               "gathering warps split numbers");
 static_assert(!kColumnsMnMajor || C::mma_columns % kSpanElements == 0, "boxes are whole");
@@ -108,7 +111,7 @@ struct Share {
   int most_runs;                  // most runs of a block
 
   __device__ __forceinline__ Share(int batch, int group_tiles, int group_blocks, int most_runs)
-      : steps(kOfAllImages ? ceil_div(batch * kPositions, kDepth) : batch * kImageSteps),
+      : steps(kOfAllImages ? ceil_div(batch * kPositions, kDepth) : batch * kLines * kLineSteps),
         group_steps(group_tiles * steps),
         group_blocks(group_blocks),
         least(group_steps / group_blocks),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from math import gcd
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu
@@ -62,6 +62,9 @@ GATHER_OVERLAP_LOSS = 0.3
 FLUSH_BYTES = 18.1  # bytes a cycle of a block's accumulators on their way to memory
 RUN_CYCLES = 255.0  # beginning and ending a run
 REDUCED_BYTES = 72.9  # bytes a cycle and SM that the reduction reads
+# Cycles of an SM for a weight whose neighbours in memory belong to columns that are far away: each
+# is a sector of its own to the L2 cache.
+SCATTER_CYCLES = 2.0
 REDUCE_CYCLES = 11000.0  # waiting for all blocks and launching the reduction
 # Clusters: guesses, near which two layers were measured (14.1 us for 14.9, 43 for 46).
 EXCHANGE_CYCLES = 1500.0  # synchronising the cluster twice
@@ -126,11 +129,11 @@ class Tile:
     @property
     def group_tiles(self) -> int:
         """Tiles of a group, which has its own blocks: as few as possible."""
-        return self.count // gcd(self.count, self.grid)
+        return self.count // math.gcd(self.count, self.grid)
 
     @property
     def group_blocks(self) -> int:
-        return self.grid // gcd(self.count, self.grid)
+        return self.grid // math.gcd(self.count, self.grid)
 
     @property
     def is_even(self) -> bool:
@@ -192,6 +195,24 @@ class Tile:
         return self.layer.parts * elements * self.layer.operands.scalar_bytes + BARRIER_BYTES
 
     @property
+    def box(self) -> tuple[int, int] | None:
+        """Rows and columns of a step's positions, if they read a plain box of the input at a tap.
+
+        The input is then seen as residues of the stride, of which neighbouring positions read
+        neighbours. That takes images whose sides are multiples of the stride, and steps of whole
+        rows, or of equal parts of one.
+        """
+        layer, problem = self.layer, self.layer.problem
+        if layer.gathered or layer.flat or problem.stride == (1, 1):
+            return None
+        sides = zip(problem.input_size, problem.stride, strict=True)
+        height, width = problem.output_size
+        columns = min(width, self.depth)
+        rows = self.depth // columns
+        whole = width % columns == 0 and self.depth % columns == 0 and height % rows == 0
+        return (rows, columns) if whole and not any(side % step for side, step in sides) else None
+
+    @property
     def registers(self) -> int:
         """Registers that a thread needs."""
         accumulators = self.layer.parts * self.mma_columns // 2
@@ -235,7 +256,8 @@ class Tile:
         mma = max(self.mma_columns / 2, (ROWS + self.mma_columns) * 32 / SHARED_BYTES)
         mmas = self.consumers * self.depth / layer.mma_depth * mma
         mmas *= 3 if layer.parts > 1 else 1
-        boxes = 0 if layer.flat or layer.gathered else self.columns // layer.span_elements
+        tiled = layer.flat or layer.gathered or self.box
+        boxes = 0 if tiled else self.columns // layer.span_elements
         return max(mmas, boxes * self.depth * PIXEL_CYCLES)
 
     @property
@@ -243,7 +265,8 @@ class Tile:
         """Cycles of a step's gathering: each 128 bytes that a warp reads or writes count."""
         layer = self.layer
         pixel = layer.problem.in_channels if layer.channels_last else 1
-        lines = 1 + min(4 * pixel * layer.problem.stride[1] * 32 / SPAN, 32)
+        lanes = 4 if layer.by_taps else 32  # with different positions, of four bytes each
+        lines = 1 + min(4 * pixel * layer.problem.stride[1] * lanes / SPAN, 32)
         loads = self.columns * lines * (FEW_SHARES[layer.channels_last] if layer.few else 1.0)
         loads += 2 * (self.gathered_rows - self.columns)
         stores = layer.parts * self.gathered_rows
@@ -261,7 +284,12 @@ class Tile:
         loaded = max(blocks * steps * self._cache_cycles, self._memory_cycles / gpu.sm_count)
         loss = GATHER_OVERLAP_LOSS if self.layer.gathered else OVERLAP_LOSS
         multiplied = limits.together(blocks * steps * computed, loaded, loss=loss)
-        return multiplied + self._end_cycles(blocks, steps, gpu) + self._bias_cycles(gpu)
+        scattered = 0.0
+        if self.layer.scatters:
+            scattered = math.prod(self.layer.problem.weight_shape) * SCATTER_CYCLES / gpu.sm_count
+        return (
+            multiplied + scattered + self._end_cycles(blocks, steps, gpu) + self._bias_cycles(gpu)
+        )
 
     def _bias_cycles(self, gpu: Gpu) -> float:
         """Cycles of the bias's gradient, where MMAs do not give it."""
@@ -284,6 +312,8 @@ class Tile:
         if self.is_whole:
             return flushed
         reduced = self.grid * runs * self.run_bytes / gpu.sm_count / REDUCED_BYTES
+        if self.workspace_bytes > KEPT_BYTES:  # written to memory, and read from there
+            reduced += 2 * self.workspace_bytes / gpu.sm_count / MEMORY_BYTES
         return flushed + reduced + REDUCE_CYCLES
 
     @property
@@ -350,11 +380,12 @@ def _is_idle(tile: Tile) -> bool:
 
 
 def _grids(tile: Tile, gpu: Gpu) -> list[int]:
-    """Sizes of the grid: all blocks that fit, or as many as leave none with steps of two tiles."""
+    """Sizes of the grid: all blocks that fit, or as many as leave none with parts of two tiles."""
     room = gpu.sm_count * tile.blocks
     all_steps = tile.count * tile.steps
     even = room // tile.count * tile.count
-    return sorted({min(room, all_steps), *([min(even, all_steps)] if even else [])})
+    whole = max(divisor for divisor in range(1, room + 1) if tile.count % divisor == 0)
+    return sorted({min(room, all_steps), *([min(even, all_steps)] if even else [whole])})
 
 
 def _clustered(tile: Tile, gpu: Gpu) -> list[Tile]:
