@@ -64,10 +64,7 @@ def tuned(problems: Sequence[Problem], dtypes: Sequence[str]) -> Iterator[Tuned]
         seen = _seen(problem)
         for dtype in dtypes:
             for precision in ("tf32", "ieee") if dtype == "float32" else ("ieee",):
-                strides = seen.weight.stride()
-                operands = operands_of(
-                    getattr(torch, dtype), False, False, strides, True, precision
-                )
+                operands = _operands(seen, dtype, precision)
                 for which, target in product(_PLANNERS, TARGETS):
                     plan = _plan(which, seen.problem, operands, target)
                     if plan is not None:
@@ -81,6 +78,11 @@ def _seen(problem: Problem) -> Seen:
     """
     shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
     return seen_by_kernels(problem, *(torch.empty(shape, device="meta") for shape in shapes))
+
+
+def _operands(seen: Seen, dtype: str, precision: str) -> Operands:
+    strides = seen.weight.stride()
+    return operands_of(getattr(torch, dtype), False, False, strides, True, precision)
 
 
 def _plan(which: str, problem: Problem, operands: Operands, target: str) -> Plan | None:
