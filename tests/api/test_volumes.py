@@ -101,6 +101,17 @@ def test_pytorchs_own_samples(info: Any, dtype: torch.dtype) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-2, atol=absolute)
 
 
+@pytest.mark.parametrize("info", SAMPLES, ids=[info.name for info in SAMPLES])
+def test_pytorchs_own_errors(info: Any) -> None:
+    function = getattr(fastconv, info.name.rpartition(".")[2])
+    errors = [*info.error_inputs("cpu")]
+    assert errors or "transpose" in info.name  # PyTorch has none for transposed ones
+    for error in errors:
+        sample = error.sample_input
+        with pytest.raises(error.error_type, match=error.error_regex):
+            function(sample.input, *sample.args, **sample.kwargs)
+
+
 def test_padding_on_six_sides() -> None:
     video, weight = torch.randn(2, 3, 5, 6, 7), torch.randn(4, 3, 3, 3, 3)
     causal = fastconv.conv3d(video, weight, padding=((2, 0), (1, 1), (0, 2)))

@@ -77,7 +77,8 @@ def _seen(problem: Problem) -> Seen:
     Volumes that are images through other strides are planned as these: kernels take addresses.
     """
     shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
-    return seen_by_kernels(problem, *(torch.empty(shape, device="meta") for shape in shapes))
+    input, weight, output = (torch.empty(shape, device="meta") for shape in shapes)
+    return seen_by_kernels(problem, input, weight, output)
 
 
 def _operands(seen: Seen, dtype: str, precision: str) -> Operands:

@@ -186,9 +186,10 @@ class ConvTranspose2d(Conv2d):
         output = reached.new_zeros(reached.shape[0], reached.shape[1], *size)
         output = output.contiguous(memory_format=joint_format(reached))
         ends = [max(0, min(size[i], whole[i] - self.padding[i])) for i in axes]
-        inside = (slice(None), slice(None), *(slice(end) for end in ends))
-        within = (slice(first, first + end) for first, end in zip(self.padding, ends, strict=True))
-        output[inside] = reached[(slice(None), slice(None), *within)]
+        every = (slice(None), slice(None))
+        inside = tuple(slice(end) for end in ends)
+        within = tuple(slice(self.padding[i], self.padding[i] + ends[i]) for i in axes)
+        output[every + inside] = reached[every + within]
         return output if self.bias is None else output + everywhere(self.bias, output)
 
     def written(
