@@ -201,7 +201,8 @@ void for_each_tap(const Tensor& image, const Tensor& output, const Tensor& weigh
 
 // A slice of images as matrices: (images, groups, channels of a group, pixels).
 inline Tensor matrices(const Tensor& slice, int64_t groups) {
-  return slice.reshape({slice.size(0), groups, slice.size(1) / groups, -1});
+  const int64_t pixels = c10::multiply_integers(slice.sizes().slice(2));
+  return slice.reshape({slice.size(0), groups, slice.size(1) / groups, pixels});
 }
 
 inline Tensor new_sum(const Tensor& like, at::IntArrayRef shape) {
