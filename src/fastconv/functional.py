@@ -344,8 +344,10 @@ def conv3d(
         )
     steps = numbers("conv3d()", "stride", stride, 3)
     reaches = numbers("conv3d()", "dilation", dilation, 3)
-    around = sides("conv3d()", padding, weight, steps, reaches)
     groups = integer("conv3d()", "groups", groups)
+    if weight.dim() != 5:  # the sides of 'same' follow from the weight's sizes
+        check_shapes(input.shape, weight.shape, steps, (0,) * 6, reaches, groups, axes=3)
+    around = sides("conv3d()", padding, weight, steps, reaches)
     mode = _precision.override() if precision is None else _precision.checked(precision)
     if residual is not None:
         check_dense("residual", residual)
