@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -261,6 +263,20 @@ def test_decompositions_for_exported_programs() -> None:
     program = torch.export.export(model, (x,)).run_decompositions(table)
     assert "fastconv" not in program.graph_module.code
     torch.testing.assert_close(program.module()(x), model(x))
+
+
+def test_onnx(tmp_path: Path) -> None:
+    model = nn.Sequential(
+        fastconv.Conv3d(2, 4, 3, padding=((2, 0), (1, 1), (0, 1)), stride=(1, 2, 1)),
+        fastconv.ConvTranspose3d(4, 2, 2, (1, 2, 2)),
+    ).eval()
+    x, path = torch.randn(1, 2, 4, 5, 6), tmp_path / "model.onnx"
+    torch.onnx.export(model, (x,), path, dynamo=True)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (argument,) = session.get_inputs()
+    (found,) = session.run(None, {argument.name: x.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(found), model(x), rtol=1e-4, atol=1e-4)
 
 
 def test_convert_exchanges_them() -> None:
