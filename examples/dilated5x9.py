@@ -10463,19 +10463,19 @@ class Target(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """The shapes and parameters of a convolution."""
+    """The shapes and parameters of a convolution along two axes, or three: depth comes first."""
 
     input: tuple[int, ...]
     weight: tuple[int, ...]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
     groups: int
 
     @property
     def output(self) -> tuple[int, ...]:
         sizes = []
-        for axis in (0, 1):
+        for axis in range(len(self.stride)):
             extent = self.dilation[axis] * (self.weight[2 + axis] - 1) + 1
             padded = self.input[2 + axis] + 2 * self.padding[axis]
             sizes.append((padded - extent) // self.stride[axis] + 1)
@@ -10534,6 +10534,9 @@ class Axis(NamedTuple):
         return 1 if taps == 1 else self.in_stride
 
 
+ONE_PLANE = Axis(1, 1, 1, 1, 0, 1, True)  # the depth of an image
+
+
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -10567,10 +10570,12 @@ def convolution_plan(geometry: Geometry, operands: Operands, transposed: bool) -
     """The plan of a forward convolution, or of an input gradient (``transposed``)."""
     batch, groups = geometry.input[0], geometry.groups
     group_in, group_out = geometry.weight[1], geometry.weight[0] // groups
-    in_size, out_size = geometry.input[2:], geometry.output[2:]
+    in_size, out_size = geometry.input[-2:], geometry.output[-2:]
     if transposed:
         group_in, group_out, in_size, out_size = group_out, group_in, out_size, in_size
-    rows, columns = (Axis.of(transposed, geometry, i) for i in (0, 1))
+    axes = [Axis.of(transposed, geometry, i) for i in range(len(geometry.stride))]
+    depth, rows, columns = (ONE_PLANE, *axes)[-3:]
+    reads = group_in * depth.taps  # the planes that an output plane reads are further channels
     # Channels go to a thread's registers first, then to lanes. The other lanes, and all warps, take
     # pixels.
     channels_per_thread = power_of_two_for(group_out, 8)
@@ -10579,7 +10584,7 @@ def convolution_plan(geometry: Geometry, operands: Operands, transposed: bool) -
     lanes_y = 32 // (lanes_m * lanes_x)
     tile = (channels_per_thread * lanes_m, WARPS * lanes_y, PIXELS * lanes_x)
 
-    for channels, tap_rows, tap_columns in convolution_stages(rows.taps, columns.taps, group_in):
+    for channels, tap_rows, tap_columns in convolution_stages(rows.taps, columns.taps, reads):
         distance = columns.distance(tap_columns)
         vector = 1
         if columns.residues == 1 and distance == columns.in_stride and tap_columns == columns.taps:
@@ -10610,6 +10615,7 @@ def convolution_plan(geometry: Geometry, operands: Operands, transposed: bool) -
         "out_height": out_size[0],
         "out_width": out_size[1],
         **kernel_constants(geometry),
+        **depth_constants(geometry, transposed),
         "in_channels_last": operands.channels_last,
         "out_channels_last": operands.channels_last,
         "channels_per_thread": channels_per_thread,
@@ -10635,23 +10641,26 @@ def convolution_plan(geometry: Geometry, operands: Operands, transposed: bool) -
         ceil_div(group_out, tile[0])
         * ceil_div(rows.positions, tile[1])
         * ceil_div(columns.positions, tile[2])
+        * depth.positions
         * groups
+        * depth.residues
         * rows.residues
         * columns.residues
     )
     require("blocks of one image", blocks)
     packed = (
-        rows.residues
+        depth.residues
+        * rows.residues
         * columns.residues
         * groups
         * round_up(group_out, tile[0])
-        * round_up(group_in, channels)
+        * round_up(reads, channels)
         * round_up(rows.taps, tap_rows)
         * round_up(columns.taps, tap_columns)
     )
     code = ("direct/forward/kernel.cuh", tuple(constants.items()))
     launches = [helper_launch(code, "pack", packed, ("weight", "scratch"))]
-    if not (rows.reaches_all and columns.reaches_all):
+    if not all(axis.reaches_all for axis in axes):
         elements = math.prod(geometry.input)
         launches.append(helper_launch(code, "clear", elements, ("output", batch)))
     at_once = MOST_BLOCKS // blocks
@@ -10666,10 +10675,10 @@ def convolution_plan(geometry: Geometry, operands: Operands, transposed: bool) -
     return Plan(tuple(launches), packed * 4)
 
 
-def convolution_stages(rows: int, columns: int, group_in: int) -> tuple[tuple[int, int, int], ...]:
+def convolution_stages(rows: int, columns: int, reads: int) -> tuple[tuple[int, int, int], ...]:
     """Candidates for a stage's channels, kernel rows and kernel columns, the best first."""
     part = ceil_div(columns, ceil_div(columns, MOST_PART_TAPS))
-    most = min(group_in, max(STAGE_PRODUCTS // (rows * part), 1), 16)
+    most = min(reads, max(STAGE_PRODUCTS // (rows * part), 1), 16)
     whole = tuple((channels, rows, part) for channels in range(most, 0, -1))
     return (*whole, (1, 1, part), (1, 1, 1))
 
@@ -10677,8 +10686,10 @@ def convolution_stages(rows: int, columns: int, group_in: int) -> tuple[tuple[in
 def weight_grad_plan(geometry: Geometry, operands: Operands, sms: int) -> Plan:
     batch, groups = geometry.input[0], geometry.groups
     group_in, group_out = geometry.weight[1], geometry.weight[0] // groups
-    kernel, out_size = geometry.weight[2:], geometry.output[2:]
-    stride, dilation = geometry.stride[1], geometry.dilation[1]
+    kernel, out_size = geometry.weight[-2:], geometry.output[-2:]
+    stride, dilation = geometry.stride[-1], geometry.dilation[-1]
+    # Each output plane of a volume is an image, and the planes that it reads are further channels.
+    planes, reads = math.prod(geometry.output[2:-2]), group_in * math.prod(geometry.weight[2:-2])
     whole = ceil_div(kernel[1], ceil_div(kernel[1], MOST_PART_TAPS))
 
     # The kernel rows of a block, and the input channels of a thread, at most.
@@ -10689,9 +10700,9 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, sms: int) -> Plan:
         distance = 1 if part_taps == 1 else stride
         vector_input = 1
         if distance == stride and part_taps == kernel[1]:
-            vector_input = operands.vector(geometry.input[3])
+            vector_input = operands.vector(geometry.input[-1])
         vector_grad = operands.vector(out_size[1])
-        shift = -geometry.padding[1] % vector_input
+        shift = -geometry.padding[-1] % vector_input
         window = round_up(shift + (PIXELS - 1) * distance + (part_taps - 1) * dilation + 1, 4)
         # A thread has the accumulators of all kernel rows if they fit. Lanes and warps take
         # channels.
@@ -10701,16 +10712,16 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, sms: int) -> Plan:
         block_taps = tap_rows
         if block_taps * (channels_per_thread * part_taps + window) > MOST_VALUES:
             block_taps = 1
-        inputs_per_thread = power_of_two_for(group_in, most_inputs)
+        inputs_per_thread = power_of_two_for(reads, most_inputs)
         accumulators_per_input = channels_per_thread * part_taps * block_taps
         while (
             inputs_per_thread > 1 and inputs_per_thread * accumulators_per_input > MOST_ACCUMULATORS
         ):
             inputs_per_thread //= 2
         lanes_m = power_of_two_for(ceil_div(group_out, channels_per_thread), 4)
-        lanes_n = power_of_two_for(ceil_div(group_in, inputs_per_thread), 8)
+        lanes_n = power_of_two_for(ceil_div(reads, inputs_per_thread), 8)
         warps_m = power_of_two_for(ceil_div(group_out, channels_per_thread * lanes_m), 4)
-        warps_n = power_of_two_for(ceil_div(group_in, inputs_per_thread * lanes_n), 8 // warps_m)
+        warps_n = power_of_two_for(ceil_div(reads, inputs_per_thread * lanes_n), 8 // warps_m)
         warps_k = max(4 // (warps_m * warps_n), 1)
         channels = channels_per_thread * lanes_m * warps_m
         inputs = inputs_per_thread * lanes_n * warps_n
@@ -10733,18 +10744,20 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, sms: int) -> Plan:
             break
 
     threads = 32 * warps_m * warps_n * warps_k
-    units = batch * ceil_div(out_size[0], stage_rows) * ceil_div(out_size[1], stage_columns)
+    units = planes * ceil_div(out_size[0], stage_rows) * ceil_div(out_size[1], stage_columns)
+    units *= batch
     constants: dict[str, Constant] = {
         "Scalar": operands.scalar,
         "bias": False,  # the bias gradient has a kernel of its own
         "group_in": group_in,
         "group_out": group_out,
         "groups": groups,
-        "in_height": geometry.input[2],
-        "in_width": geometry.input[3],
+        "in_height": geometry.input[-2],
+        "in_width": geometry.input[-1],
         "out_height": out_size[0],
         "out_width": out_size[1],
         **kernel_constants(geometry),
+        **depth_constants(geometry),
         "in_channels_last": operands.channels_last,
         "grad_channels_last": operands.channels_last,
         "wide_units": units >= 2**31,
@@ -10771,7 +10784,7 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, sms: int) -> Plan:
     tiles = (
         groups
         * ceil_div(group_out, channels)
-        * ceil_div(group_in, inputs)
+        * ceil_div(reads, inputs)
         * ceil_div(kernel[0], block_taps)
         * ceil_div(kernel[1], part_taps)
     )
@@ -10795,7 +10808,8 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, sms: int) -> Plan:
 
 
 def bias_grad_plan(geometry: Geometry, operands: Operands, sms: int) -> Plan:
-    batch, channels, height, width = geometry.output
+    batch, channels, *sizes = geometry.output
+    height, width = math.prod(sizes[:-1]), sizes[-1]
     constants: dict[str, Constant] = {
         "Scalar": operands.scalar,
         "channels": channels,
@@ -10829,20 +10843,36 @@ def helper_launch(
 
 def kernel_constants(geometry: Geometry) -> dict[str, Constant]:
     """The constants that describe a contiguous weight, and how it is applied."""
-    _, group_in, height, width = geometry.weight
+    height, width = geometry.weight[-2:]
     return {
         "kernel_height": height,
         "kernel_width": width,
-        "stride_height": geometry.stride[0],
-        "stride_width": geometry.stride[1],
-        "dilation_height": geometry.dilation[0],
-        "dilation_width": geometry.dilation[1],
-        "padding_top": geometry.padding[0],
-        "padding_left": geometry.padding[1],
-        "weight_stride_out": group_in * height * width,
-        "weight_stride_in": height * width,
+        "stride_height": geometry.stride[-2],
+        "stride_width": geometry.stride[-1],
+        "dilation_height": geometry.dilation[-2],
+        "dilation_width": geometry.dilation[-1],
+        "padding_top": geometry.padding[-2],
+        "padding_left": geometry.padding[-1],
+        "weight_stride_out": math.prod(geometry.weight[1:]),
+        "weight_stride_in": math.prod(geometry.weight[2:]),
         "weight_stride_height": width,
         "weight_stride_width": 1,
+    }
+
+
+def depth_constants(geometry: Geometry, transposed: bool = False) -> dict[str, Constant]:
+    """The constants of a volume's depth; there are none for images."""
+    if len(geometry.stride) == 2:
+        return {}
+    sizes = (geometry.input[2], geometry.output[2])
+    return {
+        "in_depth": sizes[transposed],
+        "out_depth": sizes[not transposed],
+        "kernel_depth": geometry.weight[2],
+        "stride_depth": geometry.stride[0],
+        "dilation_depth": geometry.dilation[0],
+        "padding_front": geometry.padding[0],
+        "weight_stride_depth": math.prod(geometry.weight[3:]),
     }
 
 
@@ -10853,14 +10883,15 @@ def countable(geometry: Geometry) -> Geometry:
     reduced.
     """
     out_channels, group_in, *kernel = geometry.weight
-    padded = [geometry.input[2 + i] + 2 * geometry.padding[i] for i in (0, 1)]
+    axes = range(len(kernel))
+    padded = [geometry.input[2 + i] + 2 * geometry.padding[i] for i in axes]
     sizes = (*geometry.input[:2], out_channels, *padded)
     require("images, channels and padded sides", max(sizes))
     channels = max(out_channels // geometry.groups, group_in)
-    require("a group's channels times taps", channels * kernel[0] * kernel[1])
-    stride = (min(geometry.stride[0], padded[0]), min(geometry.stride[1], padded[1]))
-    dilation = tuple(geometry.dilation[i] if kernel[i] > 1 else 1 for i in (0, 1))
-    return geometry._replace(stride=stride, dilation=(dilation[0], dilation[1]))
+    require("a group's channels times taps", channels * math.prod(kernel))
+    stride = tuple(min(geometry.stride[i], padded[i]) for i in axes)
+    dilation = tuple(geometry.dilation[i] if kernel[i] > 1 else 1 for i in axes)
+    return geometry._replace(stride=stride, dilation=dilation)
 
 
 def require(what: str, value: int) -> None:
@@ -11887,8 +11918,7 @@ class Convolution(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
     ) -> Tensor:
-        channels_last = is_channels_last(input) or is_channels_last(weight)
-        ctx.format = torch.channels_last if channels_last else torch.contiguous_format
+        ctx.format = joint_format(input, weight)
         ctx.geometry = geometry
         input, weight = input.contiguous(memory_format=ctx.format), weight.contiguous()
         ctx.save_for_backward(input, weight)
@@ -11923,8 +11953,20 @@ class Convolution(torch.autograd.Function):
         return (*(outputs.get(which) for which in wanted), None)
 
 
+def joint_format(*tensors: Tensor) -> torch.memory_format:
+    """Channels-last if one of the tensors is, which are of images or of volumes."""
+    last = channels_last(tensors[0].dim())
+    return last if any(map(is_channels_last, tensors)) else torch.contiguous_format
+
+
 def is_channels_last(tensor: Tensor) -> bool:
-    return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    last = channels_last(tensor.dim())
+    return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last)
+
+
+def channels_last(rank: int) -> torch.memory_format:
+    """PyTorch's name of the format for tensors of this rank."""
+    return torch.channels_last if rank == 4 else torch.channels_last_3d
 
 
 def compute(ctx: Any, passes: dict[str, dict[str, Tensor]]) -> None:
@@ -11939,7 +11981,7 @@ def compute(ctx: Any, passes: dict[str, dict[str, Tensor]]) -> None:
     dtype, device = everything[0].dtype, everything[0].device
     operands = Operands(
         *SCALARS[dtype],
-        channels_last=ctx.format == torch.channels_last,
+        channels_last=ctx.format != torch.contiguous_format,
         aligned=all(tensor.data_ptr() % 16 == 0 for tensor in everything),
     )
     precision = float32_precision() if dtype == torch.float32 else "ieee"
@@ -11951,14 +11993,16 @@ def compute(ctx: Any, passes: dict[str, dict[str, Tensor]]) -> None:
 class Conv2d(nn.Module):
     """A 2-D convolution with the arguments, parameters and initial values of ``nn.Conv2d``."""
 
+    axes = 2
+
     def __init__(
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] = 0,
-        dilation: int | tuple[int, int] = 1,
+        kernel_size: int | tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: int | tuple[int, ...] = 0,
+        dilation: int | tuple[int, ...] = 1,
         groups: int = 1,
         bias: bool = True,
         padding_mode: str = "zeros",
@@ -11975,10 +12019,10 @@ class Conv2d(nn.Module):
         if padding_mode != "zeros":
             raise ValueError(f"padding_mode should be 'zeros', but got {padding_mode!r}")
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        self.kernel_size = pair("kernel_size", kernel_size, least=1)
-        self.stride = pair("stride", stride, least=1)
-        self.padding = pair("padding", padding, least=0)
-        self.dilation = pair("dilation", dilation, least=1)
+        self.kernel_size = self.each("kernel_size", kernel_size, least=1)
+        self.stride = self.each("stride", stride, least=1)
+        self.padding = self.each("padding", padding, least=0)
+        self.dilation = self.each("dilation", dilation, least=1)
         shape = (out_channels, in_channels // groups, *self.kernel_size)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         if bias:
@@ -11986,6 +12030,16 @@ class Conv2d(nn.Module):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
+
+    def each(self, name: str, value: int | tuple[int, ...], least: int) -> tuple[int, ...]:
+        """One int for each axis, from a single int or as many."""
+        values = tuple(value) if isinstance(value, (tuple, list)) else (value,) * self.axes
+        if len(values) != self.axes or not all(isinstance(v, int) and v >= least for v in values):
+            raise ValueError(
+                f"{name} should be an int, or {('two', 'three')[self.axes - 2]}, of at least "
+                f"{least}, but got {value!r}"
+            )
+        return values
 
     def reset_parameters(self) -> None:
         """Draws the parameters as PyTorch does: the same values from the same seed."""
@@ -12014,9 +12068,10 @@ class Conv2d(nn.Module):
 
     def check(self, x: Tensor) -> None:
         """Raises an error if the input cannot be convolved."""
-        if x.dim() != 4 or x.shape[1] != self.in_channels or 0 in x.shape[2:]:
+        if x.dim() != 2 + self.axes or x.shape[1] != self.in_channels or 0 in x.shape[2:]:
+            sizes = ", ".join(("depth", "height", "width")[-self.axes :])
             raise ValueError(
-                f"expected input of shape (batch, {self.in_channels}, height, width), but got "
+                f"expected input of shape (batch, {self.in_channels}, {sizes}), but got "
                 f"{tuple(x.shape)}"
             )
         if x.dtype not in SCALARS:
@@ -12061,14 +12116,6 @@ def check_device(x: Tensor, weight: Tensor) -> None:
         )
 
 
-def pair(name: str, value: int | tuple[int, int], least: int) -> tuple[int, int]:
-    """A pair of ints, from one int or a pair."""
-    values = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
-    if len(values) != 2 or not all(isinstance(v, int) and v >= least for v in values):
-        raise ValueError(f"{name} should be an int, or two, of at least {least}, but got {value!r}")
-    return values
-
-
 # === The model ====================================================================================
 
 
@@ -12104,9 +12151,11 @@ TOLERANCE = {"ieee": 1e-5, "tf32": 1e-3}
 def pytorch_twin(module: nn.Module) -> nn.Module:
     """A copy of the module with PyTorch's convolutions and the same parameters."""
     if isinstance(module, Conv2d):
+        names = ("kernel_size", "stride", "padding", "dilation")
+        sizes = {name: getattr(module, name) for name in names}
         layer = nn.Conv2d(
-            module.in_channels, module.out_channels, module.kernel_size, module.stride,
-            module.padding, module.dilation, module.groups, module.bias is not None,
+            module.in_channels, module.out_channels, groups=module.groups,
+            bias=module.bias is not None, **sizes,
         )  # fmt: skip
         layer.load_state_dict(module.state_dict())
         return layer.to(module.weight)

@@ -16,16 +16,18 @@ STEP = "step"  # A training step: the forward pass and both gradients, through a
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 EXPORTED_DTYPES = ("float32", "float16", "bfloat16")
 PRECISIONS = ("ieee", "tf32")
+AXES = (1, 2, 3)  # of sequences, images and volumes
 FORMATS = ("nchw", "nhwc")
 FORMAT_TRIPLES = tuple("/".join(names) for names in product(FORMATS, repeat=3))
 """Every choice of a memory format for input, weight and output gradient: "nhwc/nchw/nchw"."""
 
 SHAPE_SYNTAX = (
     '"NxCxHxW OxIxKHxKW [stride=S|SH,SW] [padding=P|PH,PW|T,B,L,R] [dilation=D|DH,DW] [groups=G]"; '
-    'of sequences "NxCxW OxIxKW", with [padding=P|L,R]; of a transposed convolution '
+    'of sequences "NxCxW OxIxKW", with [padding=P|L,R]; of volumes "NxCxDxHxW OxIxKDxKHxKW", with '
+    "[stride=S|SD,SH,SW] [padding=P|PD,PH,PW|F,B,T,B,L,R]; of a transposed convolution "
     '"NxCxHxW IxOxKHxKW transposed", with [output_padding=P|PH,PW]'
 )
-SUITES = ("founding", "real", "odd", "depthwise", "sequence", "transposed")
+SUITES = ("founding", "real", "odd", "depthwise", "sequence", "transposed", "video", "volume")
 PEERS = ("pytorch", "best", "compile")
 GPUS = (
     "sm_70", "sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90a", "sm_100a", "sm_103a",
@@ -36,7 +38,7 @@ NETWORKS = (
     "resnet50", "convnext_tiny", "efficientnet_b0", "inception_v3", "deeplabv3_resnet50", "vgg16",
     "unet",
 )  # fmt: skip
-WRITTEN = ("unet", "wav2vec2", "hifigan", "dcgan")
+WRITTEN = ("unet", "wav2vec2", "hifigan", "dcgan", "unet3d", "video_decoder")
 """The networks that need neither torchvision nor timm."""
 MODES = ("training", "inference")
 BATCH = 64  # images of a network, unless the user gives another number

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from _fastconv_command.choices import (
+    AXES,
     BATCH,
     CPU_DIVISOR,
     DATA,
@@ -188,7 +189,8 @@ def _add_selection(
     )  # fmt: skip
     parser.add_argument(
         "--format", nargs="+", choices=formats, default=["nchw"], metavar="FORMAT",
-        help=f"the memory format: nchw (the default), nhwc (channels last){each}",
+        help=f"the memory format: nchw (the default), nhwc (channels last, of volumes "
+        f"ndhwc){each}",
     )  # fmt: skip
     parser.add_argument(
         "--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU if there is one)"
@@ -203,7 +205,7 @@ def _add_suites(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--model", nargs="+", action="extend", metavar="MODEL",
-        help="every 1-D, 2-D and transposed convolution of these models of torchvision or timm, "
+        help="every convolution of these models of torchvision or timm, "
         f"for example resnet50, or of {', '.join(WRITTEN)}",
     )  # fmt: skip
     parser.add_argument(
@@ -214,12 +216,12 @@ def _add_suites(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--image", type=_positive, metavar="SIZE",
-        help="the height and width of models' images, or the length of their sequences (default: "
-        "each model's own)",
+        help="the height and width of models' images and videos, or the length of their sequences "
+        "(default: each model's own)",
     )  # fmt: skip
     parser.add_argument(
         "--divisor", type=_positive, metavar="N",
-        help="divide the heights, widths and lengths of all layers by N, which saves time and "
+        help="divide all sizes along axes, such as heights and widths, by N, which saves time and "
         f"memory (default: {CPU_DIVISOR} for suites on a CPU, else 1)",
     )  # fmt: skip
 
@@ -305,8 +307,13 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     _add_suites(parser)
     parser.add_argument(
         "--random", type=_positive, metavar="N",
-        help="verify N random cases instead; --pass, --dtype, --precision and --format restrict "
-        "what is drawn",
+        help="verify N random cases instead; --pass, --dtype, --precision, --format and --axes "
+        "restrict what is drawn",
+    )  # fmt: skip
+    parser.add_argument(
+        "--axes", type=int, nargs="+", choices=AXES, metavar="AXES",
+        help="with --random, layers of sequences (1), images (2) or volumes (3): one or more of "
+        f"{', '.join(map(str, AXES))} (default: all)",
     )  # fmt: skip
     parser.add_argument(
         "--seed", type=_whole, metavar="S", help="the seed of all random numbers (default: 0)"
@@ -463,7 +470,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--reference", type=Path, metavar="FILE",
         help="a Python file with Model, get_init_inputs and get_inputs, which is executed; its "
-        "Model is exported with every 1-D, 2-D and transposed convolution replaced",
+        "Model is exported with every convolution replaced",
     )  # fmt: skip
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write to FILE (default: print)"

@@ -97,8 +97,7 @@ def conv2d(
     if not torch.compiler.is_compiling() and (host := native.conv2d) is not None:
         mode = _precision.override_untraced() if precision is None else precision
         output = host(
-            input, weight, bias, stride, padding, dilation, groups, mode, activation, residual,
-            False,
+            input, weight, bias, stride, padding, dilation, groups, mode, activation, residual, 2
         )  # fmt: skip
         if output is not NotImplemented:
             return output
@@ -230,7 +229,7 @@ def conv1d(
         try:
             output = host(
                 input, weight, bias, stride, padding, dilation, groups, mode, activation, residual,
-                True,
+                1,
             )  # fmt: skip
         except RuntimeError:
             _raise_unfit(input, weight, bias, residual, stride, padding, dilation, groups)
@@ -323,6 +322,13 @@ def conv3d(
         >>> fastconv.conv3d(video, weight, padding=((2, 0), (1, 1), (1, 1))).shape  # causal in time
         torch.Size([2, 16, 8, 16, 16])
     """
+    if not torch.compiler.is_compiling() and (host := native.conv2d) is not None:
+        mode = _precision.override_untraced() if precision is None else precision
+        output = host(
+            input, weight, bias, stride, padding, dilation, groups, mode, activation, residual, 3
+        )  # fmt: skip
+        if output is not NotImplemented:
+            return output
     tensors = tuple(one for one in (input, weight, bias, residual) if one is not None)
     if has_torch_function(tensors):
         return handle_torch_function(
@@ -338,8 +344,10 @@ def conv3d(
         )
     steps = numbers("conv3d()", "stride", stride, 3)
     reaches = numbers("conv3d()", "dilation", dilation, 3)
-    around = sides("conv3d()", padding, weight, steps, reaches)
     groups = integer("conv3d()", "groups", groups)
+    if weight.dim() != 5:  # the sides of 'same' follow from the weight's sizes
+        check_shapes(input.shape, weight.shape, steps, (0,) * 6, reaches, groups, axes=3)
+    around = sides("conv3d()", padding, weight, steps, reaches)
     mode = _precision.override() if precision is None else _precision.checked(precision)
     if residual is not None:
         check_dense("residual", residual)
@@ -370,8 +378,10 @@ def _of_volumes(
 def _convolution_of_volumes(
     input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any
 ) -> Tensor:
-    """Computes the operator ``forward``."""
-    return autograd.forward_here(input, weight, bias, geometry)
+    """Computes the operator ``forward``, by the native host path if it serves calls."""
+    steps, around, reaches, groups, mode = geometry
+    padding = list(zip(around[::2], around[1::2], strict=True))
+    return conv3d(input, weight, bias, steps, padding, reaches, groups, precision=mode)
 
 
 def _along(

@@ -9,6 +9,7 @@ from math import prod
 from typing import Literal, NamedTuple, get_args
 
 Pair = tuple[int, int]
+Ints = tuple[int, ...]
 
 WORD = 1 << 63
 """One more than the largest integer in PyTorch, which has 64 bits."""
@@ -206,6 +207,17 @@ class Problem:
             for i in range(2)
         )
         return plane if self.depth is None else (self.depth, *plane)
+
+    @property
+    def geometry(self) -> tuple[Ints, Ints, Ints, int]:
+        """Strides, padding before and after each axis, dilations, and groups.
+
+        Operators take them in this order.
+        """
+        axes = self.axes
+        sides = tuple(side for axis in axes for side in (axis.before, axis.after))
+        strides, dilations = (axis.stride for axis in axes), (axis.dilation for axis in axes)
+        return tuple(strides), sides, tuple(dilations), self.groups
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -242,14 +242,12 @@ def _conv_transpose(
     residual: Tensor | None,
 ) -> Tensor:
     """Computes a transposed convolution along some axes, for the user's ``function``."""
-    # The native host path has forms of images and sequences alone.
-    host = native.conv2d if axes < 3 else None
-    if host is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and (host := native.conv2d) is not None:
         mode = _precision.override_untraced() if precision is None else precision
         try:
             output = host(
                 input, weight, bias, stride, padding, dilation, groups, mode, activation, residual,
-                axes == 1, output_padding,
+                axes, output_padding,
             )  # fmt: skip
         except RuntimeError:
             sizes = _sizes(function, axes, stride, padding, output_padding, groups, dilation)

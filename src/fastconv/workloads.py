@@ -14,7 +14,7 @@ from typing import Any
 
 from _fastconv_command.choices import SHAPE_SYNTAX
 from fastconv import files
-from fastconv.problem import Padding, Problem, check_shapes, check_transposed
+from fastconv.problem import Problem, check_shapes, check_transposed
 
 MOST_ELEMENTS = 2**59  # A larger tensor could have more bytes than a signed 64-bit integer counts.
 
@@ -25,12 +25,13 @@ class WorkloadError(ValueError):
 
 @dataclass(frozen=True)
 class Workload:
-    """One named convolution of sequences or images, in the user's sizes.
+    """One named convolution of sequences, images or volumes, in the user's sizes.
 
-    ``input`` is (batch, channels, length) or (batch, channels, height, width), and ``weight`` is as
-    PyTorch has it: of a transposed convolution, the input's channels come first. ``padding`` has
-    one number for each axis, or two: (before, after), or (top, bottom, left, right). Without
-    numbers, strides and dilations are 1, paddings 0.
+    ``input`` is (batch, channels, length), (batch, channels, height, width), or with a depth before
+    the height; ``weight`` is as PyTorch has it: of a transposed convolution, the input's channels
+    come first. ``padding`` has one number for each axis, or two: (before, after), (top, bottom,
+    left, right), or (front, back, top, bottom, left, right). Without numbers, strides and dilations
+    are 1, paddings 0.
 
     If it is a layer of a network, ``model`` is the network's name and ``count`` is how many such
     layers the network has; ``first`` of them read the image, which needs no gradient.
@@ -57,7 +58,7 @@ class Workload:
 
     @property
     def axes(self) -> int:
-        """How many axes it convolves along: 1 for sequences, 2 for images."""
+        """How many axes it convolves along: 1 for sequences, 2 for images, 3 for volumes."""
         return len(self.input) - 2
 
     @property
@@ -77,20 +78,21 @@ class Workload:
         """The shape of the output."""
         problem = self.problem
         shape = problem.input_shape if self.transposed else problem.output_shape
-        return shape if self.axes == 2 else (*shape[:2], shape[3])
+        return (*shape[:2], *shape[-self.axes :])
 
     @property
     def problem(self) -> Problem:
-        """The 2-D convolution that kernels compute it by.
+        """The convolution of images or volumes that kernels compute it by.
 
         Sequences are images of one row. A transposed convolution is the problem's input gradient.
         """
         input, weight = _as_images(self.input), _as_images(self.weight)
-        stride, dilation = ((1, *one)[-2:] for one in (self.stride, self.dilation))
-        sides = Padding(*(0, 0, *self.sides)[-4:])
+        axes = max(self.axes, 2)
+        stride, dilation = ((1, *one)[-axes:] for one in (self.stride, self.dilation))
+        sides = (0, 0, *self.sides)[-2 * axes :]
         if not self.transposed:
             return Problem.of(input, weight, stride, sides, dilation, self.groups)
-        more = (0, *self.output_padding)[-2:]
+        more = (0, *self.output_padding)[-axes:]
         return Problem.of_transposed(input, weight, more, stride, sides, dilation, self.groups)
 
     @property
@@ -107,7 +109,7 @@ class Workload:
         return " ".join(parts)
 
     def scaled(self, divisor: int) -> Workload:
-        """The workload with its input's length, or height and width, divided by ``divisor``.
+        """The workload with its input's sizes along all axes divided by ``divisor``.
 
         They stay large enough for one output element.
         """
@@ -155,24 +157,25 @@ _DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
 
 def _as_images(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a tensor of sequences as one of images with one row."""
-    return shape if len(shape) == 4 else (*shape[:2], 1, *shape[2:])
+    return shape if len(shape) > 3 else (*shape[:2], 1, *shape[2:])
 
 
-def workload_of(problem: Problem, axes: int = 2, transposed: bool = False) -> Workload:
-    """The layer whose problem this is, named by its shape; by default a 2-D convolution.
+def workload_of(problem: Problem, axes: int | None = None, transposed: bool = False) -> Workload:
+    """The layer whose problem this is, named by its shape; by default of the problem's own axes.
 
     With one axis, the problem should have images and kernels of one row.
     """
-    sides = tuple(problem.padding[-2 * axes :])
-    before, after = sides[::2], sides[1::2]
-    beyond = zip(problem.padded_size, problem.kernel_extent, problem.stride, strict=True)
-    more = tuple((padded - extent) % step for padded, extent, step in beyond)
+    along = problem.axes if axes is None else problem.axes[-axes:]
+    before, after = (tuple(one.before for one in along), tuple(one.after for one in along))
+    sides = tuple(side for one in along for side in (one.before, one.after))
+    more = tuple((one.padded_size - one.kernel_extent) % one.stride for one in along)
     batch, channels, *size = problem.output_shape if transposed else problem.input_shape
     made = Workload(
-        "", "", (batch, channels, *size[-axes:]),
-        (*problem.weight_shape[:2], *problem.weight_shape[-axes:]), problem.stride[-axes:],
-        before if before == after else sides, problem.dilation[-axes:], problem.groups,
-        transposed=transposed, output_padding=more[-axes:] if transposed else (),
+        "", "", (batch, channels, *size[-len(along) :]),
+        (*problem.weight_shape[:2], *problem.weight_shape[-len(along) :]),
+        tuple(one.stride for one in along), before if before == after else sides,
+        tuple(one.dilation for one in along), problem.groups,
+        transposed=transposed, output_padding=more if transposed else (),
     )  # fmt: skip
     return replace(made, name=made.shape)
 
@@ -193,13 +196,13 @@ def _transposed(
 
 
 def _depthwise(
-    name: str, about: str, input: tuple[int, ...], kernel: tuple[int, int], stride: int = 1
+    name: str, about: str, input: tuple[int, ...], kernel: tuple[int, ...], stride: int = 1
 ) -> Workload:
     """A depthwise convolution, padded so that odd kernels keep the size at stride 1."""
-    channels, padding = input[1], (kernel[0] // 2, kernel[1] // 2)
+    channels, padding = input[1], tuple(taps // 2 for taps in kernel)
     weight = (channels, 1, *kernel)
     return Workload(
-        name, about, input, weight, (stride, stride), padding, groups=channels
+        name, about, input, weight, (stride,) * len(kernel), padding, groups=channels
     )  # fmt: skip
 
 
@@ -355,6 +358,46 @@ TRANSPOSED = (
                 stride=(32, 32), padding=(16, 16), groups=21),
 )  # fmt: skip
 
+VIDEO = (
+    _dense("kb66", f"{_KERNELBENCH} 66: asymmetric kernel and volume", (8, 3, 16, 128, 128), 64,
+           (3, 5, 7)),
+    _dense("r3d18_stem", "R3D-18's first layer", (8, 3, 16, 112, 112), 64, (3, 7, 7),
+           stride=(1, 2, 2), padding=(1, 3, 3)),
+    _dense("r3d18_2", "R3D-18's first stage", (8, 64, 16, 56, 56), 64, (3, 3, 3),
+           padding=(1, 1, 1)),
+    _dense("r2plus1d_t", "R(2+1)D-18's first stage, along time", (8, 144, 16, 56, 56), 64,
+           (3, 1, 1), padding=(1, 0, 0)),
+    _dense("videovae_96", "causal decoder of a video autoencoder, its past given",
+           (1, 96, 6, 480, 832), 96, (3, 3, 3), padding=(0, 1, 1)),
+    _dense("patch3d", "Video Swin's patches", (8, 3, 32, 224, 224), 96, (2, 4, 4),
+           stride=(2, 4, 4)),
+    _depthwise("x3d_dw", "X3D-M's third stage", (8, 108, 16, 40, 40), (3, 3, 3)),
+)  # fmt: skip
+
+VOLUME = (
+    _dense("kb54", f"{_KERNELBENCH} 54", (16, 3, 64, 64, 64), 64, (3, 3, 3)),
+    _dense("kb59", f"{_KERNELBENCH} 59: a kernel without depth, along the last axis",
+           (16, 3, 256, 256, 10), 64, (3, 3, 1)),
+    _dense("kb60", f"{_KERNELBENCH} 60: asymmetric kernel", (16, 3, 64, 64, 64), 64, (3, 5, 7)),
+    _transposed("kb58", f"{_KERNELBENCH} 58: asymmetric kernel and volume", (16, 32, 16, 32, 64),
+                16, (3, 5, 7)),
+    _transposed("kb61", f"{_KERNELBENCH} 61", (8, 48, 64, 64, 64), 48, (3, 3, 3)),
+    _transposed("kb68", f"{_KERNELBENCH} 68: asymmetric kernel", (16, 32, 64, 64, 64), 64,
+                (3, 5, 5)),
+    _transposed("kb70", f"{_KERNELBENCH} 70", (8, 48, 96, 96, 96), 24, (3, 3, 3)),
+    _transposed("kb72", f"{_KERNELBENCH} 72: everything, with groups", (8, 32, 12, 24, 48), 32,
+                (3, 5, 7), stride=(2, 2, 2), padding=(1, 2, 3), output_padding=(1, 1, 1),
+                groups=4),
+    _transposed("kb73", f"{_KERNELBENCH} 73: stride", (4, 32, 32, 64, 128), 32, (3, 3, 3),
+                stride=(2, 2, 2), padding=(1, 1, 1)),
+    _transposed("kb77", f"{_KERNELBENCH} 77: stride and dilation", (16, 32, 16, 32, 32), 64,
+                (3, 3, 3), stride=(2, 2, 2), padding=(1, 1, 1), dilation=(2, 2, 2)),
+    _dense("unet3d_32", "3-D U-Net's top level", (2, 32, 128, 128, 128), 32, (3, 3, 3),
+           padding=(1, 1, 1)),
+    _transposed("unet3d_up2", "3-D U-Net's upsampling", (2, 64, 64, 64, 64), 32, (2, 2, 2),
+                stride=(2, 2, 2)),
+)  # fmt: skip
+
 SUITES = {
     "founding": FOUNDING,
     "real": REAL,
@@ -362,6 +405,8 @@ SUITES = {
     "depthwise": DEPTHWISE,
     "sequence": SEQUENCE,
     "transposed": TRANSPOSED,
+    "video": VIDEO,
+    "volume": VOLUME,
 }
 
 
@@ -466,7 +511,7 @@ def _validated(texts: dict[str, Any], sizes: dict[str, Any]) -> Workload:
 
     Raises a ValueError unless the values describe a convolution.
     """
-    input = _sizes("input", sizes["input"], (3, 4))
+    input = _sizes("input", sizes["input"], (3, 4, 5))
     axes = len(input) - 2
     transposed = sizes.get("transposed", False)
     if not isinstance(transposed, bool):

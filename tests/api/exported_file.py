@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.grad import conv2d_input, conv2d_weight
+from torch.nn import grad
 
 
 def load(path):
@@ -32,18 +32,21 @@ def on_cpu(module, architecture="sm_80"):
         geometry = geometries[id(built)]
         ran.append((which, built.plans[which]))
         how = (geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
+        axes = len(geometry.stride)
+        name = f"conv{axes}d"
         if which == "forward":
-            result = nn.functional.conv2d(
-                tensors["input"], tensors["weight"], tensors.get("bias"), *how
-            )
+            convolve = getattr(nn.functional, name)
+            result = convolve(tensors["input"], tensors["weight"], tensors.get("bias"), *how)
         elif which == "input_grad":
-            result = conv2d_input(geometry.input, tensors["weight"], tensors["input"], *how)
+            compute = getattr(grad, f"{name}_input")
+            result = compute(geometry.input, tensors["weight"], tensors["input"], *how)
             if "bias" in tensors:  # a transposed convolution
-                result = result + tensors["bias"][:, None, None]
+                result = result + tensors["bias"].view(-1, *[1] * axes)
         elif which == "weight_grad":
-            result = conv2d_weight(tensors["input"], geometry.weight, tensors["grad_output"], *how)
+            compute = getattr(grad, f"{name}_weight")
+            result = compute(tensors["input"], geometry.weight, tensors["grad_output"], *how)
         else:
-            result = tensors["grad_output"].sum((0, 2, 3))
+            result = tensors["grad_output"].sum((0, *range(2, 2 + axes)))
         tensors["output"].copy_(result)
 
     geometries = {}

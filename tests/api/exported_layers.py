@@ -44,6 +44,21 @@ LAYERS = {
         "ConvTranspose2d", (4, 6, (3, 1)),
         {"padding": (1, 2), "output_padding": (2, 3), "dilation": (3, 4)}, (2, 4, 5, 6),
     ),
+    "volume": (
+        "Conv3d", (4, 6, (3, 2, 3)),
+        {"stride": (1, 2, 1), "padding": (2, 0, 1), "dilation": (2, 1, 1), "groups": 2},
+        (2, 4, 5, 6, 8),
+    ),
+    "transposed volume": (
+        "ConvTranspose3d", (4, 6, (3, 2, 1)),
+        {"stride": (2, 2, 3), "padding": (1, 0, 0), "output_padding": (1, 0, 2), "groups": 2},
+        (2, 4, 3, 4, 3),
+    ),
+    "volume beyond its weight": (
+        "ConvTranspose3d", (4, 2, (2, 1, 3)),
+        {"padding": (1, 0, 1), "output_padding": (1, 0, 2), "dilation": (2, 1, 3)},
+        (1, 4, 3, 4, 3),
+    ),
     "images": ("Conv2d", (4, 6, (3, 2)), {"stride": 2, "padding": 1}, (2, 4, 9, 8)),
 }  # fmt: skip
 
@@ -60,7 +75,7 @@ def pair(module, name):
 
 def formats(x):
     """The input, contiguous and with channels last."""
-    return x, x.transpose(1, -1).contiguous().transpose(1, -1)
+    return x, x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 def check_parameters(module):
@@ -172,7 +187,7 @@ def check_errors(module):
         module.Conv1d(8, 2, 9)(sequence[:, :, :8])
     with raises(ValueError, "below the stride or the dilation, but got (2, 2)"):
         module.ConvTranspose2d(16, 2, 3, 2, output_padding=2)(images)
-    with raises(ValueError, "the output would have 0 rows and 14 columns"):
+    with raises(ValueError, "the output would be of size 0x14"):
         module.ConvTranspose2d(16, 2, 3, padding=4)(images)
 
 

@@ -81,7 +81,9 @@ def all_layers() -> Path:
     """A file with a layer of each kind but ``Conv2d``."""
     one = "nn.ConvTranspose1d(4, 6, 4, stride=2, padding=1), nn.Conv1d(6, 4, 3)"
     return exported_layers(
-        f"{one}, nn.Unflatten(2, (6, 5)), nn.ConvTranspose2d(4, 2, 3)", (2, 4, 16)
+        f"{one}, nn.Unflatten(2, (6, 5)), nn.ConvTranspose2d(4, 2, 3), "
+        "nn.Unflatten(3, (7, 1)), nn.Conv3d(2, 2, (3, 3, 1)), nn.ConvTranspose3d(2, 3, 2)",
+        (2, 4, 16),
     )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -99,6 +101,17 @@ def test_pytorchs_own_samples(info: Any, dtype: torch.dtype) -> None:
         expected = info.op(exact.input, *exact.args, **exact.kwargs).to(dtype)
         absolute = 0.05 if dtype == torch.bfloat16 else 1e-4
         torch.testing.assert_close(actual, expected, rtol=1e-2, atol=absolute)
+
+
+def test_pytorchs_own_errors() -> None:
+    """PyTorch has none for transposed convolutions of volumes."""
+    (info,) = (one for one in SAMPLES if one.error_inputs_func is not None)
+    errors = [*info.error_inputs("cpu")]
+    assert errors
+    for error in errors:
+        sample = error.sample_input
+        with pytest.raises(error.error_type, match=error.error_regex):
+            fastconv.conv3d(sample.input, *sample.args, **sample.kwargs)
 
 
 def test_padding_on_six_sides() -> None:
@@ -250,6 +263,20 @@ def test_decompositions_for_exported_programs() -> None:
     program = torch.export.export(model, (x,)).run_decompositions(table)
     assert "fastconv" not in program.graph_module.code
     torch.testing.assert_close(program.module()(x), model(x))
+
+
+def test_onnx(tmp_path: Path) -> None:
+    model = nn.Sequential(
+        fastconv.Conv3d(2, 4, 3, padding=((2, 0), (1, 1), (0, 1)), stride=(1, 2, 1)),
+        fastconv.ConvTranspose3d(4, 2, 2, (1, 2, 2)),
+    ).eval()
+    x, path = torch.randn(1, 2, 4, 5, 6), tmp_path / "model.onnx"
+    torch.onnx.export(model, (x,), path, dynamo=True)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (argument,) = session.get_inputs()
+    (found,) = session.run(None, {argument.name: x.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(found), model(x), rtol=1e-4, atol=1e-4)
 
 
 def test_convert_exchanges_them() -> None:

@@ -107,6 +107,12 @@ def test_every_way_to_call_is_seen(call: Any, expected: dict[str, Any]) -> None:
         (nn.ConvTranspose2d(4, 6, (5, 3), 2, 1), (4, 8, 9),
          {"input": (2, 4, 8, 9), "weight": (4, 6, 5, 3), "stride": (2, 2), "padding": (1, 1),
           "transposed": True}),
+        (nn.Conv3d(4, 6, (3, 1, 2), (1, 2, 2), (1, 0, 1), groups=2), (4, 3, 8, 9),
+         {"input": (2, 4, 3, 8, 9), "weight": (6, 2, 3, 1, 2), "stride": (1, 2, 2),
+          "padding": (1, 0, 1), "groups": 2}),
+        (nn.ConvTranspose3d(4, 6, 2, (1, 2, 2), output_padding=(0, 1, 0)), (4, 3, 8, 9),
+         {"input": (2, 4, 3, 8, 9), "weight": (4, 6, 2, 2, 2), "stride": (1, 2, 2),
+          "transposed": True, "output_padding": (0, 1, 0)}),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
@@ -135,7 +141,7 @@ def test_a_layer_may_be_first_once_of_several() -> None:
 @pytest.mark.parametrize(
     ("network", "named"),
     [
-        (nn.Linear(8, 8), "this has no 1-D, 2-D or transposed convolution"),
+        (nn.Linear(8, 8), "this has no convolution"),
         (nn.Conv2d(4, 4, 3), "this cannot be run on images of 1x3x8x8: ."),
         (Called(lambda x, w: x[x.sum().item() > 0]), "cannot be run on images of 1x3x8x8: "),
     ],
@@ -146,6 +152,19 @@ def test_networks_without_layers_are_explained(network: nn.Module, named: str) -
 
 
 # --- Libraries ------------------------------------------------------------------------------------
+
+
+def _video(*, weights: Any = "trained") -> nn.Module:
+    assert weights is None
+    return nn.Conv3d(3, 4, 3)
+
+
+def _other_video(*, weights: Any = "trained") -> nn.Module:
+    return _video(weights=weights)
+
+
+_video.__module__ = "torchvision.models.video.resnet"
+_other_video.__module__ = "torchvision.models.video.s3d"
 
 
 class FakeTorchvision(SimpleNamespace):
@@ -162,14 +181,14 @@ class FakeTorchvision(SimpleNamespace):
         return nn.Conv2d(3, 4, 3, dilation=2)
 
     def get_model_builder(self, name: str) -> Any:
-        known = {"deeplabv3_resnet50": self._segmentation}
+        known = {"deeplabv3_resnet50": self._segmentation, "r3d_18": _video, "s3d": _other_video}
         return known.get(name, self._resnet)
 
     def get_model(self, name: str, **options: Any) -> nn.Module:
         return self.get_model_builder(name)(**options)
 
     def list_models(self) -> list[str]:
-        return ["deeplabv3_resnet50", "inception_v3", "resnet50"]
+        return ["deeplabv3_resnet50", "inception_v3", "r3d_18", "resnet50", "s3d"]
 
 
 def create_model(name: str, *, pretrained: bool) -> nn.Module:
@@ -207,6 +226,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ("inception_v3", (), (64, 3, 299, 299)),
         ("deeplabv3_resnet50", (2,), (2, 3, 224, 224)),
         ("own_size", (2,), (2, 1, 20, 24)),
+        ("r3d_18", (2,), (2, 3, 16, 112, 112)),
+        ("s3d", (2, 64), (2, 3, 16, 64, 64)),
         ("own_size", (2, 32), (2, 1, 32, 32)),
     ],
 )

@@ -115,7 +115,8 @@ HOST = ["bench", "--host", "--device", "cpu", "--row-seconds", "0"]
 HOST_ROWS = [
     "small_forward", "small_forward_recorded", "small_backward", "small_input_grad",
     "small_conv1d", "small_conv1d_recorded", "small_transposed", "small_transposed_recorded",
-    "small_operator", "layers20_step", "layers20_compiled_step", "layers20_compiled_inference",
+    "small_conv3d", "small_conv3d_recorded", "small_operator", "layers20_step",
+    "layers20_compiled_step", "layers20_compiled_inference",
     "resnet50_step", "resnet50_inference",
 ]  # fmt: skip
 
@@ -160,7 +161,7 @@ def test_host_times_of_every_row(
             assert timed["samples"] == timing.LEAST_SAMPLES
     captured = capsys.readouterr()
     assert "small_backward" in captured.out
-    assert "[14/14" in captured.err
+    assert "[16/16" in captured.err
 
 
 @pytest.mark.usefixtures("_one_thread")

@@ -40,14 +40,14 @@ Compute = Callable[[Trial, Data], Results]
 def problems(count: int) -> Iterator[Problem]:
     """Small random problems of all kinds."""
     draw = Random(0)
-    kinds = (population.workload, population.narrow, population.practical)
+    kinds = (population.workload, population.narrow, population.practical, population.volume)
     for number in range(count):
         yield kinds[number % len(kinds)](draw, *SMALL).problem
 
 
 def plain(problem: Problem, direction: str, given: dict[str, Tensor]) -> Tensor:
     """The pass in float64, through PyTorch."""
-    top, bottom, left, right = problem.padding
+    stride, padding, dilation, groups = problem.geometry
     nothing = {
         "input": torch.zeros(problem.input_shape),
         "weight": torch.zeros(problem.weight_shape),
@@ -55,10 +55,10 @@ def plain(problem: Problem, direction: str, given: dict[str, Tensor]) -> Tensor:
     }
     at = {role: given.get(role, one).double() for role, one in nothing.items()}
     at["input"].requires_grad_(), at["weight"].requires_grad_()
-    padded = torch.nn.functional.pad(at["input"], (left, right, top, bottom))
-    output = torch.nn.functional.conv2d(
-        padded, at["weight"], given.get("bias"), problem.stride, 0, problem.dilation, problem.groups
-    )
+    sides = [side for pair in zip(padding[-2::-2], padding[::-2], strict=True) for side in pair]
+    padded = torch.nn.functional.pad(at["input"], sides)
+    convolve = torch.nn.functional.conv2d if len(stride) == 2 else torch.nn.functional.conv3d
+    output = convolve(padded, at["weight"], given.get("bias"), stride, 0, dilation, groups)
     if direction == "forward":
         return output.detach() + given.get("residual", 0)
     wanted = at["input" if direction == "input_grad" else "weight"]
@@ -100,8 +100,7 @@ def test_patterns_say_exactly_what_changes(direction: str) -> None:
             # The tolerance ignores another order of summation; a loud number exceeds it by far.
             changed = (after - before).abs() > 1e-9 * before.abs()
             unchanged = pattern.unchanged.mask(CPU)
-            rows, columns = pattern.reading
-            reads = rows[:, None] & columns | (
+            reads = isolation._product(pattern.reading, CPU) | (
                 direction == "forward"
             )  # Bias and residual may be loud too.
             assert (changed == (~unchanged & reads)).all(), (problem, pattern.describe())
@@ -109,7 +108,7 @@ def test_patterns_say_exactly_what_changes(direction: str) -> None:
             some_stay += int((~changed).sum())
             if direction == "weight_grad":
                 grad = given["grad_output"]
-                stays = (made_loud(pattern, given)["grad_output"] == grad).all(3).all(2).all(0)
+                stays = (made_loud(pattern, given)["grad_output"] == grad).flatten(2).all(2).all(0)
                 assert (pattern.unchanged_bias_grad <= stays).all()
     assert some_change > 1000
     assert some_stay > 1000
@@ -130,10 +129,7 @@ def test_patterns_are_of_all_kinds(direction: str) -> None:
     problem = parse_shape("4x6x9x8 4x6x3x3 padding=1,1").problem
     draw = Random(0)
     seen = [isolation.drawn(problem, direction, draw) for _ in range(300)]
-    kinds = {
-        tuple(bool(one.all()) for one in (pattern.unchanged.rows, pattern.unchanged.columns))
-        for pattern in seen
-    }
+    kinds = {tuple(bool(one.all()) for one in pattern.unchanged.sides) for pattern in seen}
     assert len(kinds) == 4
     assert direction == "weight_grad" or any(pattern.other_images for pattern in seen)
     assert any(not pattern.whole_planes for pattern in seen)

@@ -1,4 +1,4 @@
-"""Passes of 1-D and transposed layers, and those of their problems that kernels compute."""
+"""Passes of 1-D, 3-D and transposed layers, and those of their problems that kernels compute."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ def case(direction: str, shape: str = TRANSPOSED, format: str = "nchw") -> Case:
         SEQUENCE,
         TRANSPOSED,
         "2x4x5x6 4x3x3x2 transposed stride=2,3 padding=1,0 output_padding=1,2 groups=2",
+        "2x4x3x5x6 6x2x2x3x1 stride=1,2,2 padding=1,0,1,1,0,0 groups=2",
+        "2x4x2x5x6 4x3x1x3x2 transposed stride=1,2,3 output_padding=0,1,2 groups=2",
     ],
 )
 def test_the_tensors_of_a_layer_and_of_its_problem(shape: str) -> None:
@@ -74,7 +76,18 @@ def test_info_says_what_kernels_compute(capsys: pytest.CaptureFixture[str]) -> N
     assert cli.main(["info", "--device", "cpu", "--shape", "2x3x9 4x3x3 padding=2,0"]) == 0
     shown = capsys.readouterr().out
     assert "  forward, computed as forward of 2x3x1x9 4x3x1x3 padding=0,0,2,0: " in shown
-    assert cli.main(["info", "--device", "cpu", "--shape", "2x3x9x9 4x3x3x3"]) == 0
+    for own in ("2x3x9x9 4x3x3x3", "2x3x4x9x9 4x3x2x3x3"):
+        assert cli.main(["info", "--device", "cpu", "--shape", own]) == 0
+        assert "computed as" not in capsys.readouterr().out
+
+
+def test_info_says_which_images_a_volume_is(capsys: pytest.CaptureFixture[str]) -> None:
+    frames = ["info", "--device", "cpu", "--shape", "2x8x4x9x9 8x8x1x3x3 padding=0,1,1"]
+    assert cli.main([*frames, "--format", "nhwc", "--explain"]) == 0
+    shown = capsys.readouterr().out
+    assert "  forward, computed as forward of 8x8x9x9 8x8x3x3 padding=1,1: " in shown
+    assert "forward on a CPU: matrix products (a volume is computed plane by plane)" in shown
+    assert cli.main(frames) == 0
     assert "computed as" not in capsys.readouterr().out
 
 

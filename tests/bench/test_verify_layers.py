@@ -1,4 +1,4 @@
-"""``fastconv verify`` of 1-D and transposed layers: the same checks, on what users call."""
+"""``fastconv verify`` of 1-D, 3-D and transposed layers: the same checks, on what users call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ CPU = torch.device("cpu")
 SEQUENCE = "3x6x19 4x3x3 padding=4,1 stride=2 dilation=2 groups=2"
 UP = "3x4x7 4x3x4 transposed stride=3 padding=2,1 output_padding=2 groups=2"
 UP_IMAGES = "3x4x4x5 4x3x3x2 transposed stride=2,1 padding=1,0 output_padding=1,0 groups=2"
-LAYERS = (SEQUENCE, UP, UP_IMAGES)
+VOLUME = "2x4x4x5x3 4x2x2x3x2 padding=2,0,1,1,0,1 stride=1,2,1 dilation=2,1,1 groups=2"
+UP_VOLUMES = "2x4x2x3x3 4x2x2x1x3 transposed stride=2,1,2 padding=0,0,1 output_padding=1,0,1"
+LAYERS = (SEQUENCE, UP, UP_IMAGES, VOLUME, UP_VOLUMES)
 MODES = ("float32 ieee", "float32 tf32", "bfloat16", "float64")
 
 
@@ -183,8 +185,11 @@ def test_random_trials_are_layers_of_all_kinds() -> None:
     layers = [trials.drawn(3, number, most).case.workload for number in range(600)]
     counts = Counter(layer.function for layer in layers)
     assert counts["conv2d"] > 300
-    assert min(counts[name] for name in ("conv1d", "conv_transpose1d", "conv_transpose2d")) > 20
+    others = ("conv1d", "conv_transpose1d", "conv_transpose2d", "conv3d")
+    assert min(counts[name] for name in others) > 20
+    assert counts["conv_transpose3d"] > 5
     sequences = [layer for layer in layers if layer.function == "conv1d"]
+    volumes = [layer for layer in layers if layer.function == "conv3d"]
     up = [layer for layer in layers if layer.transposed]
     for kinds, some in (
         (sequences, lambda one: one.input[2] > 10_000),
@@ -192,6 +197,11 @@ def test_random_trials_are_layers_of_all_kinds() -> None:
         (sequences, lambda one: one.sides[0] > 0 == one.sides[1]),  # causal
         (sequences, lambda one: one.dilation[0] > 1),
         (sequences + up, lambda one: max(one.stride) > 2),
+        (volumes, lambda one: one.sides[0] > 0 == one.sides[1]),  # causal
+        (volumes, lambda one: max(one.dilation) > 1),
+        (volumes, lambda one: len(set(one.stride)) > 1),
+        (volumes, lambda one: one.groups == one.input[1] > 1),
+        (volumes, lambda one: one.weight[2] == 1 < one.weight[3]),
         (up, lambda one: any(one.output_padding)),
         (up, lambda one: 1 < one.groups < one.input[1]),
         (up, lambda one: one.groups == one.input[1] > 1),
@@ -202,7 +212,7 @@ def test_random_trials_are_layers_of_all_kinds() -> None:
 
 def test_drawn_layers_keep_to_the_limits() -> None:
     draw = Random(1)
-    for kind in (population.sequence, population.transposed):
+    for kind in (population.sequence, population.transposed, population.volume):
         for _ in range(40):
             one = kind(draw, 1e6, 2**16)
             assert one.problem.flops <= 1e6
@@ -215,6 +225,8 @@ def test_every_convolution_is_the_problem_of_a_transposed_layer() -> None:
         problem = population.workload(draw, 1e8).problem
         assert workload_of(problem, transposed=True).problem == problem
         assert workload_of(problem).problem == problem
+        of_volumes = population.volume(draw, 1e8).problem
+        assert workload_of(of_volumes, transposed=True).problem == of_volumes
         of_rows = population.sequence(draw, 1e8).problem
         for transposed in (False, True):
             layer = workload_of(of_rows, 1, transposed)
@@ -257,7 +269,16 @@ def test_shapes_are_compared_beside_pytorch(capsys: pytest.CaptureFixture[str]) 
     arguments = ["verify", "--device", "cpu", *shapes, "--bias", "--json", "--quiet"]
     assert cli.main(arguments) == 0
     contents = json.loads(capsys.readouterr().out)
-    assert len(contents["checks"]) == 3 * 3
+    assert len(contents["checks"]) == 3 * len(LAYERS)
     groups = {(one["kind"], one["name"]): one for one in contents["summary"]["groups"]}
     for name in ("conv1d", "conv_transpose1d", "conv_transpose2d"):
         assert groups["layer", name]["trials"] == 3
+
+
+def test_axes_restrict_what_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    volumes = trials.EVERY_KIND._replace(axes=(3,))
+    drawn = [trials.drawn(5, number, Limits(1e5, 2**14), volumes) for number in range(30)]
+    functions = {one.case.workload.function for one in drawn}
+    assert functions == {"conv3d", "conv_transpose3d"}
+    assert cli.main(["verify", "--device", "cpu", "--shape", VOLUME, "--axes", "3"]) == 2
+    assert "--axes restricts what --random draws" in capsys.readouterr().err

@@ -32,7 +32,14 @@ SHAPE = "2x4x9x11 6x2x3x5 padding=1,2 dilation=1,2 stride=2 groups=2"
 CAUSAL = "2x3x8x9 4x3x2x3 padding=1,0,2,0"
 SEQUENCE = "2x4x19 6x2x5 stride=3 padding=4,0 dilation=2 groups=2"
 UP = "16x512x128 512x256x16 transposed stride=8 padding=4"
+VOLUME = "1x4x5x9x8 6x2x3x2x3 padding=2,0,1,0,0,1 stride=1,2,2 dilation=2,1,1 groups=2"
+UP_VOLUMES = (
+    "2x4x3x4x5 4x3x1x3x2 transposed stride=1,2,3 padding=0,1,0 output_padding=0,1,2 groups=2"
+)
 UP_IMAGES = "2x4x5x6 4x3x3x2 transposed stride=2,3 padding=1,0 output_padding=1,2 groups=2"
+
+
+ALL_SHAPES = (SHAPE, CAUSAL, SEQUENCE, UP, UP_IMAGES, VOLUME, UP_VOLUMES)
 
 
 def test_founding_workloads_have_the_sizes_they_are_known_by() -> None:
@@ -51,6 +58,8 @@ def test_suites_are_many_and_valid() -> None:
     assert {one.function for one in suite("sequence")} == {"conv1d"}
     functions = {one.function for one in suite("transposed")}
     assert functions == {"conv_transpose1d", "conv_transpose2d"}
+    volumes = (*suite("video"), *suite("volume"))
+    assert {one.function for one in volumes} == {"conv3d", "conv_transpose3d"}
     for workload in everything:
         parsed = parse_shape(workload.shape)
         assert (parsed.problem, parsed.output) == (workload.problem, workload.output)
@@ -66,6 +75,20 @@ def test_shapes_are_read_as_written() -> None:
     assert parse_shape(CAUSAL).sides == (1, 0, 2, 0)
 
 
+def test_shapes_of_volumes() -> None:
+    volume, up = map(parse_shape, (VOLUME, UP_VOLUMES))
+    assert volume == Workload(
+        volume.name, "", (1, 4, 5, 9, 8), (6, 2, 3, 2, 3), (1, 2, 2), (2, 0, 1, 0, 0, 1),
+        (2, 1, 1), 2,
+    )  # fmt: skip
+    assert (up.function, up.output) == ("conv_transpose3d", (2, 6, 3, 8, 16))
+    short = parse_shape("8x64x16x56x56 64x64x3x3x3 stride=1,2,2 padding=1")
+    assert (short.padding, short.output) == ((1, 1, 1), (8, 64, 16, 28, 28))
+    for one in (volume, up, short):
+        assert parse_shape(one.shape) == one
+        assert from_dict(json.loads(json.dumps(to_dict(one)))) == one
+
+
 def test_shapes_of_sequences_and_of_transposed_convolutions() -> None:
     sequence, up, images = map(parse_shape, (SEQUENCE, UP, UP_IMAGES))
     assert sequence == Workload(
@@ -79,7 +102,7 @@ def test_shapes_of_sequences_and_of_transposed_convolutions() -> None:
         assert from_dict(json.loads(json.dumps(to_dict(one)))) == one
 
 
-@pytest.mark.parametrize("shape", [SHAPE, CAUSAL, SEQUENCE, UP, UP_IMAGES])
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_outputs_have_pytorchs_shape(shape: str) -> None:
     workload = parse_shape(shape)
     case = Case(workload, "forward", "float32", "ieee", "nchw")
@@ -91,7 +114,7 @@ def test_outputs_have_pytorchs_shape(shape: str) -> None:
     assert counted.get_total_flops() == workload.problem.flops
 
 
-@pytest.mark.parametrize("shape", [SHAPE, CAUSAL, SEQUENCE, UP, UP_IMAGES])
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_scaled_workloads_are_as_small_as_they_can_be(shape: str) -> None:
     smallest = parse_shape(shape).scaled(10**6)
     assert min(smallest.output) > 0
@@ -127,7 +150,10 @@ def test_files_of_older_versions_are_read() -> None:
         ("1x1x2x2 1x1x3x3", "Kernel size can't be greater"),
         ("1x3x8x8 1x1x3x3", "channels"),
         ("1x3x8 1x3x3x3", "weight should be 3 whole numbers"),
-        ("1x3x8x8x8 1x3x3x3x3", "input should be 3 or 4 whole numbers"),
+        ("1x3x8x8x8x8 1x3x3x3x3", "input should be 3 or 4 or 5 whole numbers"),
+        ("1x3x8x8x8 1x3x3x3", "weight should be 5 whole numbers"),
+        ("1x3x8x8x8 1x3x3x3x3 padding=1,2", "padding should be 3 or 6 whole numbers"),
+        ("1x3x8x8x2 1x3x3x3x3", "Kernel size can't be greater"),
         ("1x3x8 4x3x3 stride=1,2", "stride should be 1 whole number, but got [1, 2]"),
         ("1x3x8 4x3x3 padding=1,2,3", "padding should be 1 or 2 whole numbers"),
         ("1x3x2 4x3x3", "Kernel size can't be greater"),
@@ -171,7 +197,7 @@ WHOLE = {"input": [1, 1, 8, 8], "weight": [1, 1, 3, 3]}
         ([{"input": [1, 1, 8, 8], "wait": []}], "unknown keys ['wait']"),
         ([WHOLE, {"input": [1, 1, 8, 8]}], "workload 2: it has no weight"),
         ([{**WHOLE, "name": 3}], "name should be text, but got 3"),
-        ([{**WHOLE, "input": "1x1x8x8"}], "input should be 3 or 4 whole numbers"),
+        ([{**WHOLE, "input": "1x1x8x8"}], "input should be 3 or 4 or 5 whole numbers"),
         ([{**WHOLE, "input": [[1], 1, 8, 8]}], "input takes whole numbers from 1"),
         ([{**WHOLE, "input": [True, 1, 8, 8]}], "input takes whole numbers from 1"),
         ([{**WHOLE, "input": [1, 1, 8.5, 8]}], "but got 8.5"),

@@ -31,6 +31,7 @@ import fastconv
 PROBLEMS = (
     62, 63, 80, 56, 50, 82, 83, 84, 85, 86, 87,
     67, 76, 64, 74, 79, 57, 65, 69, 71, 75, 78, 81,
+    54, 59, 60, 66, 58, 61, 68, 70, 72, 73, 77,
 )  # fmt: skip
 CORRECTNESS_TRIALS = 5
 TIMING_TRIALS = 20

@@ -50,13 +50,14 @@ class Case:
         self.wide = torch.complex128 if self.dtype.is_complex else torch.float64
         self.groups = draw.choice((1, 1, 2, 3))
         channels = [self.groups * draw.randint(1, 4) for _ in range(2)]
-        kernel = [draw.randint(1, 4) for _ in range(2)]
-        self.dilation = [draw.randint(1, 3) for _ in range(2)]
-        self.stride = [draw.randint(1, 3) for _ in range(2)]
-        self.padding = [draw.randint(0, 4) for _ in range(4)]
+        self.axes = draw.choice((2, 2, 3))
+        kernel = [draw.randint(1, 4 if self.axes == 2 else 3) for _ in range(self.axes)]
+        self.dilation = [draw.randint(1, 3) for _ in kernel]
+        self.stride = [draw.randint(1, 3) for _ in kernel]
+        self.padding = [draw.randint(0, 4) for _ in 2 * kernel]
         extent = [d * (k - 1) + 1 for d, k in zip(self.dilation, kernel, strict=True)]
-        size = [draw.randint(1, 9) for _ in range(2)]
-        for axis in range(2):
+        size = [draw.randint(1, 9 if self.axes == 2 else 5) for _ in kernel]
+        for axis in range(self.axes):
             padded = sum(self.padding[2 * axis : 2 * axis + 2])
             size[axis] = max(size[axis], extent[axis] - padded)
         self.input = self._tensor(draw.randint(0, 3), channels[0], *size)
@@ -69,8 +70,9 @@ class Case:
         if self.dtype.is_complex:
             values = torch.complex(values, torch.randn(shape))
         tensor = values.to(self.dtype)
-        if len(shape) == 4 and self.draw.random() < 0.5:
-            tensor = tensor.to(memory_format=torch.channels_last)
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        if len(shape) in formats and self.draw.random() < 0.5:
+            tensor = tensor.to(memory_format=formats[len(shape)])
         return tensor
 
     @property
@@ -78,9 +80,11 @@ class Case:
         return not (self.dtype.is_floating_point or self.dtype.is_complex)
 
     def reference(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        top, bottom, left, right = self.padding
-        padded = F.pad(x, (left, right, top, bottom))
-        return F.conv2d(padded, w, bias, self.stride, 0, self.dilation, self.groups)
+        before, after = self.padding[::2], self.padding[1::2]
+        both = zip(before[::-1], after[::-1], strict=True)  # pad takes the last axis first
+        padded = F.pad(x, [side for one in both for side in one])
+        convolve = F.conv2d if self.axes == 2 else F.conv3d
+        return convolve(padded, w, bias, self.stride, 0, self.dilation, self.groups)
 
     def compare(self, found: Tensor, expected: Tensor, scale: Tensor) -> None:
         assert found.dtype == self.dtype
@@ -141,8 +145,8 @@ class Case:
         if self.bias is None:
             assert of_bias.shape == (0,)
         else:
-            wide = grad.to(self.wide)
-            self.compare(of_bias, wide.sum((0, 2, 3)), wide.abs().sum((0, 2, 3)))
+            wide, dims = grad.to(self.wide), (0, *range(2, 2 + self.axes))
+            self.compare(of_bias, wide.sum(dims), wide.abs().sum(dims))
 
     def transposed(self, activation: str) -> None:
         """The input gradient, with a bias, a residual and an activation."""
@@ -159,10 +163,11 @@ class Case:
         bias = self._tensor(x.shape[1]) if self.draw.random() < 0.5 else None
         residual = self._tensor(*x.shape) if self.draw.random() < 0.5 else None
         total = expected.conj()
-        for added in (None if bias is None else bias[:, None, None], residual):
+        everywhere = None if bias is None else bias.view(-1, *[1] * self.axes)
+        for added in (everywhere, residual):
             if added is not None:
                 total, scale = total + added, scale + added.to(self.wide).abs()
-        more = [self._rest(axis, output.shape[2 + axis]) for axis in (0, 1)]
+        more = [self._rest(axis, output.shape[2 + axis]) for axis in range(self.axes)]
         slope = 0.25 if activation == "leaky_relu" else 0.0
         found = torch.ops.fastconv.transposed(
             given, self.weight, bias, residual, more, *self.geometry, activation, slope
@@ -170,7 +175,7 @@ class Case:
         self.compare(found, ACTIVATIONS[activation](total), scale)
 
     def _rest(self, axis: int, outputs: int) -> int:
-        """Rows or columns of the input after the last that a kernel begins at, and its extent."""
+        """Positions of the input after the last that a kernel begins at, and its extent."""
         padded = self.input.shape[2 + axis] + sum(self.padding[2 * axis : 2 * axis + 2])
         extent = self.dilation[axis] * (self.weight.shape[2 + axis] - 1) + 1
         return padded - (outputs - 1) * self.stride[axis] - extent

@@ -252,7 +252,7 @@ class TestReading:
         wrong = {
             "is no bundle": b"something else",
             "it ends early": title,
-            "has format 7, and this library reads format 2": HEADER.pack(title, 7, size, checksum)
+            "has format 7, and this library reads format 3": HEADER.pack(title, 7, size, checksum)
             + rest,
             f"is truncated: {size - 9} of {size} bytes": contents[:-9],
             "is damaged: it does not match its checksum": contents[:-9] + b"\1" + contents[-8:],

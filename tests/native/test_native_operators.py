@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.nn.functional import conv3d, pad
 from torch.profiler import ProfilerActivity, profile
 
 import fastconv
@@ -63,6 +64,27 @@ def test_python_takes_no_part(python_calls: list[str]) -> None:
     assert output.grad_fn.name() == "FastconvConv2dBackward"
     output.sum().backward()
     assert not python_calls
+
+
+def test_volumes(python_calls: list[str]) -> None:
+    input, weight, bias = tensors((2, 4, 3, 6, 5), (6, 4, 2, 3, 3), (6,))
+    native.load()
+    leaves = [one.requires_grad_() for one in (input, weight, bias)]
+    output = FORWARD(*leaves, (1, 2, 1), (1, 0, 1, 1, 0, 2), (1, 1, 2), 1, None)
+    expected = conv3d(pad(input, (0, 2, 1, 1, 1, 0)), weight, bias, (1, 2, 1), 0, (1, 1, 2))
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+    ours, theirs = (
+        torch.autograd.grad(one.square().sum(), leaves) for one in (output, expected)
+    )  # fmt: skip
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    up = torch.ops.fastconv.transposed.default(
+        expected.detach(), weight, None, None, (0, 1, 0), (1, 2, 1), (0,) * 6, (1, 1, 1), 1, None,
+        *PLAIN,
+    )  # fmt: skip
+    assert up.shape == (2, 4, 4, 8, 5)
+    assert not python_calls
+    with pytest.raises(RuntimeError, match=r"Expected 3D \(unbatched\) or 4D \(batched\) input"):
+        fastconv.conv2d(input, weight)
 
 
 def test_transposed(python_calls: list[str]) -> None:
@@ -237,22 +259,3 @@ def test_words_that_only_python_explains() -> None:
     for tensor in wrong:
         with pytest.raises(RuntimeError, match=r"expected|Expected"):
             FORWARD(tensor, weight, None, *GEOMETRY)
-
-
-def test_python_computes_volumes(python_calls: list[str]) -> None:
-    """The library has forms of images alone, and hands on all calls with three strides."""
-    video, weight = tensors((2, 4, 3, 5, 6), (6, 4, 2, 3, 3))
-    native.load()
-    geometry = ((1, 2, 1), (1, 0, 1, 1, 1, 1), (1, 1, 1), 1, None)
-    output = FORWARD(video, weight.requires_grad_(), None, *geometry)
-    padded = torch.nn.functional.pad(video, (1, 1, 1, 1, 1, 0))
-    torch.testing.assert_close(output, torch.nn.functional.conv3d(padded, weight, None, (1, 2, 1)))
-    output.sum().backward()
-    assert weight.grad is not None
-    assert python_calls
-    up = torch.ops.fastconv.transposed.default(
-        output.detach(), weight.detach(), None, None, (0, 0, 0), *geometry, *PLAIN
-    )
-    assert up.shape == (2, 4, 3, 5, 6)
-    with pytest.raises(RuntimeError, match=r"Expected 3D \(unbatched\) or 4D \(batched\) input"):
-        fastconv.conv2d(video, weight)

@@ -69,7 +69,7 @@ def test_calls_that_are_not_served(host: Host, options: dict[str, Any]) -> None:
     some = tensors(INPUT, WEIGHT, BIAS)
     given = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, **options}
     assert native.conv2d is not None
-    rest = (None, None, None, True)  # precision, activation, residual
+    rest = (None, None, None, 1)  # precision, activation, residual, axes
     assert native.conv2d(*some, *given.values(), *rest) is NotImplemented
     for dimensions in (some[0][0, 0], some[0][None]):
         assert native.conv2d(dimensions, *some[1:], 1, 0, 1, 1, *rest) is NotImplemented

@@ -23,7 +23,7 @@ NODE = "FastconvConvTransposeBackward"
 
 
 class Function(NamedTuple):
-    """A transposed convolution of 4 to 6 channels in 2 groups, along one axis or two."""
+    """A transposed convolution of 4 to 6 channels in 2 groups, along one, two or three axes."""
 
     axes: int
 
@@ -37,14 +37,25 @@ class Function(NamedTuple):
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        shapes = ((2, 4, 6, 5), (4, 3, 3, 2), (6,))
+        shapes = ((2, 4, 6, 5, 3), (4, 3, 3, 2, 2), (6,))
         return tuple(shape[: 2 + self.axes] for shape in shapes)
 
     def tensors(self, **options: Any) -> list[Tensor]:
         return tensors(*self.shapes, **options)
 
+    def options(self, given: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
+        """The options for one axis or two; those of a third axis are the first one's."""
+        if self.axes < 3:
+            return given[self.axes - 1]
+        return {
+            name: value + value[:1]
+            if isinstance(value, list | tuple) and len(value) == 2
+            else value
+            for name, value in given[1].items()
+        }
 
-FUNCTIONS = [Function(1), Function(2)]
+
+FUNCTIONS = [Function(1), Function(2), Function(3)]
 functions = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda one: f"{one.axes}d")
 
 
@@ -91,7 +102,7 @@ SERVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_calls_that_are_served(
     host: Host, function: Function, options: Any, epilogue: str, batched: bool
 ) -> None:
-    given = {**options[function.axes - 1], "groups": 2}
+    given = {**function.options(options), "groups": 2}
     input, *others = function.tensors()
     some = (input if batched else input[0], *others)
     if epilogue:
@@ -114,8 +125,8 @@ OTHERS: dict[str, Any] = {
     "output padding of the stride": {"output_padding": 2, "stride": 2},
     "negative output padding": {"output_padding": -1},
     "no stride": {"stride": 0},
-    "too many numbers": {"padding": (1, 1, 1)},
-    "too many pairs": {"padding": ((1, 0), (1, 0), (1, 0))},
+    "too many numbers": {"padding": (1, 1, 1, 1)},
+    "too many pairs": {"padding": ((1, 0), (1, 0), (1, 0), (1, 0))},
     "a name": {"padding": "same"},
     "a name in a tuple": {"padding": ("same",)},
     "a pair in a pair": {"padding": ((1,),)},
@@ -135,7 +146,7 @@ def test_calls_that_are_not_served(host: Host, function: Function, options: Any)
     some = function.tensors()
     given = {
         "stride": 1, "padding": 0, "dilation": 1, "groups": 1, "precision": None,
-        "activation": None, "residual": None, "sequences": function.axes == 1,
+        "activation": None, "residual": None, "axes": function.axes,
         "output_padding": 0, **options,
     }  # fmt: skip
     assert native.conv2d is not None
@@ -149,7 +160,7 @@ def test_tensors_that_are_not_served(host: Host, function: Function) -> None:
         pass
 
     input, weight, bias = function.tensors()
-    rest = (1, 0, 1, 1, None, None, None, function.axes == 1, 0)
+    rest = (1, 0, 1, 1, None, None, None, function.axes, 0)
     assert native.conv2d is not None
     for some in (
         (input.as_subclass(Other), weight, bias),

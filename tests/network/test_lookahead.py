@@ -392,6 +392,15 @@ IMAGES = nn.Sequential(
 )
 
 
+VOLUMES = nn.Sequential(
+    fastconv.Conv3d(3, 16, 3, stride=(1, 2, 2), padding=((2, 0), (1, 1), (1, 1))),
+    nn.MaxPool3d((1, 2, 2)),
+    fastconv.Conv3d(16, 12, (3, 1, 1), padding=(1, 0, 0)),
+    fastconv.Conv3d(12, 8, (2, 3, 3), padding="same", groups=2),
+    fastconv.ConvTranspose3d(8, 4, 2, stride=2),
+)
+
+
 @pytest.mark.parametrize(("half", "recorded"), [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize(
     ("model", "example"),
@@ -400,8 +409,9 @@ IMAGES = nn.Sequential(
         (SEQUENCES[4:], torch.randn(2, 90, 24).mT),
         (IMAGES, torch.randn(2, 3, 20, 30)),
         (IMAGES, torch.randn(2, 3, 20, 30).to(memory_format=torch.channels_last)),
+        (VOLUMES, torch.randn(2, 3, 5, 12, 14)),
     ],
-    ids=["sequences", "views", "images", "channels last"],
+    ids=["sequences", "views", "images", "channels last", "volumes"],
 )
 def test_next_layers_of_other_kinds(
     passes: Passes, model: nn.Sequential, example: Tensor, half: bool, recorded: bool

@@ -33,6 +33,7 @@ LEAST_SECONDS = 20.0  # A process that has less time would only start and end.
 MEASURE: dict[str, Callable[[Job, Path, torch.device, float], None]] = {
     "layers": layers.measure,
     "sequences": layers.measure,
+    "volumes": layers.measure,
     "networks": others.measure_networks,
     "host": others.measure_host,
     "host-python": others.measure_host,

@@ -7,8 +7,8 @@ A block begins with a comment that says what it has, and ends with another:
 
 ``founding`` has the founding workloads, ``networks`` whole networks, ``compiled`` those that were
 also measured after ``torch.compile``, ``models`` the sums over all layers of networks.
-``FILE; NAMES; PASSES; MODES`` has layers, where FILE is ``layers``, ``layers-ampere`` or
-``sequences``, and a mode has its memory format:
+``FILE; NAMES; PASSES; MODES`` has layers, where FILE is ``layers``, ``layers-ampere``,
+``sequences`` or ``volumes``, and a mode has its memory format:
 
     <!-- results: layers; asym5x9 resnet50_03; forward input_grad; float32 tf32 nchw -->
 """
@@ -35,7 +35,7 @@ from results import catalogue
 BLOCK = re.compile(
     r"(?P<begin><!-- results: (?P<what>[^\n]*?) -->\n)(?P<text>.*?)(?P<end><!-- end -->)", re.DOTALL
 )
-LAYERS = ("layers", "layers-ampere", "sequences")  # files of figures of single layers
+LAYERS = ("layers", "layers-ampere", "sequences", "volumes")  # files of figures of single layers
 REFERENCE = "h200"  # the folder whose figures pages have; else, the first GPU's
 
 PASS_NAMES = {

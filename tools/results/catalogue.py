@@ -89,6 +89,7 @@ _LAYERS = File(
     "layers", "single 2-D layers: the suites, and every layer of networks", _LAYER_SOURCES
 )  # fmt: skip
 _SEQUENCES = File("sequences", "layers of sequences, and transposed layers", _LAYER_SOURCES)
+_VOLUMES = File("volumes", "layers of videos and of other volumes", _LAYER_SOURCES)
 _AMPERE = File(
     "layers-ampere",
     "the founding workloads by the kernels for all GPUs since Ampere, with the shared memory of an "
@@ -135,6 +136,7 @@ _KERNELBENCH = File(
 JOBS = (
     Job("layers", (_LAYERS, _AMPERE), on_cpu=True),
     Job("sequences", (_SEQUENCES,)),
+    Job("volumes", (_VOLUMES,)),
     Job("networks", (_NETWORKS,)),
     Job("host", (_HOST,)),
     Job("host-python", (_HOST_PYTHON,), {"FASTCONV_NATIVE": "0"}),

@@ -1,10 +1,10 @@
 """Measures exported files on the problems of KernelBench's level 1, without KernelBench.
 
 KernelBench is another project's; this repository has neither its problems nor its evaluation. Here
-are the sizes of its convolutions of one and two dimensions, transposed ones among them, a model for
-each in the form that it uses, and a measurement by its rules: float32 in PyTorch's default
-precision, without ``cudnn.benchmark``; results within 1e-4 for five seeds; the mean time of single
-calls between two CUDA events, with a cold L2 cache. ``tests/gpu/run_kernelbench.py`` runs its own
+are the sizes of its convolutions of all dimensions, transposed ones among them, a model for each in
+the form that it uses, and a measurement by its rules: float32 in PyTorch's default precision,
+without ``cudnn.benchmark``; results within 1e-4 for five seeds; the mean time of single calls
+between two CUDA events, with a cold L2 cache. ``tests/gpu/run_kernelbench.py`` runs its own
 evaluation, for those who have it.
 """
 
@@ -118,6 +118,48 @@ PROBLEMS = (
     Problem(
         81, "transposed, strided, padded, dilated", (16, 32, 64, 128),
         ("32, 64, 3, stride=5, padding=1, dilation=2, bias=False",), "ConvTranspose2d",
+    ),
+    Problem(54, "volume", (16, 3, 64, 64, 64), ("3, 64, 3, bias=False",), "Conv3d"),
+    Problem(
+        59, "volume, asymmetric input and kernel", (16, 3, 256, 256, 10),
+        ("3, 64, (3, 3, 1), bias=False",), "Conv3d",
+    ),
+    Problem(
+        60, "volume, asymmetric kernel", (16, 3, 64, 64, 64), ("3, 64, (3, 5, 7), bias=False",),
+        "Conv3d",
+    ),
+    Problem(
+        66, "volume, asymmetric input and kernel", (8, 3, 16, 128, 128),
+        ("3, 64, (3, 5, 7), bias=False",), "Conv3d",
+    ),
+    Problem(
+        58, "transposed, volume, asymmetric input and kernel", (16, 32, 16, 32, 64),
+        ("32, 16, (3, 5, 7), bias=False",), "ConvTranspose3d",
+    ),
+    Problem(
+        61, "transposed, volume", (8, 48, 64, 64, 64), ("48, 48, 3, bias=False",),
+        "ConvTranspose3d",
+    ),
+    Problem(
+        68, "transposed, volume, asymmetric kernel", (16, 32, 64, 64, 64),
+        ("32, 64, (3, 5, 5), bias=False",), "ConvTranspose3d",
+    ),
+    Problem(
+        70, "transposed, volume", (8, 48, 96, 96, 96), ("48, 24, 3, bias=False",),
+        "ConvTranspose3d",
+    ),
+    Problem(
+        72, "transposed, volume, strided, grouped, padded", (8, 32, 12, 24, 48),
+        ("32, 32, (3, 5, 7), stride=2, padding=(1, 2, 3), output_padding=1, groups=4, bias=False",),
+        "ConvTranspose3d",
+    ),
+    Problem(
+        73, "transposed, volume, strided, padded", (4, 32, 32, 64, 128),
+        ("32, 32, 3, stride=2, padding=1, bias=False",), "ConvTranspose3d",
+    ),
+    Problem(
+        77, "transposed, volume, strided, padded, dilated", (16, 32, 16, 32, 32),
+        ("32, 64, 3, stride=2, padding=1, dilation=2, bias=False",), "ConvTranspose3d",
     ),
 )  # fmt: skip
 

@@ -115,6 +115,20 @@ _SEQUENCES = (
     Section("Transposed layers, bfloat16 NHWC", ("transposed",), (), PASSES, _BFLOAT16, ("nhwc",),
             only=("unet_up2", "dcgan_up4")),
 )  # fmt: skip
+_VOLUMES = (
+    Section("Videos, TF32 NCDHW", ("video",), (), _ALL, _TF32, ("nchw",)),
+    Section("Videos, bfloat16", ("video",), (), PASSES, _BFLOAT16, ("nchw", "nhwc")),
+    Section("Videos, float32 ieee NCDHW", ("video",), (), PASSES, _IEEE, ("nchw",)),
+    Section("Volumes, TF32 NCDHW", ("volume",), (), _ALL, _TF32, ("nchw",)),
+    Section("Volumes, bfloat16 NCDHW", ("volume",), (), PASSES, _BFLOAT16, ("nchw",)),
+    Section("Volumes of channels-last, bfloat16", ("volume",), (), PASSES, _BFLOAT16, ("nhwc",),
+            only=("unet3d_32", "unet3d_up2")),
+    Section("Volumes, float32 ieee NCDHW", ("volume",), (), ("forward",), _IEEE, ("nchw",)),
+)  # fmt: skip
+_OF_FILES = {
+    "layers": _FOUNDING + _OTHERS, "layers-ampere": _AMPERE, "sequences": _SEQUENCES,
+    "volumes": _VOLUMES,
+}  # fmt: skip
 _ON_CPU = (Section("Founding workloads", ("founding",), (), PASSES, _IEEE, ("nchw",)),)
 
 
@@ -122,7 +136,7 @@ def sections(file: str, device_type: str) -> tuple[Section, ...]:
     """The sections of a file, in the order of its page."""
     if device_type == "cpu":
         return _ON_CPU
-    return {"layers": _FOUNDING + _OTHERS, "layers-ampere": _AMPERE, "sequences": _SEQUENCES}[file]
+    return _OF_FILES[file]
 
 
 def _in_order(job: Job, device: torch.device) -> Iterator[tuple[str, Section]]:

@@ -62,7 +62,9 @@ def forward(
         input, weight = _dense(input), _dense(weight)
         residual = None if residual is None else _laid_out_as(out, residual)
         bias = None if bias is None else bias.contiguous()
-        problem, input, weight, out, residual = _seen(problem, input, weight, out, residual)
+        problem, input, weight, out, residual = seen_by_kernels(
+            problem, input, weight, out, residual
+        )
         asked = _need(
             planner.forward, problem, input, out, weight, precision,
             residual=residual, epilogue=epilogue, bias=bias,
@@ -98,7 +100,7 @@ def input_grad(
     tail = _kernels_tail(problem, bias, residual, epilogue)
     added = None if tail.bias is None else tail.bias.contiguous()
     beside = None if tail.residual is None else _laid_out_as(out, tail.residual)
-    seen, written, weight, grad_output, beside = _seen(
+    seen, written, weight, grad_output, beside = seen_by_kernels(
         problem, out, weight, grad_output, beside, transposed=True
     )
     asked = _need(
@@ -153,7 +155,7 @@ def weight_grad(
         _complex_weight_grad(problem, grad_output, input, out, bias_out, precision)
     else:
         grad_output, input = _dense(grad_output), _dense(input)
-        problem, input, out, grad_output, _ = _seen(problem, input, out, grad_output)
+        problem, input, out, grad_output, _ = seen_by_kernels(problem, input, out, grad_output)
         asked = _need(
             planner.weight_grad, problem, input, grad_output, out, precision, bias_out is not None
         )
@@ -206,15 +208,17 @@ def need(
     residual = None if residual is None else _laid_out_as(out, residual)
     bias = None if bias is None else bias.contiguous()
     if plan is planner.forward:
-        problem, first, second, out, residual = _seen(problem, first, second, out, residual)
+        problem, first, second, out, residual = seen_by_kernels(
+            problem, first, second, out, residual
+        )
         roles = first, out, second
     elif plan is planner.input_grad:
-        problem, out, second, first, residual = _seen(
+        problem, out, second, first, residual = seen_by_kernels(
             problem, out, second, first, residual, transposed=True
         )
         roles = first, out, second
     else:
-        problem, second, out, first, _ = _seen(problem, second, out, first)
+        problem, second, out, first, _ = seen_by_kernels(problem, second, out, first)
         roles = second, first, out
     return _need(plan, problem, *roles, precision, bias_grad, switch, residual, epilogue, bias)
 
@@ -230,7 +234,7 @@ def ready(need: Need, plan: Plan | None = None) -> Ready:
         _given_plans.pop(need, None)
 
 
-class _Seen(NamedTuple):
+class Seen(NamedTuple):
     """A problem and its tensors, as kernels see them."""
 
     problem: Problem
@@ -240,14 +244,14 @@ class _Seen(NamedTuple):
     residual: Tensor | None
 
 
-def _seen(
+def seen_by_kernels(
     problem: Problem,
     input: Tensor,
     weight: Tensor,
     output: Tensor,
     residual: Tensor | None = None,
     transposed: bool = False,
-) -> _Seen:
+) -> Seen:
     """Returns volumes as images, where the tensors' strides allow it, and all else as it is.
 
     Tensors have the shapes of the problem's; a ``transposed`` pass writes the input, and the
@@ -255,12 +259,10 @@ def _seen(
     """
     flat = None if problem.depth is None else _flat(problem, input, weight, output)
     if flat is None:
-        return _Seen(problem, input, weight, output, residual)
+        return Seen(problem, input, weight, output, residual)
     if residual is not None:
         residual = (flat.input if transposed else flat.output)(residual)
-    return _Seen(
-        flat.problem, flat.input(input), flat.weight(weight), flat.output(output), residual
-    )
+    return Seen(flat.problem, flat.input(input), flat.weight(weight), flat.output(output), residual)
 
 
 def _flat(problem: Problem, input: Tensor, weight: Tensor, output: Tensor) -> Flat | None:

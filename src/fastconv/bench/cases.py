@@ -109,13 +109,21 @@ class Case:
 
 
 def laid_out(tensor: Tensor, format: torch.memory_format) -> Tensor:
-    """The tensor of images or sequences in a memory format.
+    """The tensor of sequences, images or volumes in a memory format.
 
-    Sequences with channels last are the transposed view of (batch, length, channels).
+    Sequences with channels last are the transposed view of (batch, length, channels). Tensors of
+    one dimension have no other format than theirs.
     """
-    if tensor.dim() == 4:
-        return tensor.contiguous(memory_format=format)
-    return tensor.unsqueeze(2).contiguous(memory_format=format).squeeze(2)
+    if tensor.dim() == 3:
+        return tensor.unsqueeze(2).contiguous(memory_format=format).squeeze(2)
+    return tensor.contiguous(memory_format=format_of(tensor.dim(), format))
+
+
+def format_of(rank: int, format: torch.memory_format) -> torch.memory_format:
+    """PyTorch's name of a memory format of :data:`FORMATS` for tensors of a rank."""
+    if format == torch.channels_last and rank == 5:
+        return torch.channels_last_3d
+    return format if rank == 4 else torch.contiguous_format
 
 
 def check_memory(

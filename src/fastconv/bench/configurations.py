@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from fastconv.bench import contestants, kernel_passes
 from fastconv.bench.cases import PASSES, STEP, Case, reason
 from fastconv.kernels import planner
 from fastconv.kernels.family import Gpu, Kernel, Launch, Operands, Plan
+from fastconv.problem import Problem
 from fastconv.workloads import workload_of
 
 # Only these constants of a kernel are shown: they are choices of the planner, such as tile sizes,
@@ -40,8 +41,8 @@ _CHOSEN = (
 class Configuration:
     """The plan of one pass on one GPU.
 
-    It is the plan of the pass ``kernel_pass`` of the convolution ``problem``, a shape as text. Only
-    those of a layer that convolves images are the layer's own (:mod:`.kernel_passes`).
+    It is the plan of the pass ``kernel_pass`` of the convolution ``problem``, a shape as text. It
+    is the layer's own only if this is the layer (:mod:`.kernel_passes`).
     """
 
     direction: str
@@ -145,7 +146,7 @@ def compile_seconds(case: Case, gpu: Gpu, seconds: dict[Kernel, float]) -> float
 
 
 def operands(case: Case, tensors: Sequence[Tensor]) -> Operands:
-    """The memory layouts of the tensors of :func:`planner_and_tensors`, as planners take them."""
+    """The memory layouts of the tensors of :func:`what_to_plan`, as planners take them."""
     return cuda.operands_of(
         case.torch_dtype,
         not tensors[0].is_contiguous(),
@@ -156,32 +157,43 @@ def operands(case: Case, tensors: Sequence[Tensor]) -> Operands:
     )
 
 
-def planner_and_tensors(case: Case, direction: str) -> tuple[planner.Planner, Sequence[Tensor]]:
-    """The planner of a pass, and tensors without data that have the layouts of its operands.
+class Planned(NamedTuple):
+    """What is planned for a pass: it may be a convolution of images where a layer has volumes."""
 
-    Both are those of the layer's problem (:mod:`.kernel_passes`).
+    plan: planner.Planner
+    problem: Problem
+    tensors: Sequence[Tensor]  # without data, in the roles of ``Operands``
+
+
+def what_to_plan(case: Case, direction: str) -> Planned:
+    """The planner of a pass, its problem, and tensors with the layouts of its operands.
+
+    They are those of the layer's problem (:mod:`.kernel_passes`), as kernels see it.
     """
     layer = case.tensors(torch.device("meta"))
     one = Case(case.workload, direction, case.dtype, case.precision, case.format)
     result: Tensor = kernel_passes.as_images(contestants.ours(one)(layer))
     at = kernel_passes.of_problem(case.workload, layer)
-    which = kernel_passes.kernel_pass(case.workload, direction)
+    which, problem = kernel_passes.kernel_pass(case.workload, direction), case.workload.problem
     if which == "forward":
-        return planner.forward, (at.input, result, at.weight)
+        seen = cuda.seen_by_kernels(problem, at.input, at.weight, result)
+        return Planned(planner.forward, seen.problem, (seen.input, seen.output, seen.weight))
     if which == "input_grad":
-        return planner.input_grad, (at.grad_output, result, at.weight)
-    return planner.weight_grad, (at.input, at.grad_output, result)
+        seen = cuda.seen_by_kernels(problem, result, at.weight, at.grad_output)
+        return Planned(planner.input_grad, seen.problem, (seen.output, seen.input, seen.weight))
+    seen = cuda.seen_by_kernels(problem, at.input, result, at.grad_output)
+    return Planned(planner.weight_grad, seen.problem, (seen.input, seen.output, seen.weight))
 
 
 def _plan_pass(case: Case, direction: str, gpu: Gpu) -> Configuration:
-    plan, tensors = planner_and_tensors(case, direction)
-    workload, problem = case.workload, case.workload.problem
+    plan, problem, tensors = what_to_plan(case, direction)
+    workload = case.workload
     return Configuration(
         direction,
         plan(problem, operands(case, tensors), gpu),
         kernel_passes.kernel_pass(workload, direction),
         workload_of(problem).shape,
-        workload.function == "conv2d",
+        workload_of(problem) == replace(workload, name=workload.shape),
     )
 
 

@@ -60,9 +60,7 @@ def _our_gradient(case: Case) -> Pass:
     """A gradient by the operator that computes it for the layer's problem."""
     workload, problem = case.workload, case.workload.problem
     which = kernel_passes.kernel_pass(workload, case.direction)
-    geometry = (
-        problem.stride, problem.padding, problem.dilation, problem.groups, case.precision
-    )  # fmt: skip
+    geometry = (*problem.geometry, case.precision)
 
     def forward(at: Tensors) -> Tensor:
         return ops.forward(at.input, at.weight, None, *geometry)

@@ -57,6 +57,10 @@ TRANSPOSED = Form(
     "conv_transpose2d", "transposed 4x4 of stride 2, 16 to 16 channels, 1x16x16x16",
     (1, 16, 16, 16), (16, 16, 4, 4), {"stride": 2, "padding": 1},
 )  # fmt: skip
+VOLUME = Form(
+    "conv3d", "3x3x3, 16 to 16 channels, 1x16x4x8x8", (1, 16, 4, 8, 8), (16, 16, 3, 3, 3),
+    {"padding": 1},
+)  # fmt: skip
 
 Run = Callable[[], object]
 """Makes the calls of a sample, which are timed."""
@@ -97,6 +101,8 @@ def _small_cases(device: torch.device) -> list[HostCase]:
         ("small_conv1d_recorded", SEQUENCE, recorded),
         ("small_transposed", TRANSPOSED, forward),
         ("small_transposed_recorded", TRANSPOSED, recorded),
+        ("small_conv3d", VOLUME, forward),
+        ("small_conv3d_recorded", VOLUME, recorded),
     ]
     operator = f"{SMALL.about}: the operator, by PyTorch's dispatcher, no_grad"
     return [

@@ -25,32 +25,40 @@ from torch import Tensor
 
 from fastconv.backends import cuda
 from fastconv.bench import judging, trials
+from fastconv.bench.cases import laid_out
 from fastconv.bench.trials import Data, Results, Trial
 from fastconv.kernels.family import Plan
-from fastconv.problem import ACTIVATIONS, Problem
+from fastconv.problem import ACTIVATIONS, Axis, Problem
 
 LOUD = {torch.float16: 2.0**14}
 """The factors of types whose range does not allow ``_LOUDEST``."""
 _LOUDEST = 2.0**20
 
 _SPATIAL = ("input", "grad_output", "weight")
-"""The tensors that have rows and columns; each multiplication involves a position in each."""
+"""The tensors that have axes; each multiplication involves a position in each."""
 RESULTS = {"forward": "grad_output", "input_grad": "input", "weight_grad": "weight"}
 """For each pass, the tensor whose shape the result has."""
-_ROWS, _COLUMNS = 2, 3  # dimensions of a 4-D result
+_FIRST_AXIS = 2  # the first dimension of a result along which it has positions
 
 
 class Region(NamedTuple):
-    """The elements of a 4-D tensor in some planes, rows and columns, as boolean masks of these."""
+    """The elements of a tensor in some planes, at some positions along each axis, as masks."""
 
     planes: Tensor  # a matrix: the first two dimensions
-    rows: Tensor
-    columns: Tensor
+    sides: tuple[Tensor, ...]  # for each axis
 
     def mask(self, device: torch.device) -> Tensor:
         """The region as a mask of all elements."""
-        planes, rows, columns = (one.to(device) for one in self)
-        return planes[:, :, None, None] & rows[:, None] & columns
+        planes = self.planes.to(device)
+        return planes.view(*planes.shape, *[1] * len(self.sides)) & _product(self.sides, device)
+
+
+def _product(sides: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The positions that all axes' masks select, as a mask of all positions."""
+    found = sides[0].to(device)
+    for side in sides[1:]:
+        found = found[..., None] & side.to(device)
+    return found
 
 
 @dataclass(frozen=True)
@@ -63,8 +71,8 @@ class Pattern:
     unchanged: Region
     """The results that read nothing loud."""
 
-    reading: tuple[Tensor, Tensor]
-    """Rows and columns of the result that read any element; the others read only padding."""
+    reading: tuple[Tensor, ...]
+    """Positions along each axis of the result that read any element; others read only padding."""
 
     quiet_bias: Tensor | None
     """The result's channels whose bias is quiet: forward passes and input gradients may add one."""
@@ -75,7 +83,7 @@ class Pattern:
     @property
     def whole_planes(self) -> bool:
         """Whether every plane is either loud as a whole or quiet as a whole."""
-        return all(bool(one.rows.all() and one.columns.all()) for one in self.quiet.values())
+        return all(bool(side.all()) for one in self.quiet.values() for side in one.sides)
 
     @property
     def other_images(self) -> bool:
@@ -91,21 +99,23 @@ class Pattern:
     def describe(self) -> str:
         """How much of each operand is quiet, for messages."""
         words = []
-        for role, (planes, rows, columns) in self.quiet.items():
-            shares = (f"{int(one.sum())}/{one.numel()}" for one in (planes, rows, columns))
+        for role, (planes, sides) in self.quiet.items():
+            shares = (f"{int(one.sum())}/{one.numel()}" for one in (planes, *sides))
             words.append(f"{role} {'x'.join(shares)}")
-        return "quiet planes x rows x columns: " + ", ".join(words)
+        axes = ("depths", "rows", "columns")[-len(self.reading) :]
+        return f"quiet {' x '.join(('planes', *axes))}: {', '.join(words)}"
 
 
 def patterns(problem: Problem, direction: str, draw: Random) -> Iterator[tuple[Pattern, bool]]:
     """Draws the patterns of a check, each with whether its loud elements are NaN.
 
-    Faults are most frequent at the end of rows or columns. Therefore the results that may not
-    change are, in two patterns, the last columns and the last rows, and in two more, any columns
-    and any rows. In a fifth, whole planes are loud, with NaN.
+    Faults are most frequent at the end of an axis. Therefore the results that may not change are,
+    in one pattern for each axis, at its last positions, and in one more for each, at any. In a last
+    one, whole planes are loud, with NaN.
     """
+    axes = range(_FIRST_AXIS, _FIRST_AXIS + len(problem.axes))
     for choose in (_last, _some):
-        for dim in (_COLUMNS, _ROWS):
+        for dim in reversed(axes):
             yield drawn(problem, direction, draw, {dim: choose}), False
     yield drawn(problem, direction, draw, whole_planes=True), True
 
@@ -130,9 +140,12 @@ def drawn(
     shape = _result_shape(problem, direction)
     wanted = _wanted(shape, draw, choose, _PLANES_ALONE if whole_planes else _CHANCES)
     images, ins, outs = _planes(problem, direction, *wanted[:2])
-    sides = [_side(problem, axis, direction, wanted[2 + axis], whole_planes) for axis in (0, 1)]
+    sides = [
+        _side(axis, direction, positions, whole_planes)
+        for axis, positions in zip(problem.axes, wanted[_FIRST_AXIS:], strict=True)
+    ]
     regions = {
-        role: Region(planes, *(side.quiet[role] for side in sides))
+        role: Region(planes, tuple(side.quiet[role] for side in sides))
         for role, planes in _meeting(problem, direction, images, ins, outs).items()
     }
     unchanged = regions.pop(RESULTS[direction])
@@ -141,7 +154,7 @@ def drawn(
     return Pattern(
         regions,
         unchanged,
-        (sides[0].reading, sides[1].reading),
+        tuple(side.reading for side in sides),
         {"forward": outs, "input_grad": ins}.get(direction),
         outs & whole,
     )
@@ -157,8 +170,9 @@ def _result_shape(problem: Problem, direction: str) -> tuple[int, ...]:
 
 
 # For each dimension of the result, the probability that only some of its positions are wanted.
-_CHANCES = (0.6, 0.6, 0.2, 0.2)
-_PLANES_ALONE = (0.85, 0.85, 0.0, 0.0)
+# Images have no depth, the last but two.
+_CHANCES = (0.6, 0.6, 0.2, 0.2, 0.2)
+_PLANES_ALONE = (0.85, 0.85, 0.0, 0.0, 0.0)
 
 
 def _wanted(
@@ -169,9 +183,9 @@ def _wanted(
     Along most dimensions these are all positions. What a result wrongly reads is usually far away
     along one dimension only, and the result may be anywhere along the others.
     """
-    several = [dim for dim, chance in enumerate(chances) if shape[dim] > 1 and chance > 0]
+    several = [dim for dim, size in enumerate(shape) if size > 1 and chances[dim] > 0]
     chosen: dict[int, Choose] = {
-        dim: _some_planes if dim < _ROWS else _some
+        dim: _some_planes if dim < _FIRST_AXIS else _some
         for dim in several
         if draw.random() < chances[dim]
     }
@@ -216,20 +230,20 @@ def _half(draw: Random, count: int) -> Tensor:
 
 
 class _Side(NamedTuple):
-    """A pattern along one spatial axis, rows or columns, as masks of positions."""
+    """A pattern along one axis, as masks of positions."""
 
     quiet: dict[str, Tensor]  # by tensor; for the result, the positions that may not change
     reading: Tensor  # positions of the result that read any element
 
 
-def _side(problem: Problem, axis: int, direction: str, wanted: Tensor, whole: bool) -> _Side:
+def _side(axis: Axis, direction: str, wanted: Tensor, whole: bool) -> _Side:
     """Keeps quiet what the wanted positions of the result read, or everything if ``whole``."""
     counts = {
-        "input": problem.input_size[axis],
-        "grad_output": problem.output_size[axis],
-        "weight": problem.kernel_size[axis],
+        "input": axis.input_size,
+        "grad_output": axis.output_size,
+        "weight": axis.kernel_size,
     }
-    meeting = _multiplied_positions(problem, axis, counts)
+    meeting = _multiplied_positions(axis)
     result = RESULTS[direction]
     at = meeting[result]
     quiet = {}
@@ -246,16 +260,13 @@ def _side(problem: Problem, axis: int, direction: str, wanted: Tensor, whole: bo
     return _Side(quiet, reading)
 
 
-def _multiplied_positions(
-    problem: Problem, axis: int, counts: Mapping[str, int]
-) -> dict[str, Tensor]:
+def _multiplied_positions(axis: Axis) -> dict[str, Tensor]:
     """All multiplications along one axis, as their positions in each tensor, without padding."""
     output, tap = torch.meshgrid(
-        torch.arange(counts["grad_output"]), torch.arange(counts["weight"]), indexing="ij"
+        torch.arange(axis.output_size), torch.arange(axis.kernel_size), indexing="ij"
     )
-    before = problem.padding[2 * axis]
-    place = output * problem.stride[axis] + tap * problem.dilation[axis] - before
-    inside = (place >= 0) & (place < counts["input"])
+    place = output * axis.stride + tap * axis.dilation - axis.before
+    inside = (place >= 0) & (place < axis.input_size)
     return {"input": place[inside], "grad_output": output[inside], "weight": tap[inside]}
 
 
@@ -354,8 +365,7 @@ def complaint(
     unchanged = pattern.unchanged.mask(before.device)
     found = _difference(before, after, unchanged, within)
     if found is None and must_change:
-        rows, columns = (one.to(before.device) for one in pattern.reading)
-        deaf = ~unchanged & rows[:, None] & columns & (before == after)
+        deaf = ~unchanged & _product(pattern.reading, before.device) & (before == after)
         found = _first("results that read loud elements have not changed", deaf, before, after)
     return found and f"{found} ({pattern.describe()})"
 
@@ -476,7 +486,7 @@ def _data(trial: Trial, given: _Given, masks: Mapping[str, Tensor], factor: floa
 
 def _surrounded(trial: Trial, role: str, tensor: Tensor, around: float) -> Tensor:
     """The tensor with the trial's layout and alignment, between margins filled with ``around``."""
-    dense = tensor.contiguous(memory_format=trial.memory_format(role))
+    dense = laid_out(tensor, trial.memory_format(role))
     storage = tensor.new_full((2 * _MARGIN + tensor.numel(),), around)
     at = _MARGIN + trial.is_misaligned(role)
     return storage.as_strided(dense.shape, dense.stride(), at).copy_(dense)
@@ -486,7 +496,7 @@ def _with_gaps(trial: Trial, role: str, tensor: Tensor, around: float) -> Tensor
     """The tensor as a slice of a wider one, which is filled with ``around`` elsewhere."""
     *sizes, width = tensor.shape
     wide = tensor.new_full((*sizes, width + _GAP), around)
-    wide = wide.contiguous(memory_format=trial.memory_format(role))
+    wide = laid_out(wide, trial.memory_format(role))
     part = wide[..., 1 : width + 1]
     return part.copy_(tensor)
 

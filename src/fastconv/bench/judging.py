@@ -72,7 +72,7 @@ def _chained_mmas(trial: Trial) -> float:
         return min(trial.terms, _TRUNCATED_CHAIN) / 8
     forward = trial.direction == "forward"
     channels = problem.in_channels if forward else problem.out_channels
-    return math.prod(problem.kernel_size) * math.ceil(channels / problem.groups / 8)
+    return math.prod(problem.weight_shape[2:]) * math.ceil(channels / problem.groups / 8)
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class Reference:
         rows = selection.of_row(roles.second, roles.rows, size.term(second, channel), ones)
         sizes = self._convolved(size.term(first, channel), rows)
         if data.bias is not None:
-            bias = data.bias.double()[None, :, None, None]
+            bias = data.bias.double().view(-1, *[1] * (data.first.dim() - 2))[None]
             expected += selection.of_row(roles.result, roles.rows, bias, signs)
             sizes += selection.of_row(roles.result, roles.rows, size.term(bias, 0.0), ones)
         return expected, sizes
@@ -283,7 +283,7 @@ class Reference:
         return kernel_passes.as_images(found)
 
     def _compute_bias_grad(self, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        size, pixels = self._size, (1, 2)
+        size, pixels = self._size, tuple(range(1, grad_output.dim() - 1))
         by_image = [
             (image.double().sum(pixels), size.term(image.double(), 0.0).sum(pixels))
             for image in grad_output
@@ -347,13 +347,18 @@ class _Size(NamedTuple):
 
 def _square(tensor: Tensor, channel: float) -> Tensor:
     squares = tensor.square()
-    return squares + channel**2 * squares.mean((2, 3), keepdim=True) if channel else squares
+    return squares + channel**2 * _mean(squares) if channel else squares
 
 
 def _magnitude(tensor: Tensor, channel: float) -> Tensor:
     if not channel:
         return tensor.abs()
-    return tensor.abs() + channel * tensor.square().mean((2, 3), keepdim=True).sqrt()
+    return tensor.abs() + channel * _mean(tensor.square()).sqrt()
+
+
+def _mean(tensor: Tensor) -> Tensor:
+    """The mean of each channel of each image."""
+    return tensor.mean(tuple(range(2, tensor.dim())), keepdim=True)
 
 
 _EUCLIDEAN = _Size(_square, torch.sqrt, _DEVIATIONS**2)

@@ -1,6 +1,6 @@
 """What kernels compute for the passes of a layer.
 
-Kernels compute 2-D convolutions and their gradients: a layer's *problem*
+Kernels compute convolutions of images or volumes and their gradients: a layer's *problem*
 (:attr:`fastconv.workloads.Workload.problem`). The problem of a 1-D layer convolves images of one
 row. That of a transposed layer is the convolution whose input gradient the layer is:
 

@@ -1,8 +1,7 @@
 """The convolutions of torchvision's, timm's and the bench's own networks, as workloads.
 
 A network is built without trained weights and run once on tensors without data. Every call of
-``conv1d``, ``conv2d``, ``conv_transpose1d`` and ``conv_transpose2d`` is recorded, whichever module
-or function makes it.
+one of PyTorch's six convolutions is recorded, whichever module or function makes it.
 """
 
 from __future__ import annotations
@@ -26,18 +25,26 @@ from fastconv.bench.console import MissingExtra
 from fastconv.workloads import Workload, WorkloadError
 
 IMAGE = (3, 224, 224)  # channels, height and width for networks that do not state them
+# Channels, frames, height and width for torchvision's networks for videos: 3-D residual networks,
+# and all others.
+_RESNETS_VIDEO, _VIDEO = (3, 16, 112, 112), (3, 16, 224, 224)
 
 
 def workloads(name: str, batch: int = BATCH, side: int | None = None) -> list[Workload]:
     """The distinct convolutions of the model ``name`` (:func:`build`).
 
-    Images have the model's own size, or height and width ``side``; sequences, the length ``side``.
-    Raises a WorkloadError if there is no such model, or if it cannot be run on a batch of images.
+    Images have the model's own size, or height and width ``side``; sequences, the length ``side``;
+    volumes keep their depth. Raises a WorkloadError if there is no such model, or if it cannot be
+    run on a batch of images.
     """
     network, (channels, *size) = build(name)
-    if side is not None:
-        size = [side] * len(size)
-    return layers(network, name, (batch, channels, *size))
+    return layers(network, name, (batch, channels, *sized(size, side)))
+
+
+def sized(size: Sequence[int], side: int | None) -> list[int]:
+    """The sizes with another ``side``, unless it is None; volumes keep their depth."""
+    depth, plane = list(size[:-2]), size[-2:]
+    return [*depth, *(plane if side is None else [side] * len(plane))]
 
 
 def layers(network: nn.Module, name: str, images: Sequence[int]) -> list[Workload]:
@@ -54,7 +61,7 @@ def layers(network: nn.Module, name: str, images: Sequence[int]) -> list[Workloa
         shape = "x".join(map(str, images))
         raise WorkloadError(f"{name} cannot be run on images of {shape}: {words}") from error
     if not recorder.calls:
-        raise WorkloadError(f"{name} has no 1-D, 2-D or transposed convolution")
+        raise WorkloadError(f"{name} has no convolution")
     return [
         replace(
             layer, name=f"{name}_{number:02}", about=recorder.paths[layer], model=name,
@@ -98,7 +105,7 @@ class _Recorder(TorchFunctionMode):
         kernel = tuple(weight.shape[2:])
         axes = len(kernel)
         dilation = _each(dilation, axes)
-        # The input may be a single image or sequence.
+        # The input may be a single image, sequence or volume.
         shape = (1,) * (axes + 2 - input.dim()) + tuple(input.shape)
         layer = Workload(
             "", "", shape, tuple(weight.shape), _each(stride, axes),
@@ -122,9 +129,10 @@ class _Recorder(TorchFunctionMode):
 # The functions that are recorded, also those of nn.functional, which are the same, and the names of
 # their arguments.
 _TENSORS = ("input", "weight", "bias", "stride", "padding")
-_TRANSPOSED = (torch.conv_transpose1d, torch.conv_transpose2d)
+_TRANSPOSED = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+_PLAIN = (torch.conv1d, torch.conv2d, torch.conv3d)
 _FUNCTIONS: dict[Any, tuple[str, ...]] = {
-    **dict.fromkeys((torch.conv1d, torch.conv2d), (*_TENSORS, "dilation", "groups")),
+    **dict.fromkeys(_PLAIN, (*_TENSORS, "dilation", "groups")),
     **dict.fromkeys(_TRANSPOSED, (*_TENSORS, "output_padding", "groups", "dilation")),
 }
 
@@ -150,9 +158,10 @@ def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -
 def build(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     """Builds one of the bench's own networks, or a model of torchvision, or else of timm.
 
-    Also returns the shape of its input: channels, height and width, or channels and length. The
-    model is built on the CPU, for constructors may need values of tensors. Raises a WorkloadError
-    if there is no such model, and a MissingExtra if neither library is installed.
+    Also returns the shape of its input: channels and length, channels, height and width, or
+    channels, depth or frames, height and width. The model is built on the CPU, for constructors may
+    need values of tensors. Raises a WorkloadError if there is no such model, and a MissingExtra if
+    neither library is installed.
     """
     if (written := written_networks.NETWORKS.get(name)) is not None:
         return written.build(), written.input
@@ -196,8 +205,16 @@ def _build_torchvision(models: Any, name: str) -> tuple[nn.Module, tuple[int, ..
     untrained = {"weights": None}
     if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
         untrained["weights_backbone"] = None  # The default would be downloaded.
+    return models.get_model(name, **untrained), _input_of(models, name)
+
+
+def _input_of(models: Any, name: str) -> tuple[int, ...]:
+    """The shape of an image or a video that a network of torchvision takes."""
+    module = models.get_model_builder(name).__module__
+    if module.startswith("torchvision.models.video."):
+        return _RESNETS_VIDEO if module.endswith(".resnet") else _VIDEO
     side = 299 if name.endswith("inception_v3") else IMAGE[1]
-    return models.get_model(name, **untrained), (IMAGE[0], side, side)
+    return IMAGE[0], side, side
 
 
 def _unknown_model(name: str, known: Sequence[str], torchvision: bool, timm: bool) -> str:

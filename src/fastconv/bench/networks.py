@@ -25,7 +25,7 @@ from _fastconv_command.choices import MODES as MODES
 from _fastconv_command.choices import NETWORKS as NETWORKS
 from fastconv import timing
 from fastconv.bench import contestants, models, written_networks
-from fastconv.bench.cases import FORMATS, laid_out, reason
+from fastconv.bench.cases import FORMATS, format_of, laid_out, reason
 from fastconv.bench.console import MissingExtra
 from fastconv.bench.network_results import COMPILE_MODES, CompiledPair, NetworkRow, Optimized
 from fastconv.bench.row_timing import Timing, extra_mib, first_call_ms
@@ -34,9 +34,11 @@ from fastconv.network.exchange import kind_of
 from fastconv.network.report import Optimization
 from fastconv.timing import Effort
 
-# Networks whose outputs are images or sound have smaller batches than models.BATCH.
+# Networks of videos, and those whose outputs are images or sound, have smaller batches than
+# models.BATCH.
 BATCHES = {
     "deeplabv3_resnet50": 16,
+    **dict.fromkeys(("r3d_18", "mc3_18", "r2plus1d_18", "s3d", "swin3d_t"), 8),
     **{name: one.batch for name, one in written_networks.NETWORKS.items() if one.batch},
 }
 TRAINING, INFERENCE = MODES
@@ -164,14 +166,14 @@ def _measured(case: NetworkCase, device: torch.device, effort: Effort, compile: 
 
 
 def _made(case: NetworkCase, device: torch.device) -> tuple[nn.Module, Tensor]:
-    """Makes the case's network and a batch of images or sequences."""
+    """Makes the case's network and a batch of sequences, images or volumes."""
     network: Any  # nn.Module.to is incompletely typed.
     network, (channels, *size) = models.build(case.network)
-    if case.side is not None:
-        size = [case.side] * len(size)
+    size = models.sized(size, case.side)
     format = case.configuration.format
     images = laid_out(torch.randn(case.batch, channels, *size, device=device), format)
-    return network.train(case.mode == TRAINING).to(device=device, memory_format=format), images
+    network.train(case.mode == TRAINING)
+    return network.to(device=device, memory_format=format_of(2 + len(size), format)), images
 
 
 class _Contestant:

@@ -144,12 +144,69 @@ def _drawn_sequence(draw: Random) -> Workload:
     )  # fmt: skip
 
 
+def volume(draw: Random, most_flops: float, most_elements: float = math.inf) -> Workload:
+    """Draws a convolution of volumes: of videos, causal ones, of boxes, with kernels of all kinds.
+
+    To stay within the limits, half of them get fewer volumes and channels and keep their sizes.
+    """
+    while True:
+        is_known = draw.random() < _KNOWN_SHARE
+        known = (*SUITES["video"], *SUITES["volume"])
+        drawn = draw.choice(known) if is_known else _drawn_volume(draw)
+        fewer = draw.choice((_with_fewer, _shrunk))
+        with suppress(RuntimeError):  # The kernel exceeds the volume, or the problem its limits.
+            return workload_of(fewer(draw, drawn.problem, most_flops, most_elements))
+
+
+def _drawn_volume(draw: Random) -> Workload:
+    kernel = draw.choice(_BOXES) if draw.random() < 0.7 else _each(lambda: _small(draw, 7))
+    stride = draw.choice(
+        ((1, 1, 1), (1, 1, 1), (1, 1, 1), (1, 2, 2), (2, 2, 2), kernel,
+         _each(lambda: _small(draw, 4)))
+    )  # fmt: skip
+    far = _each(lambda: _small(draw, 5))
+    dilation = draw.choice(((1, 1, 1), (1, 1, 1), (1, 1, 1), (2, 2, 2), far))
+    extent = tuple(step * (taps - 1) for step, taps in zip(dilation, kernel, strict=True))
+    deep, high, wide = extent
+    same = tuple(side // 2 for side in extent)
+    padding = draw.choice(
+        (
+            same,
+            same,
+            (0, 0, 0),
+            (deep, 0, high // 2, high - high // 2, wide // 2, wide - wide // 2),
+            tuple(draw.randint(0, side + 1) for side in extent for _ in range(2)),
+        )
+    )
+    ins, outs, groups = draw.choice((_practical_channels, _channels, _narrow_channels))(draw)
+    size = (_small(draw, 64), _side(draw) // 2 + 1, _side(draw) // 2 + 1)
+    if draw.random() < 0.3:
+        size = (size[1],) * 3
+    batch = draw.choice((1, 1, 2, _small(draw, 16)))
+    return Workload(
+        "", "", (batch, ins, *size), (outs, ins // groups, *kernel), stride, padding, dilation,
+        groups,
+    )  # fmt: skip
+
+
+_BOXES = (
+    (3, 3, 3), (3, 3, 3), (3, 3, 3), (1, 3, 3), (3, 1, 1), (1, 1, 1), (3, 7, 7), (2, 2, 2),
+    (2, 4, 4), (3, 5, 7), (3, 3, 1), (5, 1, 1), (1, 1, 3),
+)  # fmt: skip
+"""Kernels of volumes: cubes, those along time or within frames, and patches."""
+
+
+def _each(one: Callable[[], int]) -> tuple[int, ...]:
+    """One drawn number for each axis of a volume."""
+    return one(), one(), one()
+
+
 def transposed(draw: Random, most_flops: float, most_elements: float = math.inf) -> Workload:
-    """Draws a transposed convolution along one axis or two, often with a stride.
+    """Draws a transposed convolution along one axis, two or three, often with a stride.
 
     Every convolution is the problem of one, whose output padding follows from its sizes.
     """
-    kind = draw.choice((workload, practical, narrow, sequence, sequence))
+    kind = draw.choice((workload, practical, narrow, sequence, sequence, volume))
     has_stride = draw.random() < 0.7
     while True:
         drawn = kind(draw, most_flops, most_elements)
@@ -417,6 +474,7 @@ def _smaller(problem: Problem) -> Iterator[Problem]:
         {"batch": _less(problem.batch)},
         {"input_size": (_less(height), width)},
         {"input_size": (height, _less(width))},
+        *_shallower(problem, "input_size"),
         {"in_channels": _less(depth) * problem.groups},
         {"out_channels": _less(multiplier) * problem.groups},
         {"groups": groups, "in_channels": depth * groups, "out_channels": multiplier * groups},
@@ -440,7 +498,16 @@ def _with_same_parity(problem: Problem) -> Iterator[Problem]:
 def _with_smaller_kernel(problem: Problem) -> Iterator[Problem]:
     height, width = problem.kernel_size
     sizes = ((_less(height), width), (height, _less(width)))
-    return _changed(problem, [{"kernel_size": size} for size in sizes])
+    changes: list[dict[str, Any]] = [{"kernel_size": size} for size in sizes]
+    return _changed(problem, [*changes, *_shallower(problem, "kernel_size")])
+
+
+def _shallower(problem: Problem, name: str) -> list[dict[str, Any]]:
+    """The changes that reduce a size along the depth, if there is one."""
+    depth = problem.depth
+    if depth is None:
+        return []
+    return [{"depth": depth._replace(**{name: _less(getattr(depth, name))})}]
 
 
 def _with_fewer_octets(problem: Problem) -> Iterator[Problem]:
@@ -464,6 +531,6 @@ def _changed(problem: Problem, changes: Iterable[dict[str, Any]]) -> Iterator[Pr
     """The changed problems, without those that are the same or whose kernel exceeds the image."""
     for change in changes:
         one = replace(problem, **change)
-        fits = all(a >= b for a, b in zip(one.padded_size, one.kernel_extent, strict=True))
+        fits = all(axis.padded_size >= axis.kernel_extent for axis in one.axes)
         if fits and one != problem:
             yield one

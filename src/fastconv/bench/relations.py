@@ -199,14 +199,15 @@ def _powers(trial: Trial, device: torch.device) -> dict[str, Tensor]:
 
 
 def _along(trial: Trial, role: str, powers: dict[str, Tensor]) -> Tensor:
-    """The exponents of a tensor's planes, as a tensor that broadcasts over rows and columns."""
+    """The exponents of a tensor's planes, as a tensor that broadcasts over positions."""
     problem = trial.problem
     if role == "weight":
         of_group = powers["c"].view(problem.groups, -1)
         columns = of_group.repeat_interleave(problem.out_channels // problem.groups, 0)
-        return (powers["k"][:, None] + columns)[:, :, None, None]
-    channels = powers["c" if role == "input" else "k"]
-    return (powers["n"][:, None] + channels)[:, :, None, None]
+        planes = powers["k"][:, None] + columns
+    else:
+        planes = powers["n"][:, None] + powers["c" if role == "input" else "k"]
+    return planes.view(*planes.shape, *[1] * len(problem.axes))
 
 
 def _all_terms(trial: Trial, at: Tensors) -> float:

@@ -3,8 +3,8 @@
 A trial determines everything about a call: on the same kind of device, it always has the same data.
 
 A trial's case names a pass of a layer, but its direction, roles and tensors are those of the
-layer's problem, a 2-D convolution (:mod:`.kernel_passes`). So the checks know no other layers, and
-only calls of fastconv's and PyTorch's functions have the layer's own tensors.
+layer's problem, a convolution of images or volumes (:mod:`.kernel_passes`). So the checks know no
+other layers, and only calls of fastconv's and PyTorch's functions have the layer's own tensors.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from _fastconv_command.choices import AXES as AXES
 from _fastconv_command.choices import DATA as DATA
 from _fastconv_command.choices import FAR as FAR
 from _fastconv_command.choices import NORMAL as NORMAL
@@ -35,6 +36,8 @@ from fastconv.bench.cases import (
     PRECISIONS,
     Case,
     check_memory,
+    format_of,
+    laid_out,
     modes,
 )
 from fastconv.kernels import planner
@@ -43,8 +46,9 @@ from fastconv.workloads import Workload
 
 _NORMAL_SHARE, _ALIGNED_SHARE = 0.75, 0.85  # Gaussian data, tensors aligned to 16 bytes
 # Shares of drawn trials: layers as networks have them, groups of few channels, convolutions of
-# sequences, and transposed ones. The others are 2-D convolutions of all kinds.
-_PRACTICAL_SHARE, _NARROW_SHARE, _SEQUENCE_SHARE, _TRANSPOSED_SHARE = 0.3, 0.1, 0.12, 0.15
+# sequences, transposed ones, and convolutions of volumes. The others are 2-D ones of all kinds.
+_PRACTICAL_SHARE, _NARROW_SHARE, _SEQUENCE_SHARE, _TRANSPOSED_SHARE = 0.25, 0.1, 0.1, 0.15
+_VOLUME_SHARE = 0.15
 # Small problems take other plans than real layers do. So this share of the general problems has at
 # least 1/500 of the most operations that are allowed.
 _REAL_SHARE, _REAL_RANGE = 0.4, 500.0
@@ -58,11 +62,15 @@ _LEAST_FLOAT16 = 2.0**-11
 
 
 class Kinds(NamedTuple):
-    """The passes, modes and memory formats that drawn trials take in turn."""
+    """The passes, modes and memory formats that drawn trials take in turn.
+
+    Layers convolve along one of the numbers of ``axes``.
+    """
 
     passes: Sequence[str]
     modes: Sequence[tuple[str, str | None]]
     formats: Sequence[str]
+    axes: Sequence[int] = AXES
 
 
 EVERY_KIND = Kinds(PASSES, modes(list(DTYPES), PRECISIONS), FORMAT_TRIPLES)
@@ -170,12 +178,12 @@ class Trial:
     @property
     def terms(self) -> int:
         """The number of products in a sum, at most."""
-        problem, (height, width) = self.problem, self.problem.kernel_size
+        problem = self.problem
         if self.direction == "weight_grad":
-            return problem.batch * math.prod(problem.output_size)
+            return problem.batch * math.prod(problem.output_shape[2:])
         forward = self.direction == "forward"
         channels = problem.in_channels if forward else problem.out_channels
-        return channels // problem.groups * height * width
+        return channels // problem.groups * math.prod(problem.weight_shape[2:])
 
     @property
     def elements(self) -> int:
@@ -235,7 +243,7 @@ class Trial:
 
     def placed(self, role: str, tensor: Tensor) -> Tensor:
         """The tensor with the memory format and the alignment of its role."""
-        tensor = tensor.contiguous(memory_format=self.memory_format(role))
+        tensor = laid_out(tensor, self.memory_format(role))
         if not self.is_misaligned(role):
             return tensor
         storage = tensor.new_empty(tensor.numel() + 1)
@@ -257,12 +265,10 @@ class Trial:
 def compute(trial: Trial, data: Data) -> Results:
     """Computes the trial's pass by fastconv's operators, with new memory filled with NaN.
 
-    Forward passes of sequences and transposed convolutions are computed by fastconv's functions.
+    Forward passes of other layers than images' are computed by fastconv's functions.
     """
     problem = trial.problem
-    geometry = (
-        problem.stride, problem.padding, problem.dilation, problem.groups, trial.case.precision
-    )  # fmt: skip
+    geometry = (*problem.geometry, trial.case.precision)
     with _poisoned_memory():
         if trial.case.direction == "forward" and trial.case.workload.function != "conv2d":
             return Results(_by_function(trial, data), None)
@@ -273,10 +279,11 @@ def compute(trial: Trial, data: Data) -> Results:
             return Results(ops.forward(*data[:3], *geometry), None)
         format = _gradient_format(trial, data.first.device)
         if trial.direction == "input_grad":
-            size = problem.input_size
+            size = problem.input_shape[2:]
             return Results(ops.input_grad(data.first, data.second, size, *geometry, format), None)
+        size = problem.weight_shape[2:]
         weight, bias = ops.weight_grad(
-            data.second, data.first, problem.kernel_size, *geometry, trial.has_bias_grad, format
+            data.second, data.first, size, *geometry, trial.has_bias_grad, format
         )
         return Results(weight, bias if trial.has_bias_grad else None)
 
@@ -328,6 +335,8 @@ def drawn(
     dtype, precision = kinds.modes[at]
     format = kinds.formats[turn % len(kinds.formats)]
     workload = _drawn_workload(draw, most, far_share)
+    while workload.axes not in kinds.axes:
+        workload = _drawn_workload(draw, most, far_share)
     no_bias = direction == "input_grad" or (workload.transposed and direction == "weight_grad")
     return Trial(
         Case(workload, direction, dtype, precision, _read_format(direction, format)),
@@ -348,6 +357,7 @@ def _drawn_workload(draw: Random, most: Limits, far_share: float) -> Workload:
         (_NARROW_SHARE, population.narrow),
         (_SEQUENCE_SHARE, population.sequence),
         (_TRANSPOSED_SHARE, population.transposed),
+        (_VOLUME_SHARE, population.volume),
     ):
         if kind < share:
             return drawn(draw, most.flops, most.elements)
@@ -378,7 +388,8 @@ def _gradient_format(trial: Trial, device: torch.device) -> torch.memory_format:
     if trial.case.dtype == "float64" and device.type == "cuda":
         return torch.contiguous_format
     last = torch.channels_last
-    return last if last in trial.case.memory_formats[:2] else torch.contiguous_format
+    found = last if last in trial.case.memory_formats[:2] else torch.contiguous_format
+    return format_of(len(trial.problem.input_shape), found)
 
 
 def _normal(shape: tuple[int, ...], trial: Trial, stream: int, device: torch.device) -> Tensor:

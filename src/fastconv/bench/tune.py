@@ -94,11 +94,13 @@ def build(cases: Sequence[Case], device: torch.device) -> None:
 def _plans(case: Case, device: torch.device) -> list[Plan]:
     gpu = configurations.device_gpu(device)
     assert gpu is not None, "plans are for GPUs"
-    _, tensors = configurations.planner_and_tensors(case, case.direction)
+    plan, problem, tensors = configurations.what_to_plan(case, case.direction)
     operands = configurations.operands(case, tensors)
+    if plan(problem, operands, gpu).family != hopper.__name__.rpartition(".")[2]:
+        return []  # The other families have one plan each.
     which = kernel_passes.kernel_pass(case.workload, case.direction)
     try:
-        return hopper.alternatives(which, case.workload.problem, operands, gpu, MOST_PLANS)
+        return hopper.alternatives(which, problem, operands, gpu, MOST_PLANS)
     except Declined:
         return []
 

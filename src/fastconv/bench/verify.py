@@ -118,8 +118,8 @@ def _peer_error(trial: Trial, data: Data, reference: Reference) -> Error:
     with contestants.settings(trial.case.precision):
         result = kernel_passes.as_images(contestants.pytorch(trial.case)(layers))
     if data.bias is not None:
-        result += data.bias[:, None, None]
+        result += data.bias.view(-1, *[1] * (result.dim() - 2))
     bias_grad = None
     if trial.has_bias_grad:
-        bias_grad = data.second.sum((0, 2, 3))
+        bias_grad = data.second.sum((0, *range(2, data.second.dim())))
     return reference.judge(Part(Results(result, bias_grad))).error

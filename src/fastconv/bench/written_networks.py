@@ -1,36 +1,60 @@
 """The bench's own definitions of some networks, in plain ``torch.nn``, without trained weights.
 
-They have what torchvision's networks lack: transposed convolutions and convolutions of sequences.
+They have what torchvision's networks lack: transposed convolutions, and convolutions of sequences
+and of volumes other than videos.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, leaky_relu
+from torch.nn.functional import gelu, leaky_relu, silu
+
+
+class _Layers(NamedTuple):
+    """The classes of the layers of a U-Net."""
+
+    convolution: type[nn.Conv2d | nn.Conv3d]
+    transposed: type[nn.ConvTranspose2d | nn.ConvTranspose3d]
+    norm: type[nn.BatchNorm2d | nn.BatchNorm3d]
+    pool: type[nn.MaxPool2d | nn.MaxPool3d]
+
+
+_OF_IMAGES = _Layers(nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d, nn.MaxPool2d)
+_OF_VOLUMES = _Layers(nn.Conv3d, nn.ConvTranspose3d, nn.BatchNorm3d, nn.MaxPool3d)
 
 
 class UNet(nn.Module):
     """The usual U-Net: each level has twice the channels of the one above, the top ``width``."""
 
-    def __init__(self, width: int = 64, levels: int = 5, classes: int = 2) -> None:
+    def __init__(
+        self,
+        width: int = 64,
+        levels: int = 5,
+        classes: int = 2,
+        channels: int = 3,
+        layers: _Layers = _OF_IMAGES,
+    ) -> None:
         super().__init__()
         widths = [width << level for level in range(levels)]
         steps = list(pairwise(widths))
-        self.top = _double_convolution(3, width)
-        self.down = nn.ModuleList(_double_convolution(narrow, wide) for narrow, wide in steps)
-        self.pool = nn.MaxPool2d(2)
+        self.top = _double_convolution(channels, width, layers)
+        self.down = nn.ModuleList(
+            _double_convolution(narrow, wide, layers) for narrow, wide in steps
+        )
+        self.pool = layers.pool(2)
         self.widen = nn.ModuleList(
-            nn.ConvTranspose2d(wide, narrow, 2, stride=2) for narrow, wide in reversed(steps)
+            layers.transposed(wide, narrow, 2, stride=2) for narrow, wide in reversed(steps)
         )
         self.up = nn.ModuleList(
-            _double_convolution(wide, narrow) for narrow, wide in reversed(steps)
+            _double_convolution(wide, narrow, layers) for narrow, wide in reversed(steps)
         )
-        self.classify = nn.Conv2d(width, classes, 1)
+        self.classify = layers.convolution(width, classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
         passed = [self.top(images)]
@@ -43,15 +67,15 @@ class UNet(nn.Module):
         return classified
 
 
-def _double_convolution(channels: int, width: int) -> nn.Sequential:
-    """Two 3x3 convolutions, each with BatchNorm and ReLU."""
+def _double_convolution(channels: int, width: int, layers: _Layers) -> nn.Sequential:
+    """Two convolutions with three taps along each axis, each with BatchNorm and ReLU."""
     return nn.Sequential(
         *(
             layer
             for inputs in (channels, width)
             for layer in (
-                nn.Conv2d(inputs, width, 3, padding=1, bias=False),
-                nn.BatchNorm2d(width),
+                layers.convolution(inputs, width, 3, padding=1, bias=False),
+                layers.norm(width),
                 nn.ReLU(inplace=True),
             )
         )
@@ -156,10 +180,75 @@ class Dcgan(nn.Module):
         return images
 
 
+class VideoDecoder(nn.Module):
+    """The decoder of a causal video autoencoder: a frame depends on no latent of a later one.
+
+    Each level but the last makes frames twice as high and wide, and the first two of them, videos
+    of twice as many frames.
+    """
+
+    def __init__(self, latent: int = 16, width: int = 96) -> None:
+        super().__init__()
+        widths = [4 * width, 4 * width, 2 * width, width]
+        self.first = _CausalConvolution(latent, widths[0])
+        self.levels = nn.ModuleList(
+            nn.Sequential(_VideoBlock(inputs, outputs), _VideoBlock(outputs, outputs))
+            for inputs, outputs in pairwise([widths[0], *widths])
+        )
+        self.widen = nn.ModuleList(
+            nn.Sequential(
+                nn.Upsample(scale_factor=(2.0 if level < 2 else 1.0, 2.0, 2.0)),
+                nn.Conv3d(outputs, outputs, (1, 3, 3), padding=(0, 1, 1)),
+            )
+            for level, outputs in enumerate(widths[:-1])
+        )
+        self.norm = nn.GroupNorm(32, width)
+        self.last = _CausalConvolution(width, 3)
+
+    def forward(self, latents: Tensor) -> Tensor:
+        found: Tensor = self.first(latents)
+        for level, widen in zip(self.levels, (*self.widen, nn.Identity()), strict=True):
+            found = widen(level(found))
+        video: Tensor = self.last(silu(self.norm(found)))
+        return video
+
+
+class _CausalConvolution(nn.Sequential):
+    """A 3x3x3 convolution that reads a frame and the two before it."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        past = nn.ConstantPad3d((0, 0, 0, 0, 2, 0), 0.0)
+        super().__init__(past, nn.Conv3d(inputs, outputs, 3, padding=(0, 1, 1)))
+
+
+class _VideoBlock(nn.Module):
+    """Two causal convolutions with normalization and SiLU before each, and a skip connection."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(
+                layer
+                for width in (inputs, outputs)
+                for layer in (
+                    nn.GroupNorm(32, width),
+                    nn.SiLU(),
+                    _CausalConvolution(width, outputs),
+                )
+            )
+        )
+        same = inputs == outputs
+        self.skip = nn.Identity() if same else nn.Conv3d(inputs, outputs, 1)
+
+    def forward(self, found: Tensor) -> Tensor:
+        sums: Tensor = self.skip(found) + self.layers(found)
+        return sums
+
+
 class Written(NamedTuple):
     """How a network is made, and the shape of one of its inputs.
 
-    The shape is (channels, height, width), or (channels, length).
+    The shape is (channels, length), (channels, height, width) or (channels, depth, height, width).
     """
 
     build: Callable[[], nn.Module]
@@ -174,5 +263,9 @@ NETWORKS = {
     "wav2vec2": Written(Wav2Vec2, (1, _TEN_SECONDS), 16),
     "hifigan": Written(HiFiGan, (80, 128), 16),
     "dcgan": Written(Dcgan, (100, 1, 1)),
+    "unet3d": Written(
+        partial(UNet, 32, classes=4, channels=4, layers=_OF_VOLUMES), (4, 128, 128, 128), 2
+    ),
+    "video_decoder": Written(VideoDecoder, (16, 2, 60, 104), 1),
 }
 """The networks by their names for ``--model`` and ``--networks``."""

@@ -18,7 +18,7 @@ from fastconv.bench import campaign, environment, report, trials, verify
 from fastconv.bench.campaign import Summary
 from fastconv.bench.cases import DTYPES, FORMAT_TRIPLES, PASSES, PRECISIONS, modes
 from fastconv.bench.console import extra, follow, show
-from fastconv.bench.trials import NORMAL, Kinds, Trial
+from fastconv.bench.trials import AXES, NORMAL, Kinds, Trial
 from fastconv.bench.verify import Check
 from fastconv.commands import common, rows
 from fastconv.commands.common import UsageError, print_json, say, suite_files
@@ -70,6 +70,8 @@ def _trials(arguments: Namespace, device: torch.device) -> list[Trial]:
     """The trials to run: drawn at random, or those that the arguments select."""
     seed = arguments.seed or 0
     if not arguments.random:
+        if arguments.axes is not None:
+            raise UsageError("--axes restricts what --random draws: give both or neither")
         return [
             Trial(case, _misaligned(arguments), arguments.bias, arguments.data or NORMAL, seed)
             for case in common.select_cases(arguments, device)
@@ -83,6 +85,7 @@ def _trials(arguments: Namespace, device: torch.device) -> list[Trial]:
         arguments.passes or PASSES,
         modes(arguments.dtype or list(DTYPES), arguments.precision or PRECISIONS),
         arguments.format or FORMAT_TRIPLES,
+        arguments.axes or AXES,
     )
     most = trials.drawn_limits(device)
     far = FAR_SHARE if arguments.isolation else 0.0

@@ -33,12 +33,13 @@ def export(
         workload: the name of one of the benchmark's workloads, for example "dilated5x9".
         shape: sizes of input and weight and, where they differ from PyTorch's defaults, stride,
             padding, dilation and groups: ``"8x32x64x64 64x32x5x9 padding=2,4"``. Sequences have no
-            height, ``"8x32x4096 64x32x3"``; ``"8x32x64x64 32x16x4x4 transposed stride=2"`` is a
-            transposed convolution, which may have an ``output_padding``.
+            height, ``"8x32x4096 64x32x3"``, and volumes a depth, ``"2x8x16x64x64 8x8x3x3x3"``;
+            ``"8x32x64x64 32x16x4x4 transposed stride=2"`` is a transposed convolution, which may
+            have an ``output_padding``.
         reference: a Python file with a class ``Model``, and functions ``get_init_inputs`` and
             ``get_inputs`` that return the arguments of its constructor and of its ``forward``. The
-            file is executed. ``ModelNew`` is its ``Model`` with every ``nn.Conv1d``, ``nn.Conv2d``,
-            ``nn.ConvTranspose1d`` and ``nn.ConvTranspose2d`` replaced.
+            file is executed. ``ModelNew`` is its ``Model`` with every convolution of ``torch.nn``
+            replaced: ``nn.Conv1d``, ``nn.Conv2d``, ``nn.Conv3d`` and the transposed ones.
         output: the file to write; the text is returned in any case.
         attribute: the attribute of ``ModelNew`` that holds its convolution, which also names the
             parameters in the state dict. By default it is named after PyTorch's function, for

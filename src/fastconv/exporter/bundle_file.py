@@ -31,7 +31,7 @@ from fastconv.kernels.gpus import number as architecture_number
 from fastconv.ops.entries import Entry
 
 _TITLE = b"fastconv bundle\n"
-_FORMAT = 2  # changes with this layout, and with that of keys in native/entry.h
+_FORMAT = 3  # changes with this layout, and with that of keys in native/entry.h
 _TENSOR, _INTEGER, _MAP = range(3)  # the kinds of arguments in native/entry.h
 
 

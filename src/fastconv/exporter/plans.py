@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastconv.backends.cuda import operands_of
+from fastconv.backends.cuda import Seen, operands_of, seen_by_kernels
 from fastconv.errors import ExportError
 from fastconv.exporter.common import DTYPES
 from fastconv.kernels import planner
@@ -61,19 +61,28 @@ def tuned(problems: Sequence[Problem], dtypes: Sequence[str]) -> Iterator[Tuned]
         if dtype not in DTYPES:
             raise ExportError(f"dtype should be one of {', '.join(DTYPES)}, but got {dtype!r}")
     for problem in problems:
+        seen = _seen(problem)
         for dtype in dtypes:
             for precision in ("tf32", "ieee") if dtype == "float32" else ("ieee",):
-                operands = _operands(problem, dtype, precision)
+                operands = _operands(seen, dtype, precision)
                 for which, target in product(_PLANNERS, TARGETS):
-                    plan = _plan(which, problem, operands, target)
+                    plan = _plan(which, seen.problem, operands, target)
                     if plan is not None:
                         yield Tuned(target, which, problem, operands.scalar, precision, plan)
 
 
-def _operands(problem: Problem, dtype: str, precision: str) -> Operands:
-    """The operands that tuned plans are made for: contiguous tensors."""
-    _, group_in, height, width = problem.weight_shape
-    strides = (group_in * height * width, height * width, width, 1)
+def _seen(problem: Problem) -> Seen:
+    """A problem and its tensors, as kernels see them: tuned plans are for contiguous tensors.
+
+    Volumes that are images through other strides are planned as these: kernels take addresses.
+    """
+    shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
+    input, weight, output = (torch.empty(shape, device="meta") for shape in shapes)
+    return seen_by_kernels(problem, input, weight, output)
+
+
+def _operands(seen: Seen, dtype: str, precision: str) -> Operands:
+    strides = seen.weight.stride()
     return operands_of(getattr(torch, dtype), False, False, strides, True, precision)
 
 
@@ -124,15 +133,15 @@ def _targets() -> str:
 
 
 def _geometry(name: str, problem: Problem) -> str:
-    padding = (problem.padding.top, problem.padding.left)
+    stride, sides, dilation, groups = problem.geometry
     return (
         f"{name} = Geometry(\n"
         f"    input={problem.input_shape},\n"
         f"    weight={problem.weight_shape},\n"
-        f"    stride={problem.stride},\n"
-        f"    padding={padding},\n"
-        f"    dilation={problem.dilation},\n"
-        f"    groups={problem.groups},\n"
+        f"    stride={stride},\n"
+        f"    padding={sides[::2]},\n"
+        f"    dilation={dilation},\n"
+        f"    groups={groups},\n"
         ")"
     )
 

@@ -20,13 +20,15 @@ from torch.nn.modules.conv import _ConvNd
 
 from fastconv import files
 from fastconv.errors import ExportError
-from fastconv.problem import Padding, Problem
+from fastconv.problem import SIDES, Problem
 from fastconv.workloads import SUITES, Workload, WorkloadError, parse_shape
 
 LAYERS: dict[type[nn.Module], str] = {
     layer: layer.__name__
-    for layer in (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
-}
+    for layer in (
+        nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+    )
+}  # fmt: skip
 """PyTorch's layers that files replace, with the names of the classes that do."""
 
 
@@ -101,9 +103,9 @@ def _from_workload(workload: Workload, option: str, attribute: str | None) -> Su
     layer = f"Conv{'Transpose' if workload.transposed else ''}{workload.axes}d"
     before, after = workload.sides[::2], workload.sides[1::2]
     if before != after:
-        names = "(top, bottom, left, right)" if workload.axes == 2 else "(before, after)"
         raise ExportError(
-            f"nn.{layer} pads both sides alike, but got padding={tuple(workload.sides)} {names}"
+            f"nn.{layer} pads both sides alike, but got padding={tuple(workload.sides)} "
+            f"{SIDES[workload.axes]}"
         )
     if attribute is None:
         option += " --bare"
@@ -430,24 +432,22 @@ def _problem(module: _ConvNd, read: Tensor, written: Tensor | None, path: Path) 
         )
     input, weight = _image_shape(read), _image_shape(module.weight)
     stride, dilation = _of_image(module.stride, 1), _of_image(module.dilation, 1)
-    rows, columns = _of_image(module.padding, 0)
-    sides = Padding(rows, rows, columns, columns)
+    sides = tuple(side for both in _of_image(module.padding, 0) for side in (both, both))
     if written is None:
         return Problem.of(input, weight, stride, sides, dilation, module.groups)
     problem = Problem.of(_image_shape(written), weight, stride, sides, dilation, module.groups)
     if problem.output_shape == input:
         return problem
     # The output goes beyond all that the weight reaches: files compute what it reaches.
-    without = Padding(0, 0, 0, 0)
-    return Problem.of_transposed(input, weight, (0, 0), stride, without, dilation, module.groups)
+    more, without = (0,) * len(stride), (0,) * len(sides)
+    return Problem.of_transposed(input, weight, more, stride, without, dilation, module.groups)
 
 
 def _image_shape(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of an image or a weight, also of a sequence's, which is an image of one row."""
+    """The shape of a tensor of images or volumes, or of a sequence as an image of one row."""
     return (*tensor.shape[:2], *_of_image(tensor.shape[2:], 1))
 
 
-def _of_image(sizes: tuple[int, ...], across: int) -> tuple[int, int]:
-    """A pair for images, given the number across a sequence's one row."""
-    first, second = (across, *sizes)[-2:]
-    return first, second
+def _of_image(sizes: tuple[int, ...], across: int) -> tuple[int, ...]:
+    """The numbers along all axes, given that across a sequence's one row."""
+    return (across, *sizes) if len(sizes) == 1 else tuple(sizes)

@@ -50,8 +50,8 @@ conv2d: Callable[..., Any] | None = None
 """The library's function for eager calls, or None while Python serves them.
 
 ``conv2d(input, weight, bias, stride, padding, dilation, groups, precision, activation, residual,
-sequences)``, all by position, computes a convolution: ``conv1d``'s if ``sequences`` is True. With
-one more, the output padding, it computes a transposed convolution. It computes nothing and returns
+axes)``, all by position, computes a convolution along 1, 2 or 3 ``axes``. With one more, the output
+padding, it computes a transposed convolution. It computes nothing and returns
 NotImplemented for a call that PyTorch's dispatcher has to see, or in whose arguments something is
 wrong.
 """

@@ -94,23 +94,15 @@ inline Tensor conjugate(const Tensor& tensor) {
 }
 
 inline Tensor sum_of_positions(const Tensor& grad) {
-  if (grad.scalar_type() != at::kComplexHalf) return grad.sum({0, 2, 3});
-  return at::view_as_complex(at::view_as_real(grad.resolve_conj()).sum({0, 2, 3}));
+  const auto dims = all_but_channels(grad);
+  if (grad.scalar_type() != at::kComplexHalf) return grad.sum(dims);
+  return at::view_as_complex(at::view_as_real(grad.resolve_conj()).sum(dims));
 }
 
 // In PyTorch both gradients of a convolution have the memory format of its output; complex ones are
 // contiguous.
 inline at::MemoryFormat gradient_format(const Tensor& input, const Tensor& weight) {
-  const auto type = input.scalar_type();
-  const bool never = input.is_complex() || (type == at::kDouble && input.is_cuda());
-  const auto last = at::MemoryFormat::ChannelsLast;
-  const bool either =
-      input.suggest_memory_format() == last || weight.suggest_memory_format() == last;
-  return either && !never ? last : at::MemoryFormat::Contiguous;
-}
-
-inline std::array<int64_t, 2> size_of(const Tensor& tensor) {
-  return {tensor.size(2), tensor.size(3)};
+  return input.is_complex() ? at::MemoryFormat::Contiguous : joint_format(input, weight);
 }
 
 // The backward pass of a convolution, transposed or not: the operator `backward`.

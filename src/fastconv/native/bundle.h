@@ -16,7 +16,7 @@ namespace fastconv::host {
 static_assert(std::endian::native == std::endian::little, "the numbers of bundles");
 
 constexpr std::string_view kMagic = "fastconv bundle\n";
-constexpr int64_t kFormat = 2;  // changes with the layout of bundles and with that of keys
+constexpr int64_t kFormat = 3;  // changes with the layout of bundles and with that of keys
 constexpr int64_t kMostUnsigned = int64_t(1) << 32;
 
 // What plans depend on: a GPU's compute capability and its number of SMs.
@@ -178,7 +178,7 @@ inline BundledEntry read_entry(BundleReader& reader, size_t kernels) {
   BundledEntry read{{reader.number(), reader.number(), reader.number()}};
   Entry& entry = read.entry;
   entry.shape = reader.numbers();
-  entry.format = reader.below(2) ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous;
+  entry.format = reader.below(2) ? channels_last(entry.shape.size()) : at::MemoryFormat::Contiguous;
   entry.bias_elements = reader.number();
   for (bool& copied : entry.copied) copied = reader.below(2);
   entry.scratch_bytes = reader.number();
@@ -188,7 +188,8 @@ inline BundledEntry read_entry(BundleReader& reader, size_t kernels) {
   for (int64_t left = reader.count(); left > 0; --left) {
     read.launches.push_back(read_launch(reader, kernels));
   }
-  reader.check(entry.shape.size() == 4 && entry.bias_elements >= 0 && entry.scratch_bytes >= 0 &&
+  const size_t rank = entry.shape.size();
+  reader.check((rank == 4 || rank == 5) && entry.bias_elements >= 0 && entry.scratch_bytes >= 0 &&
                    entry.packs <= read.launches.size(),
                "an entry has sizes that are none");
   return read;

@@ -4,6 +4,7 @@
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <optional>
@@ -29,23 +30,65 @@ constexpr double kLeakySlope = 0.01;  // the default of PyTorch's leaky_relu
 enum Precision : int64_t { kIeee, kTf32, kPyTorchs };  // kPyTorchs: PyTorch's current setting
 constexpr std::array kPrecisions = {"ieee", "tf32"};
 
+// So many numbers for each axis: rows and columns, and before them the depth of volumes.
+template <size_t kEach>
+class PerAxis {
+ public:
+  explicit PerAxis(size_t axes = 2, int64_t value = 0) : size_(axes * kEach) {
+    std::fill(begin(), end(), value);
+  }
+
+  size_t size() const { return size_; }
+  int64_t* begin() { return values_.data(); }
+  int64_t* end() { return begin() + size_; }
+  const int64_t* begin() const { return values_.data(); }
+  const int64_t* end() const { return begin() + size_; }
+  int64_t& operator[](size_t i) { return values_[i]; }
+  int64_t operator[](size_t i) const { return values_[i]; }
+  operator at::IntArrayRef() const { return {begin(), size_}; }
+  std::vector<int64_t> list() const { return {begin(), end()}; }
+
+ private:
+  size_t size_;
+  std::array<int64_t, 3 * kEach> values_;
+};
+
+using Axes = PerAxis<1>;
+using Sides = PerAxis<2>;  // before and after
+
 struct Geometry {
-  std::array<int64_t, 2> stride;
-  std::array<int64_t, 4> padding;  // top, bottom, left, right
-  std::array<int64_t, 2> dilation;
+  Axes stride;
+  Sides padding;
+  Axes dilation;
   int64_t groups;
   int64_t precision;
 
-  static constexpr size_t kNumbers = 10;
+  static Geometry along(size_t axes) { return {Axes(axes, 1), Sides(axes), Axes(axes, 1), 1, 0}; }
+
+  size_t axes() const { return stride.size(); }
 
   std::vector<int64_t> numbers() const {
-    return {stride[0],  stride[1],   padding[0],  padding[1], padding[2],
-            padding[3], dilation[0], dilation[1], groups,     precision};
+    std::vector<int64_t> all = stride.list();
+    all.insert(all.end(), padding.begin(), padding.end());
+    all.insert(all.end(), dilation.begin(), dilation.end());
+    all.insert(all.end(), {groups, precision});
+    return all;
   }
 
   static Geometry of(const std::vector<int64_t>& n) {
-    TORCH_INTERNAL_ASSERT(n.size() == kNumbers);
-    return {{n[0], n[1]}, {n[2], n[3], n[4], n[5]}, {n[6], n[7]}, n[8], n[9]};
+    Geometry g = along((n.size() - 2) / 4);
+    TORCH_INTERNAL_ASSERT(n.size() == 4 * g.axes() + 2);
+    auto next = n.begin();
+    const auto fill = [&](auto& numbers) {
+      std::copy_n(next, numbers.size(), numbers.begin());
+      next += numbers.size();
+    };
+    fill(g.stride);
+    fill(g.padding);
+    fill(g.dilation);
+    g.groups = next[0];
+    g.precision = next[1];
+    return g;
   }
 };
 
@@ -55,9 +98,9 @@ struct Call {
   Pass pass;
   Tensor first{}, second{};  // the operator's first two tensors
   Tensor third{};            // the bias of a convolution
-  Geometry geometry{};
+  Geometry geometry = Geometry::along(2);
   // The input's or kernel's size, an argument of gradients; a transposed one's output padding.
-  std::array<int64_t, 2> size{};
+  Axes size{};
   std::optional<at::MemoryFormat> format{};  // the memory format of a gradient
   bool bias_grad = false;                    // whether a weight gradient computes the bias's too
   bool sequences = false;  // whether tensors have no rows: (N, C, L) instead of (N, C, 1, L)
@@ -88,6 +131,39 @@ inline Precision precision_of(const Call& call) {
   if (real != at::kFloat) return kIeee;  // only float32 has a choice of arithmetic
   if (call.geometry.precision != kPyTorchs) return Precision(call.geometry.precision);
   return allows_tf32(&at::Context::allowTF32CuDNN) ? kTf32 : kIeee;
+}
+
+// A tensor's sizes along all axes.
+inline Axes size_of(const Tensor& tensor) {
+  Axes size(tensor.dim() - 2);
+  std::copy_n(tensor.sizes().begin() + 2, size.size(), size.begin());
+  return size;
+}
+
+inline at::MemoryFormat channels_last(size_t rank) {
+  return rank == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
+}
+
+// Whether PyTorch's results of this type are contiguous, whatever the format of the operands: on
+// GPUs those of float64, and on CPUs volumes that oneDNN does not compute.
+inline bool is_always_contiguous(const Tensor& like) {
+  const auto type = c10::toRealValueType(like.scalar_type());
+  return type == at::kDouble && (like.is_cuda() || like.dim() == 5);
+}
+
+// Channels-last if either operand has it, which is PyTorch's rule.
+inline at::MemoryFormat joint_format(const Tensor& first, const Tensor& second) {
+  const auto last = channels_last(first.dim());
+  const bool either =
+      first.suggest_memory_format() == last || second.suggest_memory_format() == last;
+  return either && !is_always_contiguous(first) ? last : at::MemoryFormat::Contiguous;
+}
+
+// The dimensions that a bias's gradient is summed over.
+inline std::vector<int64_t> all_but_channels(const Tensor& tensor) {
+  std::vector<int64_t> dims{0};
+  for (int64_t dim = 2; dim < tensor.dim(); ++dim) dims.push_back(dim);
+  return dims;
 }
 
 }  // namespace fastconv::host

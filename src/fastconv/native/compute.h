@@ -27,7 +27,7 @@ namespace fastconv::host {
 // The sizes of a convolution, whichever of its passes a call computes.
 struct Sizes {
   int64_t batch, in_channels, out_channels;
-  std::array<int64_t, 2> image{}, kernel{}, output{};
+  Axes image, kernel, output;
 };
 
 inline void check_geometry(const Geometry& g) {
@@ -53,8 +53,10 @@ inline void check_tensors(const Call& call) {
                 "fastconv::", kOperators[call.pass],
                 " takes dense tensors of one type and one device");
     const bool is_bias = tensor == &call.third;
-    TORCH_CHECK(tensor->dim() == (is_bias ? 1 : 4), "fastconv::", kOperators[call.pass],
-                " takes 4-D tensors and a 1-D bias, but got one of size ", tensor->sizes());
+    const int64_t rank = 2 + call.geometry.axes();
+    TORCH_CHECK(tensor->dim() == (is_bias ? 1 : rank), "fastconv::", kOperators[call.pass],
+                " takes ", rank, "-D tensors and a 1-D bias, but got one of size ",
+                tensor->sizes());
   }
   TORCH_CHECK_NOT_IMPLEMENTED(
       first.scalar_type() != at::kBool && !c10::isFloat8Type(first.scalar_type()),
@@ -67,41 +69,51 @@ inline Sizes sizes_of(const Call& call) {
   check_geometry(g);
   check_tensors(call);
   const auto first = call.first.sizes(), second = call.second.sizes();
-  Sizes sizes{first[0], 0, 0};
+  const size_t axes = g.axes();
+  Sizes sizes{first[0], 0, 0, Axes(axes), Axes(axes), Axes(axes)};
   if (call.pass == kInputGrad) {
-    sizes = {first[0], second[1] * g.groups, second[0], call.size, {second[2], second[3]}};
+    sizes = {first[0],  second[1] * g.groups, second[0],
+             call.size, size_of(call.second), Axes(axes)};
   } else if (call.pass == kTransposed) {
-    sizes = {first[0], second[1] * g.groups, second[0], {}, {second[2], second[3]}};
-    for (const size_t axis : {0, 1}) {
+    sizes = {first[0],   second[1] * g.groups, second[0],
+             Axes(axes), size_of(call.second), Axes(axes)};
+    for (size_t axis = 0; axis < axes; ++axis) {
       const int64_t extent = g.dilation[axis] * (sizes.kernel[axis] - 1) + 1,
                     whole = (first[2 + axis] - 1) * g.stride[axis] + extent + call.size[axis];
       sizes.image[axis] = whole - g.padding[2 * axis] - g.padding[2 * axis + 1];
       TORCH_CHECK(sizes.image[axis] > 0, "the output of fastconv::transposed would have ",
-                  sizes.image[axis], " rows or columns");
+                  sizes.image[axis], " positions along an axis");
     }
   } else if (call.pass == kWeightGrad) {
-    sizes = {first[0], second[1], first[1], {second[2], second[3]}, call.size};
+    sizes = {first[0], second[1], first[1], size_of(call.second), call.size, Axes(axes)};
   } else {
-    sizes = {first[0], first[1], second[0], {first[2], first[3]}, {second[2], second[3]}};
+    sizes = {first[0], first[1], second[0], size_of(call.first), size_of(call.second), Axes(axes)};
     TORCH_CHECK(first[1] == second[1] * g.groups, "Given groups=", g.groups, ", weight of size ",
                 second, ", expected input of ", second[1] * g.groups, " channels, but got ", first);
   }
   TORCH_CHECK(sizes.in_channels % g.groups == 0 && sizes.out_channels % g.groups == 0,
               "fastconv takes channels that ", g.groups,
               " groups divide, but got tensors of sizes ", first, " and ", second);
-  for (const size_t axis : {0, 1}) {
+  for (size_t axis = 0; axis < axes; ++axis) {
     const int64_t padded = sizes.image[axis] + g.padding[2 * axis] + g.padding[2 * axis + 1],
                   extent = g.dilation[axis] * (sizes.kernel[axis] - 1) + 1;
     TORCH_CHECK(sizes.kernel[axis] > 0 && padded >= extent, "a kernel of ", extent,
-                " rows or columns does not fit into a padded input of ", padded);
+                " positions does not fit into a padded input of ", padded);
     sizes.output[axis] = (padded - extent) / g.stride[axis] + 1;
   }
   return sizes;
 }
 
+// The shape of a tensor: its first two sizes, and those along all axes.
+inline std::vector<int64_t> shape_of(int64_t first, int64_t second, const Axes& sizes) {
+  std::vector<int64_t> shape{first, second};
+  shape.insert(shape.end(), sizes.begin(), sizes.end());
+  return shape;
+}
+
 // Checks the tensors that have the output's size, its channels or its images.
 inline void check_outputs(const Call& call, const Sizes& sizes) {
-  const std::array shape{sizes.batch, sizes.out_channels, sizes.output[0], sizes.output[1]};
+  const auto shape = shape_of(sizes.batch, sizes.out_channels, sizes.output);
   const at::IntArrayRef expected(shape);
   const bool is_transposed = call.pass == kTransposed;
   const bool is_gradient = call.pass == kInputGrad || call.pass == kWeightGrad;
@@ -110,7 +122,7 @@ inline void check_outputs(const Call& call, const Sizes& sizes) {
   const char* name = is_gradient ? "grad_output" : is_transposed ? "an input" : "a residual";
   TORCH_CHECK(given == expected, "fastconv expected ", name, " of size ", expected, ", but got ",
               given);
-  const std::array image{sizes.batch, sizes.in_channels, sizes.image[0], sizes.image[1]};
+  const auto image = shape_of(sizes.batch, sizes.in_channels, sizes.image);
   TORCH_CHECK(
       !is_transposed || !call.residual.defined() || call.residual.sizes() == at::IntArrayRef(image),
       "fastconv expected a residual of size ", at::IntArrayRef(image), ", but got ",
@@ -170,26 +182,27 @@ inline Met met_by(int64_t tap, size_t axis, const Geometry& g, const Sizes& size
   return {first, last, stride, offset};
 }
 
-// Calls a function for each tap, with its row and column in the kernel and with the slices of the
-// image and of the output that it connects.
+// Calls a function for each tap that meets the image, with the slices of the image and of the
+// output that the tap connects, and with its own slice of the weight, from which `axis` on all axes
+// are left.
 template <class Function>
-void for_each_tap(const Tensor& image, const Tensor& output, const Geometry& g, const Sizes& sizes,
-                  const Function& function) {
-  for (int64_t row = 0; row < sizes.kernel[0]; ++row) {
-    const Met rows = met_by(row, 0, g, sizes);
-    for (int64_t column = 0; column < sizes.kernel[1]; ++column) {
-      const Met columns = met_by(column, 1, g, sizes);
-      if (rows.first >= rows.last || columns.first >= columns.last) continue;
-      function(row, column, columns.of_image(rows.of_image(image, 2), 3),
-               output.slice(2, rows.first, rows.last).slice(3, columns.first, columns.last));
-    }
+void for_each_tap(const Tensor& image, const Tensor& output, const Tensor& weight,
+                  const Geometry& g, const Sizes& sizes, const Function& function,
+                  size_t axis = 0) {
+  if (axis == g.axes()) return function(image, output, weight);
+  const int64_t dim = 2 + int64_t(axis);
+  for (int64_t tap = 0; tap < sizes.kernel[axis]; ++tap) {
+    const Met met = met_by(tap, axis, g, sizes);
+    if (met.first >= met.last) continue;
+    for_each_tap(met.of_image(image, dim), output.slice(dim, met.first, met.last),
+                 weight.select(2, tap), g, sizes, function, axis + 1);
   }
 }
 
 // A slice of images as matrices: (images, groups, channels of a group, pixels).
 inline Tensor matrices(const Tensor& slice, int64_t groups) {
-  return slice.reshape(
-      {slice.size(0), groups, slice.size(1) / groups, slice.size(2) * slice.size(3)});
+  const int64_t pixels = c10::multiply_integers(slice.sizes().slice(2));
+  return slice.reshape({slice.size(0), groups, slice.size(1) / groups, pixels});
 }
 
 inline Tensor new_sum(const Tensor& like, at::IntArrayRef shape) {
@@ -197,14 +210,17 @@ inline Tensor new_sum(const Tensor& like, at::IntArrayRef shape) {
 }
 
 // One tap of a weight: (groups, output channels of a group, input channels of a group).
-inline Tensor tap_of(const Tensor& weight, int64_t row, int64_t column, int64_t groups) {
-  const Tensor tap = weight.select(3, column).select(2, row);
+inline Tensor by_group(const Tensor& tap, int64_t groups) {
   return tap.reshape({groups, tap.size(0) / groups, tap.size(1)});
 }
 
 // Fills the result with activation(sum + bias + residual).
 inline void finish(const Call& call, const Tensor& sum, const Tensor& result) {
-  if (call.third.defined()) sum.add_(widened(call.third).reshape({-1, 1, 1}));
+  if (call.third.defined()) {
+    std::vector<int64_t> shape(1 + call.geometry.axes(), 1);
+    shape[0] = -1;
+    sum.add_(widened(call.third).reshape(shape));
+  }
   if (call.residual.defined()) sum.add_(widened(call.residual));
   result.copy_(activated(sum, call.activation, call.slope));
 }
@@ -213,10 +229,10 @@ inline void compute_forward(const Call& call, const Sizes& sizes, const Tensor& 
   const Tensor image = widened(call.first), weight = widened(call.second);
   const int64_t groups = call.geometry.groups;
   Tensor sum = new_sum(image, result.sizes());
-  for_each_tap(image, sum, call.geometry, sizes,
-               [&](int64_t row, int64_t column, const Tensor& from, const Tensor& to) {
-                 const Tensor tap = tap_of(weight, row, column, groups);
-                 to.add_(product(tap, matrices(from, groups)).reshape(to.sizes()));
+  for_each_tap(image, sum, weight, call.geometry, sizes,
+               [&](const Tensor& from, const Tensor& to, const Tensor& tap) {
+                 const Tensor left = by_group(tap, groups);
+                 to.add_(product(left, matrices(from, groups)).reshape(to.sizes()));
                });
   finish(call, sum, result);
 }
@@ -225,10 +241,10 @@ inline void compute_input_grad(const Call& call, const Sizes& sizes, const Tenso
   const Tensor grad = widened(call.first), weight = widened(call.second);
   const int64_t groups = call.geometry.groups;
   const Tensor sum = new_sum(grad, result.sizes());
-  for_each_tap(sum, grad, call.geometry, sizes,
-               [&](int64_t row, int64_t column, const Tensor& to, const Tensor& from) {
-                 const Tensor tap = tap_of(weight, row, column, groups).transpose(1, 2);
-                 to.add_(product(tap, matrices(from, groups)).reshape(to.sizes()));
+  for_each_tap(sum, grad, weight, call.geometry, sizes,
+               [&](const Tensor& to, const Tensor& from, const Tensor& tap) {
+                 const Tensor left = by_group(tap, groups).transpose(1, 2);
+                 to.add_(product(left, matrices(from, groups)).reshape(to.sizes()));
                });
   finish(call, sum, result);
 }
@@ -238,16 +254,15 @@ inline void compute_weight_grad(const Call& call, const Sizes& sizes, const Tens
   const Tensor grad = widened(call.first), image = widened(call.second);
   const int64_t groups = call.geometry.groups;
   const Tensor sum = new_sum(grad, result.sizes());
-  for_each_tap(image, grad, call.geometry, sizes,
-               [&](int64_t row, int64_t column, const Tensor& inputs, const Tensor& grads) {
+  for_each_tap(image, grad, sum, call.geometry, sizes,
+               [&](const Tensor& inputs, const Tensor& grads, const Tensor& tap) {
                  // (groups, channels of a group, images, pixels): one sum over all of them.
                  const Tensor left = matrices(grads, groups).permute({1, 2, 0, 3}).flatten(2);
                  const Tensor right = matrices(inputs, groups).permute({1, 2, 0, 3}).flatten(2);
-                 const Tensor tap = sum.select(3, column).select(2, row);
                  tap.copy_(at::matmul(left, right.transpose(1, 2)).reshape(tap.sizes()));
                });
   result.copy_(sum);
-  if (bias_grad.defined()) bias_grad.copy_(grad.sum({0, 2, 3}));
+  if (bias_grad.defined()) bias_grad.copy_(grad.sum(all_but_channels(grad)));
 }
 
 inline void compute(const Call& call, Precision, const Tensor& result, const Tensor& bias_grad) {
@@ -263,18 +278,15 @@ inline void compute(const Call& call, Precision, const Tensor& result, const Ten
 inline std::shared_ptr<const Entry> computed_entry(const Call& call) {
   const Sizes sizes = sizes_of(call);
   check_outputs(call, sizes);
-  const auto last = at::MemoryFormat::ChannelsLast;
-  const bool is_last =
-      call.first.suggest_memory_format() == last || call.second.suggest_memory_format() == last;
   const auto entry = std::make_shared<Entry>();
-  entry->shape = {sizes.batch, sizes.out_channels, sizes.output[0], sizes.output[1]};
+  entry->shape = shape_of(sizes.batch, sizes.out_channels, sizes.output);
   if (call.pass == kInputGrad || call.pass == kTransposed) {
-    entry->shape = {sizes.batch, sizes.in_channels, sizes.image[0], sizes.image[1]};
+    entry->shape = shape_of(sizes.batch, sizes.in_channels, sizes.image);
   } else if (call.pass == kWeightGrad) {
-    entry->shape = {sizes.out_channels, sizes.in_channels / call.geometry.groups, sizes.kernel[0],
-                    sizes.kernel[1]};
+    entry->shape =
+        shape_of(sizes.out_channels, sizes.in_channels / call.geometry.groups, sizes.kernel);
   }
-  entry->format = call.format.value_or(is_last ? last : at::MemoryFormat::Contiguous);
+  entry->format = call.format.value_or(joint_format(call.first, call.second));
   entry->bias_elements = call.bias_grad ? sizes.out_channels : 0;
   entry->fill = compute;
   return entry;

@@ -193,7 +193,7 @@ inline bool compute_by_kernels(const Call& call, const CpuPlan& plan, const Tens
                                const Tensor& bias_grad) {
   if (call.pass == kWeightGrad) {
     weight_grad_by_kernels(call, plan, result);
-    if (bias_grad.defined()) bias_grad.copy_(call.first.sum({0, 2, 3}));
+    if (bias_grad.defined()) bias_grad.copy_(call.first.sum(all_but_channels(call.first)));
     return true;
   }
   return call.pass == kForward || call.pass == kFused ? forward_by_kernels(call, plan, result)

@@ -87,8 +87,9 @@ inline Key key_of(const Call& call, Precision precision, bool portable = false) 
   key.reserve(64);
   // The key has the alignment of each tensor, because that of a tensor to be copied is irrelevant.
   key.insert(key.end(), {call.pass, precision, aligned(call.first), aligned(call.second),
-                         aligned_bias(call.third), call.bias_grad, call.size[0], call.size[1],
-                         call.format ? int64_t(*call.format) : -1, g.groups});
+                         aligned_bias(call.third), call.bias_grad,
+                         call.format ? int64_t(*call.format) : -1, g.groups, int64_t(g.axes())});
+  key.insert(key.end(), call.size.begin(), call.size.end());
   key.insert(key.end(), g.stride.begin(), g.stride.end());
   key.insert(key.end(), g.padding.begin(), g.padding.end());
   key.insert(key.end(), g.dilation.begin(), g.dilation.end());

@@ -72,14 +72,17 @@ void register_operators(const py::dict& kernels) {
 // --- Eager calls ---------------------------------------------------------------------------------
 
 // call(input, weight, bias, stride, padding, dilation, groups, precision, activation, residual,
-// sequences), all by position: a convolution, of sequences if the last one is True. With one more,
-// the output padding, it is a transposed convolution. It returns NotImplemented for a call that it
-// does not serve.
+// axes), all by position: a convolution along so many axes, 1, 2 or 3. With one more, the output
+// padding, it is a transposed convolution. It returns NotImplemented for a call that it does not
+// serve.
 PyObject* call_from_python(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 11 || count == 12, "call takes 11 or 12 arguments, not ", count);
   Call call{count == 12 ? kTransposed : kForward};
-  call.sequences = arguments[10] == Py_True;
+  int64_t axes = 0;
+  TORCH_CHECK_TYPE(parse(arguments[10], axes) && 1 <= axes && axes <= 3, "axes should be 1 to 3");
+  call.sequences = axes == 1;
+  call.geometry = Geometry::along(std::max<int64_t>(axes, 2));
   std::optional<Tensor> output;
   if (!at::impl::torch_function_mode_enabled() && parse_call(arguments, call)) {
     const py::gil_scoped_release others_may_run;

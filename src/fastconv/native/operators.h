@@ -32,13 +32,20 @@ inline bool read(const IValue& value, int64_t& number) {
   return true;
 }
 
-template <size_t kCount>
-bool read(const IValue& value, std::array<int64_t, kCount>& numbers) {
+template <size_t kEach>
+bool read(const IValue& value, PerAxis<kEach>& numbers, size_t axes) {
   if (!value.isIntList()) return false;
   const auto list = value.toIntList();
-  if (list.size() != kCount) return false;
+  if (list.size() != axes * kEach) return false;
+  numbers = PerAxis<kEach>(axes);
   std::copy(list.begin(), list.end(), numbers.begin());
   return true;
+}
+
+// The axes of a call that has so many strides; 0 for what is neither of images nor of volumes.
+inline size_t axes_of(const IValue& stride) {
+  const size_t count = stride.isIntList() ? stride.toIntList().size() : 0;
+  return count == 2 || count == 3 ? count : 0;
 }
 
 inline bool read(const IValue& value, std::optional<at::MemoryFormat>& format) {
@@ -54,13 +61,15 @@ bool read(const IValue& value, const Words& words, int64_t& index) {
 }
 
 inline bool read_geometry(const IValue* values, Geometry& g) {
+  const size_t axes = axes_of(values[0]);
+  if (!axes) return false;
   if (values[4].isNone()) {
     g.precision = kPyTorchs;
   } else if (!read(values[4], kPrecisions, g.precision)) {
     return false;
   }
-  return read(values[0], g.stride) && read(values[1], g.padding) && read(values[2], g.dilation) &&
-         read(values[3], g.groups);
+  return read(values[0], g.stride, axes) && read(values[1], g.padding, axes) &&
+         read(values[2], g.dilation, axes) && read(values[3], g.groups);
 }
 
 // Reads the arguments in the order of the schemas in ops/schema.py.
@@ -75,17 +84,18 @@ inline bool read_call(const IValue* values, Call& call) {
              read_geometry(values + 4, call.geometry) &&
              read(values[9], kActivations, call.activation);
     case kInputGrad:
-      return read(values[2], call.size) && read_geometry(values + 3, call.geometry) &&
-             read(values[8], call.format);
+      return read_geometry(values + 3, call.geometry) &&
+             read(values[2], call.size, call.geometry.axes()) && read(values[8], call.format);
     case kTransposed:
       call.slope = values[11].toDouble();
       return read(values[2], call.third) && read(values[3], call.residual) &&
-             read(values[4], call.size) && read_geometry(values + 5, call.geometry) &&
+             read_geometry(values + 5, call.geometry) &&
+             read(values[4], call.size, call.geometry.axes()) &&
              read(values[10], kActivations, call.activation);
     case kWeightGrad:
       call.bias_grad = values[8].toBool();
-      return read(values[2], call.size) && read_geometry(values + 3, call.geometry) &&
-             read(values[9], call.format);
+      return read_geometry(values + 3, call.geometry) &&
+             read(values[2], call.size, call.geometry.axes()) && read(values[9], call.format);
     case kBackward:
       break;  // it is two calls
   }
@@ -94,22 +104,23 @@ inline bool read_call(const IValue* values, Call& call) {
 
 // Whether the weight has the input's channels. All else that has to agree, one of the two passes
 // finds.
-inline bool have_channels(const Tensor& input, const Tensor& weight, int64_t groups,
+inline bool have_channels(const Tensor& input, const Tensor& weight, const Geometry& geometry,
                           bool transposed) {
-  return input.dim() == 4 && weight.dim() == 4 &&
-         input.size(1) == (transposed ? weight.size(0) : weight.size(1) * groups);
+  const int64_t rank = 2 + geometry.axes();
+  return input.dim() == rank && weight.dim() == rank &&
+         input.size(1) == (transposed ? weight.size(0) : weight.size(1) * geometry.groups);
 }
 
 // Reads the arguments of `backward`; nothing for what only Python takes.
 inline std::optional<Backward> read_backward(const IValue* values) {
   Tensor grad, input, weight;
-  Geometry geometry{};
+  Geometry geometry = Geometry::along(2);
   if (!read(values[0], grad) || !read(values[1], input) || !read(values[2], weight) ||
       !read_geometry(values + 3, geometry)) {
     return {};
   }
   const bool transposed = values[8].toBool();
-  if (!have_channels(input, weight, geometry.groups, transposed)) return {};
+  if (!have_channels(input, weight, geometry, transposed)) return {};
   return Backward{grad, input, weight, geometry, transposed, values[9].toBool()};
 }
 

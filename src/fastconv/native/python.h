@@ -103,7 +103,7 @@ inline decltype(Entry::fill) filled_by_kernels(const py::object& plan,
 inline std::shared_ptr<const Entry> entry_of(const py::object& made) {
   const auto entry = std::make_shared<Entry>();
   entry->shape = made.attr("shape").cast<std::vector<int64_t>>();
-  entry->format = made.attr("channels_last").cast<bool>() ? at::MemoryFormat::ChannelsLast
+  entry->format = made.attr("channels_last").cast<bool>() ? channels_last(entry->shape.size())
                                                           : at::MemoryFormat::Contiguous;
   entry->bias_elements = made.attr("bias_elements").cast<int64_t>();
   entry->copied = made.attr("copied").cast<std::array<bool, 2>>();
@@ -128,7 +128,8 @@ inline std::shared_ptr<const Entry> entry_of(const py::object& made) {
 // The operator's arguments, in the order of its schema.
 inline py::tuple arguments_of(const Call& call, const py::object& precision) {
   const Geometry& g = call.geometry;
-  const auto geometry = py::make_tuple(g.stride, g.padding, g.dilation, g.groups, precision);
+  const auto geometry =
+      py::make_tuple(g.stride.list(), g.padding.list(), g.dilation.list(), g.groups, precision);
   const auto both = py::make_tuple(wrapped(call.first), wrapped(call.second));
   const auto format = call.format ? py::cast(*call.format) : py::none();
   if (call.pass == kForward) return both + py::make_tuple(wrapped(call.third)) + geometry;
@@ -137,10 +138,10 @@ inline py::tuple arguments_of(const Call& call, const py::object& precision) {
            py::make_tuple(kActivations[call.activation], call.slope);
   }
   if (call.pass == kTransposed) {
-    return both + py::make_tuple(wrapped(call.third), wrapped(call.residual), call.size) +
+    return both + py::make_tuple(wrapped(call.third), wrapped(call.residual), call.size.list()) +
            geometry + py::make_tuple(kActivations[call.activation], call.slope);
   }
-  const auto common = both + py::make_tuple(call.size) + geometry;
+  const auto common = both + py::make_tuple(call.size.list()) + geometry;
   if (call.pass == kInputGrad) return common + py::make_tuple(format);
   return common + py::make_tuple(call.bias_grad, format);
 }
@@ -193,24 +194,29 @@ inline PyObject* alone(PyObject* object) {
   return some.size() == 1 ? some[0] : object;
 }
 
-// Parses a number for each axis, which may be one for both. Sequences have the second axis alone.
-inline bool parse_axes(PyObject* object, bool sequences, std::array<int64_t, 2>& values) {
+// Parses a number for each axis, which may be one for all. Sequences have the second axis alone.
+inline bool parse_axes(PyObject* object, bool sequences, Axes& values) {
   if (sequences) return parse(alone(object), values[1]);
-  if (!parse(alone(object), values[0])) return parse_two(object, values[0], values[1]);
-  values[1] = values[0];
+  if (parse(alone(object), values[0])) {
+    std::fill(values.begin(), values.end(), int64_t(values[0]));
+    return true;
+  }
+  const auto each = elements(object);
+  if (each.size() != values.size()) return false;
+  for (size_t axis = 0; axis < each.size(); ++axis) {
+    if (!parse(each[axis], values[axis])) return false;
+  }
   return true;
 }
 
 // Parses "valid" and "same", for the axes from `first` on.
 inline bool parse_named_padding(PyObject* object, const Tensor& weight, size_t first, Geometry& g) {
   if (!PyUnicode_CheckExact(object)) return false;
-  g.padding = {};
+  g.padding = Sides(g.axes());
   if (PyUnicode_CompareWithASCIIString(object, "valid") == 0) return true;
-  if (PyUnicode_CompareWithASCIIString(object, "same") != 0 || g.stride[0] != 1 ||
-      g.stride[1] != 1) {
-    return false;
-  }
-  for (size_t axis = first; axis < 2; ++axis) {
+  const bool dense = std::all_of(g.stride.begin(), g.stride.end(), [](auto s) { return s == 1; });
+  if (PyUnicode_CompareWithASCIIString(object, "same") != 0 || !dense) return false;
+  for (size_t axis = first; axis < g.axes(); ++axis) {
     int64_t both;
     const int64_t taps = weight.size(2 + axis - first);
     if (__builtin_mul_overflow(g.dilation[axis], taps - 1, &both)) return false;
@@ -222,25 +228,30 @@ inline bool parse_named_padding(PyObject* object, const Tensor& weight, size_t f
 }
 
 // Parses the padding of each axis, as one number for both of its sides or as two.
-inline bool parse_sides(PyObject* object, bool sequences, std::array<int64_t, 4>& padding) {
-  std::array<int64_t, 2> both{};
+inline bool parse_sides(PyObject* object, bool sequences, Sides& padding) {
+  const size_t count = padding.size() / 2, first = sequences;
+  Axes both(count);
   if (parse_axes(object, sequences, both)) {
-    padding = {both[0], both[0], both[1], both[1]};
+    for (size_t axis = 0; axis < count; ++axis) {
+      padding[2 * axis] = padding[2 * axis + 1] = both[axis];
+    }
     return true;
   }
-  padding = {};
+  padding = Sides(count);
   const auto axes = elements(object);
-  if (axes.size() != (sequences ? 1 : 2)) return false;
-  return (sequences || parse_two(axes[0], padding[0], padding[1])) &&
-         parse_two(axes.back(), padding[2], padding[3]);
+  if (axes.size() != count - first) return false;
+  for (size_t axis = first; axis < count; ++axis) {
+    if (!parse_two(axes[axis - first], padding[2 * axis], padding[2 * axis + 1])) return false;
+  }
+  return true;
 }
 
 // Parses the sizes that the output has in addition. Where they are not below the stride, the weight
 // may not reach them, which Python takes care of.
 inline bool parse_output_padding(PyObject* object, Call& call) {
-  call.size = {};
+  call.size = Axes(call.geometry.axes());
   if (!parse_axes(object, call.sequences, call.size)) return false;
-  for (const size_t axis : {0, 1}) {
+  for (size_t axis = 0; axis < call.size.size(); ++axis) {
     if (call.size[axis] < 0 || call.size[axis] >= call.geometry.stride[axis]) return false;
   }
   return true;
@@ -286,13 +297,14 @@ inline bool parse_epilogue(PyObject* activation, PyObject* residual, Call& call)
   return parse_activation(activation, call);
 }
 
-// Whether tensors have the dimensions of images or sequences, in a batch or not. Other errors in
-// sizes are found by the operator.
+// Whether tensors have the dimensions of sequences, images or volumes, in a batch or not. Other
+// errors in sizes are found by the operator.
 inline bool have_dimensions(const Call& call) {
   for (const Tensor& tensor : {call.first, call.second}) {
     if (tensor.is_nested() || tensor.layout() != at::kStrided) return false;
   }
-  const int64_t batched = call.sequences ? 3 : 4, dimensions = call.first.dim();
+  const int64_t batched = call.sequences ? 3 : 2 + call.geometry.axes();
+  const int64_t dimensions = call.first.dim();
   return call.second.dim() == batched && (dimensions == batched || dimensions == batched - 1);
 }
 
@@ -304,7 +316,6 @@ inline bool has_dimensions(const Tensor& residual, int64_t dimensions) {
 // output padding; its padding has no name.
 inline bool parse_geometry(PyObject* const* arguments, Call& call) {
   Geometry& g = call.geometry;
-  g.stride = g.dilation = {1, 1};
   if (!parse_axes(arguments[3], call.sequences, g.stride) ||
       !parse_axes(arguments[5], call.sequences, g.dilation) || !parse(arguments[6], g.groups)) {
     return false;

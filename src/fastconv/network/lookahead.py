@@ -24,7 +24,14 @@ from fastconv.backends import cuda
 from fastconv.geometry import sides_without_names
 from fastconv.kernels import planner
 from fastconv.kernels.planner import Switch
-from fastconv.modules import Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d
+from fastconv.modules import (
+    Conv1d,
+    Conv2d,
+    Conv3d,
+    ConvTranspose1d,
+    ConvTranspose2d,
+    ConvTranspose3d,
+)
 from fastconv.ops import devices, hooks
 from fastconv.ops.schema import OPERATORS, Operator, Result, gradient_format
 
@@ -180,6 +187,8 @@ def _next_needs(
     many channels. Layers and pools along another number of axes are assumed not to be called.
     """
     axes, latest = len(layer.kernel_size), layer.out_channels
+    if len(need.problem.axes) != max(axes, 2):
+        return  # Images stand for the layer's volumes, whose sizes they do not tell.
     sizes = {layer.in_channels: _size_read(need), latest: _size_written(need)}
     found = set[cuda.Need]()
     module: Any
@@ -187,24 +196,26 @@ def _next_needs(
         if type(module) in _POOLS[axes]:
             sizes[latest] = _pooled(module, axes, sizes[latest])
         elif _is_plain(module) and len(module.kernel_size) == axes and module.in_channels in sizes:
-            one = _layer_need(module, sizes[module.in_channels], need)
+            one, written = _layer_need(module, sizes[module.in_channels], need)
             latest = module.out_channels
-            sizes[latest] = _size_written(one)
+            sizes[latest] = written
             if one not in found and not cuda.is_ready(one):
                 found.add(one)
                 yield module, one
 
 
-def _size_read(need: cuda.Need) -> tuple[int, int]:
-    """The size of a layer's input, as images."""
+def _size_read(need: cuda.Need) -> tuple[int, ...]:
+    """The size of a layer's input, as images or volumes."""
     problem = need.problem
-    return problem.input_size if need.plan is planner.forward else problem.output_size
+    read = problem.input_shape if need.plan is planner.forward else problem.output_shape
+    return read[2:]
 
 
-def _size_written(need: cuda.Need) -> tuple[int, int]:
-    """The size of a layer's output, as images. A transposed layer is an input gradient."""
+def _size_written(need: cuda.Need) -> tuple[int, ...]:
+    """The size of a layer's output. A transposed layer is an input gradient."""
     problem = need.problem
-    return problem.output_size if need.plan is planner.forward else problem.input_size
+    written = problem.output_shape if need.plan is planner.forward else problem.input_shape
+    return written[2:]
 
 
 def _following(modules: Iterator[nn.Module], layer: nn.Module) -> Iterator[nn.Module]:
@@ -229,15 +240,21 @@ def _operator_of(layer: Any) -> Operator:
     return OPERATORS["transposed" if layer.transposed else "forward"]
 
 
-def _pooled(pool: nn.Module, axes: int, size: tuple[int, int]) -> tuple[int, int]:
+def _pooled(pool: nn.Module, axes: int, size: tuple[int, ...]) -> tuple[int, ...]:
     # The forward of its class is called: one of the instance's own must not see a meta tensor.
     pooled = type(pool).forward(pool, torch.empty(1, 1, *size[-axes:], device="meta"))
     return (*size[:-axes], *pooled.shape[2:])
 
 
-def _layer_need(layer: Any, size: tuple[int, int], like: cuda.Need) -> cuda.Need:
-    """What a layer needs for images of this size whose type and format are those of ``like``."""
-    format = torch.channels_last if like.output_channels_last else torch.contiguous_format
+def _layer_need(
+    layer: Any, size: tuple[int, ...], like: cuda.Need
+) -> tuple[cuda.Need, tuple[int, ...]]:
+    """What a layer needs for images of this size, and the size of its output.
+
+    Type and format of the images are those of ``like``.
+    """
+    last = torch.channels_last if len(size) == 2 else torch.channels_last_3d
+    format = last if like.output_channels_last else torch.contiguous_format
     shape = (like.problem.batch, layer.in_channels, *size)
     input = torch.empty(shape, dtype=like.dtype, device="meta", memory_format=format)
     weight = layer._parameters["weight"].detach().to("meta", like.dtype)
@@ -257,7 +274,7 @@ def _layer_need(layer: Any, size: tuple[int, int], like: cuda.Need) -> cuda.Need
     result = operator.describe(operator.check, *args)
     found = devices.need(operator, result, args, like.switch)
     assert found is not None  # it is None only for complex or empty tensors
-    return found._replace(device=like.device)
+    return found._replace(device=like.device), result.shape[2:]
 
 
 def _sides(layer: Any) -> tuple[int, ...]:
@@ -281,5 +298,9 @@ def _running_modules() -> list[nn.Module]:
 
 
 _CALL = nn.Module._call_impl.__code__
-_LAYERS = (Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d)
-_POOLS = {1: (nn.MaxPool1d, nn.AvgPool1d), 2: (nn.MaxPool2d, nn.AvgPool2d)}  # by axes
+_LAYERS = (Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
+_POOLS = {
+    1: (nn.MaxPool1d, nn.AvgPool1d),
+    2: (nn.MaxPool2d, nn.AvgPool2d),
+    3: (nn.MaxPool3d, nn.AvgPool3d),
+}  # by axes

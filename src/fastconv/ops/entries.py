@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, channels_last
+from torch import Tensor, contiguous_format
 
 from fastconv.backends import cuda
 from fastconv.backends.cpu.plans import CpuPlan, Pass, plan
@@ -89,7 +89,7 @@ def _is_empty(operator: Operator, result: Result) -> bool:
 
 def _empty(result: Result) -> Entry:
     """An entry that allocates the result and computes nothing."""
-    return Entry(result.shape, result.memory_format == channels_last, 0)
+    return Entry(result.shape, result.memory_format != contiguous_format, 0)
 
 
 def _without_launches(result: Result, given: Arguments) -> Entry:
@@ -141,7 +141,7 @@ def _cpu_plan(operator: Operator, result: Result) -> CpuPlan | None:
         _PASSES[operator.plan],
         result.dtype,
         result.epilogue,
-        result.memory_format == channels_last,
+        result.memory_format != contiguous_format,
     )
     return None if isinstance(found, str) else found
 

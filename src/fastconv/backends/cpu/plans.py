@@ -66,6 +66,8 @@ def plan(
 
     ``channels_last`` is the memory format of the result.
     """
+    if problem.depth is not None:
+        return "a volume is computed plane by plane"
     if dtype not in _BYTES:
         return f"the kernels do not multiply {dtype}"
     if epilogue.activation not in _ACTIVATIONS:

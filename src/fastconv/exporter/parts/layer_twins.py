@@ -4,14 +4,22 @@ import copy
 
 from torch import nn
 
-from fastconv.exporter.parts.layers import Conv1d, ConvTranspose1d, ConvTranspose2d
+from fastconv.exporter.parts.layers import (
+    Conv1d,
+    Conv3d,
+    ConvTranspose1d,
+    ConvTranspose2d,
+    ConvTranspose3d,
+)
 from fastconv.exporter.parts.runtime import Conv2d
 
 # PyTorch's classes by ours; a class comes before those that it is derived from.
 TWINS = {
     ConvTranspose1d: nn.ConvTranspose1d,
+    ConvTranspose3d: nn.ConvTranspose3d,
     ConvTranspose2d: nn.ConvTranspose2d,
     Conv1d: nn.Conv1d,
+    Conv3d: nn.Conv3d,
     Conv2d: nn.Conv2d,
 }
 
@@ -21,7 +29,7 @@ def pytorch_twin(module: nn.Module) -> nn.Module:
     if isinstance(module, Conv2d):
         twin_class = next(theirs for ours, theirs in TWINS.items() if isinstance(module, ours))
         sizes = {
-            name: getattr(module, name)[4 - module.weight.dim() :]
+            name: getattr(module, name)[2 - module.weight.dim() :]
             for name in ("kernel_size", "stride", "padding", "dilation", "output_padding")
             if hasattr(module, name)
         }

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fastconv.exporter.parts.portable import Axis, Geometry
-from fastconv.exporter.parts.runtime import Conv2d, Convolution, compute, is_channels_last, pair
+from fastconv.exporter.parts.runtime import Conv2d, Convolution, compute, joint_format
 
 
 class TransposedConvolution(torch.autograd.Function):
@@ -25,8 +25,7 @@ class TransposedConvolution(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
     ) -> Tensor:
-        channels_last = is_channels_last(input) or is_channels_last(weight)
-        ctx.format = torch.channels_last if channels_last else torch.contiguous_format
+        ctx.format = joint_format(input, weight)
         ctx.geometry = geometry
         input, weight = input.contiguous(memory_format=ctx.format), weight.contiguous()
         ctx.save_for_backward(input, weight)
@@ -35,12 +34,14 @@ class TransposedConvolution(torch.autograd.Function):
         )
         tensors = {"input": input, "weight": weight, "output": output}
         # At positions without a tap kernels store zeros, to which they would not add the bias.
-        in_kernel = all(Axis.of(True, geometry, axis).reaches_all for axis in (0, 1))
+        in_kernel = all(
+            Axis.of(True, geometry, axis).reaches_all for axis in range(input.dim() - 2)
+        )
         if bias is not None and in_kernel:
             tensors["bias"] = bias.contiguous()
         compute(ctx, {"input_grad": tensors})
         if bias is not None and not in_kernel:
-            output += bias[:, None, None]
+            output += everywhere(bias, output)
         return output
 
     @staticmethod
@@ -56,11 +57,17 @@ class TransposedConvolution(torch.autograd.Function):
             outputs["weight_grad"] = torch.empty_like(weight)
             passes["weight_grad"] = {"grad_output": input, "input": grad_output}
         if ctx.needs_input_grad[2]:
-            bias_grad = grad_output.sum((0, 2, 3))
+            bias_grad = grad_output.sum((0, *range(2, grad_output.dim())))
         for which, output in outputs.items():
             passes[which]["output"] = output
         compute(ctx, passes)
         return outputs.get("forward"), outputs.get("weight_grad"), bias_grad, None
+
+
+class Conv3d(Conv2d):
+    """A 3-D convolution with the arguments, parameters and initial values of ``nn.Conv3d``."""
+
+    axes = 3
 
 
 class Conv1d(Conv2d):
@@ -124,13 +131,13 @@ class ConvTranspose2d(Conv2d):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] = 0,
-        output_padding: int | tuple[int, int] = 0,
+        kernel_size: int | tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: int | tuple[int, ...] = 0,
+        output_padding: int | tuple[int, ...] = 0,
         groups: int = 1,
         bias: bool = True,
-        dilation: int | tuple[int, int] = 1,
+        dilation: int | tuple[int, ...] = 1,
         padding_mode: str = "zeros",
         device: Any = None,
         dtype: Any = None,
@@ -139,7 +146,7 @@ class ConvTranspose2d(Conv2d):
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias,
             padding_mode, device, dtype,
         )  # fmt: skip
-        self.output_padding = pair("output_padding", output_padding, least=0)
+        self.output_padding = self.each("output_padding", output_padding, least=0)
 
     def reset_parameters(self) -> None:
         """Draws the parameters; at the first call, by the constructor, it shapes the weight."""
@@ -151,47 +158,49 @@ class ConvTranspose2d(Conv2d):
         return self.transpose(x, self.weight, output_size)
 
     def transpose(self, x: Tensor, weight: Tensor, output_size: list[int] | None) -> Tensor:
-        """The transposed convolution of images; ``output_size`` ends with its height and width."""
-        whole = [
+        """The transposed convolution; ``output_size`` ends with the sizes along its axes."""
+        axes = range(self.axes)
+        whole = tuple(
             (x.shape[2 + i] - 1) * self.stride[i] + self.dilation[i] * (weight.shape[2 + i] - 1) + 1
-            for i in (0, 1)
-        ]
-        least = [whole[i] - 2 * self.padding[i] for i in (0, 1)]
+            for i in axes
+        )
+        least = [whole[i] - 2 * self.padding[i] for i in axes]
         more = self.output_padding
         if output_size is not None:
-            more = (output_size[-2] - least[0], output_size[-1] - least[1])
-        if not all(0 <= more[i] < max(self.stride[i], self.dilation[i]) for i in (0, 1)):
+            more = tuple(output_size[i - self.axes] - least[i] for i in axes)
+        if not all(0 <= more[i] < max(self.stride[i], self.dilation[i]) for i in axes):
             raise ValueError(
                 "output_padding should be at least 0, and below the stride or the dilation, but "
                 f"got {more}, with stride={self.stride}, dilation={self.dilation}"
             )
-        size = (least[0] + more[0], least[1] + more[1])
+        size = tuple(least[i] + more[i] for i in axes)
         if min(size) < 1:
             raise ValueError(
-                f"the output would have {size[0]} rows and {size[1]} columns: input of shape "
+                f"the output would be of size {'x'.join(map(str, size))}: input of shape "
                 f"{tuple(x.shape)}, kernel_size={self.kernel_size}, padding={self.padding}"
             )
-        if more[0] < self.stride[0] and more[1] < self.stride[1]:
+        if all(more[i] < self.stride[i] for i in axes):
             return self.written(x, weight, self.bias, size, self.padding)
         # The output goes beyond all that the weight reaches.
-        reached = self.written(x, weight, None, (whole[0], whole[1]), (0, 0))
+        reached = self.written(x, weight, None, whole, (0,) * self.axes)
         output = reached.new_zeros(reached.shape[0], reached.shape[1], *size)
-        if is_channels_last(reached):
-            output = output.contiguous(memory_format=torch.channels_last)
-        top, left = self.padding
-        rows, columns = (max(0, min(size[i], whole[i] - self.padding[i])) for i in (0, 1))
-        output[:, :, :rows, :columns] = reached[:, :, top : top + rows, left : left + columns]
-        return output if self.bias is None else output + self.bias[:, None, None]
+        output = output.contiguous(memory_format=joint_format(reached))
+        ends = [max(0, min(size[i], whole[i] - self.padding[i])) for i in axes]
+        every = (slice(None), slice(None))
+        inside = tuple(slice(end) for end in ends)
+        within = tuple(slice(self.padding[i], self.padding[i] + ends[i]) for i in axes)
+        output[every + inside] = reached[every + within]
+        return output if self.bias is None else output + everywhere(self.bias, output)
 
     def written(
         self,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        size: tuple[int, int],
-        padding: tuple[int, int],
+        size: tuple[int, ...],
+        padding: tuple[int, ...],
     ) -> Tensor:
-        """The output of this height and width, each of which the input's size determines."""
+        """The output of this size, which the input's does not fully determine."""
         geometry = Geometry(
             (x.shape[0], self.out_channels, *size),
             tuple(weight.shape),
@@ -204,6 +213,12 @@ class ConvTranspose2d(Conv2d):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, output_padding={self.output_padding}"
+
+
+class ConvTranspose3d(ConvTranspose2d):
+    """A 3-D transposed convolution with the arguments, parameters and values of PyTorch's."""
+
+    axes = 3
 
 
 class ConvTranspose1d(ConvTranspose2d):
@@ -246,6 +261,11 @@ class ConvTranspose1d(ConvTranspose2d):
 
     def check(self, x: Tensor) -> None:
         super().check(sequence_as_image(x, self.in_channels))
+
+
+def everywhere(bias: Tensor, output: Tensor) -> Tensor:
+    """A bias in the shape that adds it at all positions of an output."""
+    return bias.view(-1, *[1] * (output.dim() - 2))
 
 
 def shape_weight(layer: Conv2d, first: int, second: int, *kernel_size: int) -> None:

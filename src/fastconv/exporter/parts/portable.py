@@ -122,19 +122,19 @@ class Target(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """The shapes and parameters of a convolution."""
+    """The shapes and parameters of a convolution along two axes, or three: depth comes first."""
 
     input: tuple[int, ...]
     weight: tuple[int, ...]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
     groups: int
 
     @property
     def output(self) -> tuple[int, ...]:
         sizes = []
-        for axis in (0, 1):
+        for axis in range(len(self.stride)):
             extent = self.dilation[axis] * (self.weight[2 + axis] - 1) + 1
             padded = self.input[2 + axis] + 2 * self.padding[axis]
             sizes.append((padded - extent) // self.stride[axis] + 1)
@@ -193,6 +193,9 @@ class Axis(NamedTuple):
         return 1 if taps == 1 else self.in_stride
 
 
+ONE_PLANE = Axis(1, 1, 1, 1, 0, 1, True)  # the depth of an image
+
+
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -226,10 +229,12 @@ def convolution_plan(geometry: Geometry, operands: Operands, transposed: bool) -
     """The plan of a forward convolution, or of an input gradient (``transposed``)."""
     batch, groups = geometry.input[0], geometry.groups
     group_in, group_out = geometry.weight[1], geometry.weight[0] // groups
-    in_size, out_size = geometry.input[2:], geometry.output[2:]
+    in_size, out_size = geometry.input[-2:], geometry.output[-2:]
     if transposed:
         group_in, group_out, in_size, out_size = group_out, group_in, out_size, in_size
-    rows, columns = (Axis.of(transposed, geometry, i) for i in (0, 1))
+    axes = [Axis.of(transposed, geometry, i) for i in range(len(geometry.stride))]
+    depth, rows, columns = (ONE_PLANE, *axes)[-3:]
+    reads = group_in * depth.taps  # the planes that an output plane reads are further channels
     # Channels go to a thread's registers first, then to lanes. The other lanes, and all warps, take
     # pixels.
     channels_per_thread = power_of_two_for(group_out, 8)
@@ -238,7 +243,7 @@ def convolution_plan(geometry: Geometry, operands: Operands, transposed: bool) -
     lanes_y = 32 // (lanes_m * lanes_x)
     tile = (channels_per_thread * lanes_m, WARPS * lanes_y, PIXELS * lanes_x)
 
-    for channels, tap_rows, tap_columns in convolution_stages(rows.taps, columns.taps, group_in):
+    for channels, tap_rows, tap_columns in convolution_stages(rows.taps, columns.taps, reads):
         distance = columns.distance(tap_columns)
         vector = 1
         if columns.residues == 1 and distance == columns.in_stride and tap_columns == columns.taps:
@@ -269,6 +274,7 @@ def convolution_plan(geometry: Geometry, operands: Operands, transposed: bool) -
         "out_height": out_size[0],
         "out_width": out_size[1],
         **kernel_constants(geometry),
+        **depth_constants(geometry, transposed),
         "in_channels_last": operands.channels_last,
         "out_channels_last": operands.channels_last,
         "channels_per_thread": channels_per_thread,
@@ -294,23 +300,26 @@ def convolution_plan(geometry: Geometry, operands: Operands, transposed: bool) -
         ceil_div(group_out, tile[0])
         * ceil_div(rows.positions, tile[1])
         * ceil_div(columns.positions, tile[2])
+        * depth.positions
         * groups
+        * depth.residues
         * rows.residues
         * columns.residues
     )
     require("blocks of one image", blocks)
     packed = (
-        rows.residues
+        depth.residues
+        * rows.residues
         * columns.residues
         * groups
         * round_up(group_out, tile[0])
-        * round_up(group_in, channels)
+        * round_up(reads, channels)
         * round_up(rows.taps, tap_rows)
         * round_up(columns.taps, tap_columns)
     )
     code = ("direct/forward/kernel.cuh", tuple(constants.items()))
     launches = [helper_launch(code, "pack", packed, ("weight", "scratch"))]
-    if not (rows.reaches_all and columns.reaches_all):
+    if not all(axis.reaches_all for axis in axes):
         elements = math.prod(geometry.input)
         launches.append(helper_launch(code, "clear", elements, ("output", batch)))
     at_once = MOST_BLOCKS // blocks
@@ -325,10 +334,10 @@ def convolution_plan(geometry: Geometry, operands: Operands, transposed: bool) -
     return Plan(tuple(launches), packed * 4)
 
 
-def convolution_stages(rows: int, columns: int, group_in: int) -> tuple[tuple[int, int, int], ...]:
+def convolution_stages(rows: int, columns: int, reads: int) -> tuple[tuple[int, int, int], ...]:
     """Candidates for a stage's channels, kernel rows and kernel columns, the best first."""
     part = ceil_div(columns, ceil_div(columns, MOST_PART_TAPS))
-    most = min(group_in, max(STAGE_PRODUCTS // (rows * part), 1), 16)
+    most = min(reads, max(STAGE_PRODUCTS // (rows * part), 1), 16)
     whole = tuple((channels, rows, part) for channels in range(most, 0, -1))
     return (*whole, (1, 1, part), (1, 1, 1))
 
@@ -336,8 +345,10 @@ def convolution_stages(rows: int, columns: int, group_in: int) -> tuple[tuple[in
 def weight_grad_plan(geometry: Geometry, operands: Operands, sms: int) -> Plan:
     batch, groups = geometry.input[0], geometry.groups
     group_in, group_out = geometry.weight[1], geometry.weight[0] // groups
-    kernel, out_size = geometry.weight[2:], geometry.output[2:]
-    stride, dilation = geometry.stride[1], geometry.dilation[1]
+    kernel, out_size = geometry.weight[-2:], geometry.output[-2:]
+    stride, dilation = geometry.stride[-1], geometry.dilation[-1]
+    # Each output plane of a volume is an image, and the planes that it reads are further channels.
+    planes, reads = math.prod(geometry.output[2:-2]), group_in * math.prod(geometry.weight[2:-2])
     whole = ceil_div(kernel[1], ceil_div(kernel[1], MOST_PART_TAPS))
 
     # The kernel rows of a block, and the input channels of a thread, at most.
@@ -348,9 +359,9 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, sms: int) -> Plan:
         distance = 1 if part_taps == 1 else stride
         vector_input = 1
         if distance == stride and part_taps == kernel[1]:
-            vector_input = operands.vector(geometry.input[3])
+            vector_input = operands.vector(geometry.input[-1])
         vector_grad = operands.vector(out_size[1])
-        shift = -geometry.padding[1] % vector_input
+        shift = -geometry.padding[-1] % vector_input
         window = round_up(shift + (PIXELS - 1) * distance + (part_taps - 1) * dilation + 1, 4)
         # A thread has the accumulators of all kernel rows if they fit. Lanes and warps take
         # channels.
@@ -360,16 +371,16 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, sms: int) -> Plan:
         block_taps = tap_rows
         if block_taps * (channels_per_thread * part_taps + window) > MOST_VALUES:
             block_taps = 1
-        inputs_per_thread = power_of_two_for(group_in, most_inputs)
+        inputs_per_thread = power_of_two_for(reads, most_inputs)
         accumulators_per_input = channels_per_thread * part_taps * block_taps
         while (
             inputs_per_thread > 1 and inputs_per_thread * accumulators_per_input > MOST_ACCUMULATORS
         ):
             inputs_per_thread //= 2
         lanes_m = power_of_two_for(ceil_div(group_out, channels_per_thread), 4)
-        lanes_n = power_of_two_for(ceil_div(group_in, inputs_per_thread), 8)
+        lanes_n = power_of_two_for(ceil_div(reads, inputs_per_thread), 8)
         warps_m = power_of_two_for(ceil_div(group_out, channels_per_thread * lanes_m), 4)
-        warps_n = power_of_two_for(ceil_div(group_in, inputs_per_thread * lanes_n), 8 // warps_m)
+        warps_n = power_of_two_for(ceil_div(reads, inputs_per_thread * lanes_n), 8 // warps_m)
         warps_k = max(4 // (warps_m * warps_n), 1)
         channels = channels_per_thread * lanes_m * warps_m
         inputs = inputs_per_thread * lanes_n * warps_n
@@ -392,18 +403,20 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, sms: int) -> Plan:
             break
 
     threads = 32 * warps_m * warps_n * warps_k
-    units = batch * ceil_div(out_size[0], stage_rows) * ceil_div(out_size[1], stage_columns)
+    units = planes * ceil_div(out_size[0], stage_rows) * ceil_div(out_size[1], stage_columns)
+    units *= batch
     constants: dict[str, Constant] = {
         "Scalar": operands.scalar,
         "bias": False,  # the bias gradient has a kernel of its own
         "group_in": group_in,
         "group_out": group_out,
         "groups": groups,
-        "in_height": geometry.input[2],
-        "in_width": geometry.input[3],
+        "in_height": geometry.input[-2],
+        "in_width": geometry.input[-1],
         "out_height": out_size[0],
         "out_width": out_size[1],
         **kernel_constants(geometry),
+        **depth_constants(geometry),
         "in_channels_last": operands.channels_last,
         "grad_channels_last": operands.channels_last,
         "wide_units": units >= 2**31,
@@ -430,7 +443,7 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, sms: int) -> Plan:
     tiles = (
         groups
         * ceil_div(group_out, channels)
-        * ceil_div(group_in, inputs)
+        * ceil_div(reads, inputs)
         * ceil_div(kernel[0], block_taps)
         * ceil_div(kernel[1], part_taps)
     )
@@ -454,7 +467,8 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, sms: int) -> Plan:
 
 
 def bias_grad_plan(geometry: Geometry, operands: Operands, sms: int) -> Plan:
-    batch, channels, height, width = geometry.output
+    batch, channels, *sizes = geometry.output
+    height, width = math.prod(sizes[:-1]), sizes[-1]
     constants: dict[str, Constant] = {
         "Scalar": operands.scalar,
         "channels": channels,
@@ -488,20 +502,36 @@ def helper_launch(
 
 def kernel_constants(geometry: Geometry) -> dict[str, Constant]:
     """The constants that describe a contiguous weight, and how it is applied."""
-    _, group_in, height, width = geometry.weight
+    height, width = geometry.weight[-2:]
     return {
         "kernel_height": height,
         "kernel_width": width,
-        "stride_height": geometry.stride[0],
-        "stride_width": geometry.stride[1],
-        "dilation_height": geometry.dilation[0],
-        "dilation_width": geometry.dilation[1],
-        "padding_top": geometry.padding[0],
-        "padding_left": geometry.padding[1],
-        "weight_stride_out": group_in * height * width,
-        "weight_stride_in": height * width,
+        "stride_height": geometry.stride[-2],
+        "stride_width": geometry.stride[-1],
+        "dilation_height": geometry.dilation[-2],
+        "dilation_width": geometry.dilation[-1],
+        "padding_top": geometry.padding[-2],
+        "padding_left": geometry.padding[-1],
+        "weight_stride_out": math.prod(geometry.weight[1:]),
+        "weight_stride_in": math.prod(geometry.weight[2:]),
         "weight_stride_height": width,
         "weight_stride_width": 1,
+    }
+
+
+def depth_constants(geometry: Geometry, transposed: bool = False) -> dict[str, Constant]:
+    """The constants of a volume's depth; there are none for images."""
+    if len(geometry.stride) == 2:
+        return {}
+    sizes = (geometry.input[2], geometry.output[2])
+    return {
+        "in_depth": sizes[transposed],
+        "out_depth": sizes[not transposed],
+        "kernel_depth": geometry.weight[2],
+        "stride_depth": geometry.stride[0],
+        "dilation_depth": geometry.dilation[0],
+        "padding_front": geometry.padding[0],
+        "weight_stride_depth": math.prod(geometry.weight[3:]),
     }
 
 
@@ -512,14 +542,15 @@ def countable(geometry: Geometry) -> Geometry:
     reduced.
     """
     out_channels, group_in, *kernel = geometry.weight
-    padded = [geometry.input[2 + i] + 2 * geometry.padding[i] for i in (0, 1)]
+    axes = range(len(kernel))
+    padded = [geometry.input[2 + i] + 2 * geometry.padding[i] for i in axes]
     sizes = (*geometry.input[:2], out_channels, *padded)
     require("images, channels and padded sides", max(sizes))
     channels = max(out_channels // geometry.groups, group_in)
-    require("a group's channels times taps", channels * kernel[0] * kernel[1])
-    stride = (min(geometry.stride[0], padded[0]), min(geometry.stride[1], padded[1]))
-    dilation = tuple(geometry.dilation[i] if kernel[i] > 1 else 1 for i in (0, 1))
-    return geometry._replace(stride=stride, dilation=(dilation[0], dilation[1]))
+    require("a group's channels times taps", channels * math.prod(kernel))
+    stride = tuple(min(geometry.stride[i], padded[i]) for i in axes)
+    dilation = tuple(geometry.dilation[i] if kernel[i] > 1 else 1 for i in axes)
+    return geometry._replace(stride=stride, dilation=dilation)
 
 
 def require(what: str, value: int) -> None:

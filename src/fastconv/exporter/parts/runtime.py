@@ -298,8 +298,7 @@ class Convolution(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
     ) -> Tensor:
-        channels_last = is_channels_last(input) or is_channels_last(weight)
-        ctx.format = torch.channels_last if channels_last else torch.contiguous_format
+        ctx.format = joint_format(input, weight)
         ctx.geometry = geometry
         input, weight = input.contiguous(memory_format=ctx.format), weight.contiguous()
         ctx.save_for_backward(input, weight)
@@ -334,8 +333,20 @@ class Convolution(torch.autograd.Function):
         return (*(outputs.get(which) for which in wanted), None)
 
 
+def joint_format(*tensors: Tensor) -> torch.memory_format:
+    """Channels-last if one of the tensors is, which are of images or of volumes."""
+    last = channels_last(tensors[0].dim())
+    return last if any(map(is_channels_last, tensors)) else torch.contiguous_format
+
+
 def is_channels_last(tensor: Tensor) -> bool:
-    return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    last = channels_last(tensor.dim())
+    return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last)
+
+
+def channels_last(rank: int) -> torch.memory_format:
+    """PyTorch's name of the format for tensors of this rank."""
+    return torch.channels_last if rank == 4 else torch.channels_last_3d
 
 
 def compute(ctx: Any, passes: dict[str, dict[str, Tensor]]) -> None:
@@ -350,7 +361,7 @@ def compute(ctx: Any, passes: dict[str, dict[str, Tensor]]) -> None:
     dtype, device = everything[0].dtype, everything[0].device
     operands = Operands(
         *SCALARS[dtype],
-        channels_last=ctx.format == torch.channels_last,
+        channels_last=ctx.format != torch.contiguous_format,
         aligned=all(tensor.data_ptr() % 16 == 0 for tensor in everything),
     )
     precision = float32_precision() if dtype == torch.float32 else "ieee"
@@ -362,14 +373,16 @@ def compute(ctx: Any, passes: dict[str, dict[str, Tensor]]) -> None:
 class Conv2d(nn.Module):
     """A 2-D convolution with the arguments, parameters and initial values of ``nn.Conv2d``."""
 
+    axes = 2
+
     def __init__(
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] = 0,
-        dilation: int | tuple[int, int] = 1,
+        kernel_size: int | tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: int | tuple[int, ...] = 0,
+        dilation: int | tuple[int, ...] = 1,
         groups: int = 1,
         bias: bool = True,
         padding_mode: str = "zeros",
@@ -386,10 +399,10 @@ class Conv2d(nn.Module):
         if padding_mode != "zeros":
             raise ValueError(f"padding_mode should be 'zeros', but got {padding_mode!r}")
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        self.kernel_size = pair("kernel_size", kernel_size, least=1)
-        self.stride = pair("stride", stride, least=1)
-        self.padding = pair("padding", padding, least=0)
-        self.dilation = pair("dilation", dilation, least=1)
+        self.kernel_size = self.each("kernel_size", kernel_size, least=1)
+        self.stride = self.each("stride", stride, least=1)
+        self.padding = self.each("padding", padding, least=0)
+        self.dilation = self.each("dilation", dilation, least=1)
         shape = (out_channels, in_channels // groups, *self.kernel_size)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         if bias:
@@ -397,6 +410,16 @@ class Conv2d(nn.Module):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
+
+    def each(self, name: str, value: int | tuple[int, ...], least: int) -> tuple[int, ...]:
+        """One int for each axis, from a single int or as many."""
+        values = tuple(value) if isinstance(value, (tuple, list)) else (value,) * self.axes
+        if len(values) != self.axes or not all(isinstance(v, int) and v >= least for v in values):
+            raise ValueError(
+                f"{name} should be an int, or {('two', 'three')[self.axes - 2]}, of at least "
+                f"{least}, but got {value!r}"
+            )
+        return values
 
     def reset_parameters(self) -> None:
         """Draws the parameters as PyTorch does: the same values from the same seed."""
@@ -425,9 +448,10 @@ class Conv2d(nn.Module):
 
     def check(self, x: Tensor) -> None:
         """Raises an error if the input cannot be convolved."""
-        if x.dim() != 4 or x.shape[1] != self.in_channels or 0 in x.shape[2:]:
+        if x.dim() != 2 + self.axes or x.shape[1] != self.in_channels or 0 in x.shape[2:]:
+            sizes = ", ".join(("depth", "height", "width")[-self.axes :])
             raise ValueError(
-                f"expected input of shape (batch, {self.in_channels}, height, width), but got "
+                f"expected input of shape (batch, {self.in_channels}, {sizes}), but got "
                 f"{tuple(x.shape)}"
             )
         if x.dtype not in SCALARS:
@@ -470,11 +494,3 @@ def check_device(x: Tensor, weight: Tensor) -> None:
             "input and weight should be on the same CUDA device, but are on "
             f"{x.device} and {weight.device}: move them there with .cuda()"
         )
-
-
-def pair(name: str, value: int | tuple[int, int], least: int) -> tuple[int, int]:
-    """A pair of ints, from one int or a pair."""
-    values = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
-    if len(values) != 2 or not all(isinstance(v, int) and v >= least for v in values):
-        raise ValueError(f"{name} should be an int, or two, of at least {least}, but got {value!r}")
-    return values

@@ -17,9 +17,11 @@ TOLERANCE = {"ieee": 1e-5, "tf32": 1e-3}
 def pytorch_twin(module: nn.Module) -> nn.Module:
     """A copy of the module with PyTorch's convolutions and the same parameters."""
     if isinstance(module, Conv2d):
+        names = ("kernel_size", "stride", "padding", "dilation")
+        sizes = {name: getattr(module, name) for name in names}
         layer = nn.Conv2d(
-            module.in_channels, module.out_channels, module.kernel_size, module.stride,
-            module.padding, module.dilation, module.groups, module.bias is not None,
+            module.in_channels, module.out_channels, groups=module.groups,
+            bias=module.bias is not None, **sizes,
         )  # fmt: skip
         layer.load_state_dict(module.state_dict())
         return layer.to(module.weight)
