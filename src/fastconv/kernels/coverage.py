@@ -52,6 +52,11 @@ class Anatomy:
             yield kernel.source, PAIR, pair
 
 
+def volume(constants: Mapping[str, Any]) -> dict[str, Constant]:
+    """The choice between the code of images and that of volumes; images have no constant for it."""
+    return {"volume": True} if "kernel_depth" in constants else {}
+
+
 def reaches(problem: Problem) -> dict[str, Constant]:
     """Returns the properties of a problem that decide where code reads and writes at the borders.
 

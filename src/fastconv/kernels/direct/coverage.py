@@ -7,7 +7,7 @@ from math import gcd
 from typing import Any
 
 from fastconv.kernels.arithmetic import ceil_div
-from fastconv.kernels.coverage import Anatomy
+from fastconv.kernels.coverage import Anatomy, volume
 from fastconv.kernels.direct.forward.plan import PIXELS
 from fastconv.kernels.family import GEOMETRY, Constant
 
@@ -47,13 +47,8 @@ def _forward(c: Mapping[str, Any]) -> dict[str, Constant]:
         "rows flushed": c["flush_rows"] < c["stage_taps"],
         "unrolled": c["stage_taps"] * c["part_taps"] <= c["unrolled_taps"],
         "stored": stored,
-        **_volume(c),
+        **volume(c),
     }
-
-
-def _volume(c: Mapping[str, Any]) -> dict[str, Constant]:
-    """The choice between the code of images and that of volumes; images have no constant for it."""
-    return {"volume": True} if "kernel_depth" in c else {}
 
 
 FORWARD = Anatomy(
@@ -85,7 +80,7 @@ def _weight_grad(c: Mapping[str, Any]) -> dict[str, Constant]:
         "several rows": c["kernel_height"] > c["block_taps"],
         "one image row": c["stage_rows"] == 1,
         "shared pixels": c["warps_k"] > 1,
-        **_volume(c),
+        **volume(c),
     }
 
 

@@ -7,7 +7,7 @@ from math import gcd
 from typing import Any
 
 from fastconv.kernels.arithmetic import ceil_div
-from fastconv.kernels.coverage import Anatomy
+from fastconv.kernels.coverage import Anatomy, volume
 from fastconv.kernels.family import GEOMETRY, Constant
 from fastconv.kernels.hopper.block import OUTPUTS
 
@@ -15,6 +15,11 @@ from fastconv.kernels.hopper.block import OUTPUTS
 def _vector(c: Mapping[str, Any]) -> int:
     """Elements in 16 bytes."""
     return 4 if c["Scalar"] == "float" else 8
+
+
+def _taps(c: Mapping[str, Any]) -> int:
+    taps: int = c.get("kernel_depth", 1) * c["kernel_height"] * c["kernel_width"]
+    return taps
 
 
 def _axis(c: Mapping[str, Any], side: str) -> tuple[int, int]:
@@ -233,9 +238,12 @@ WGRAD_HALO = Anatomy(
 )  # fmt: skip
 
 
+PADDING = {"depth": "padding_front", "height": "padding_top", "width": "padding_left"}
+
+
 def _reaches(c: Mapping[str, Any], side: str) -> list[int]:
     """The distance from a position to what each tap of an axis reads."""
-    padding = c["padding_top" if side == "height" else "padding_left"]
+    padding = c[PADDING[side]]
     return [tap * c[f"dilation_{side}"] - padding for tap in range(c[f"kernel_{side}"])]
 
 
@@ -247,7 +255,13 @@ def _residues(c: Mapping[str, Any], side: str) -> tuple[int, int]:
 
 def _empty_residues(c: Mapping[str, Any]) -> bool:
     """Whether some residue has no taps, and zeros are stored for it."""
-    return any(all_ > some for all_, some in (_residues(c, "height"), _residues(c, "width")))
+    residues = (_residues(c, side) for side in PADDING if f"kernel_{side}" in c)
+    return any(all_ > some for all_, some in residues)
+
+
+def _plane_step(c: Mapping[str, Any]) -> int:
+    step: int = 1 if c["transposed"] else c.get("stride_depth", 1)
+    return step
 
 
 def _implicit_gemm_nhwc(c: Mapping[str, Any]) -> dict[str, Constant]:
@@ -255,7 +269,9 @@ def _implicit_gemm_nhwc(c: Mapping[str, Any]) -> dict[str, Constant]:
     depth, mma_depth = 8 * vector, 2 * vector
     last = c["in_channels"] % depth or depth
     strides = [
-        c[f"weight_stride_{side}"] for side in ("height", "width") if c[f"kernel_{side}"] > 1
+        c[f"weight_stride_{side}"]
+        for side in ("depth", "height", "width")
+        if c.get(f"kernel_{side}", 1) > 1
     ]
     k_major_gradient = c["transposed"] and vector == 4
     inner, outer = ("out", "in") if k_major_gradient else ("in", "out")
@@ -265,8 +281,8 @@ def _implicit_gemm_nhwc(c: Mapping[str, Any]) -> dict[str, Constant]:
         "several consumers": c["consumers"] > 1,
         "boxes": min(ceil_div(c["tile_columns"], depth), 3),
         "part of a box": c["tile_columns"] % depth > 0,
-        "several taps": c["kernel_height"] * c["kernel_width"] > 1,
-        "input step": c["input_step_height"] * c["input_step_width"] > 1,
+        "several taps": _taps(c) > 1,
+        "input step": c["input_step_height"] * c["input_step_width"] * _plane_step(c) > 1,
         "empty residues": _empty_residues(c),
         "patches": c["patch_rows"] > 0,
         "several chunks": c["in_channels"] > depth,
@@ -279,6 +295,7 @@ def _implicit_gemm_nhwc(c: Mapping[str, Any]) -> dict[str, Constant]:
         else "inner gradient"
         if k_major_gradient
         else "inner",
+        **volume(c),
     }
 
 
@@ -363,13 +380,14 @@ IMPLICIT_GEMM_NCHW = Anatomy(
 
 def _wgrad_implicit_gemm(c: Mapping[str, Any]) -> dict[str, Constant]:
     span = 16 * _vector(c) // 2  # elements in 128 bytes
-    taps = c["kernel_height"] * c["kernel_width"]
+    taps = _taps(c)
     group_in, group_out = (c["joined"] * c[name] for name in ("group_in", "group_out"))
     unit = 1 if c["few"] else span if c["channels_last"] and c["input_copied"] else 8
     tap_columns = ceil_div(group_in, unit) * unit
     rows, columns = 64 * c["row_groups"], c["column_groups"] * c["mma_columns"]
     of_image = c["input_copied"] and not c["channels_last"]
-    mmas = ceil_div(c["out_height"] * c["out_width"] % span, span // 4) % 4
+    positions = c.get("out_depth", 1) * c["out_height"] * c["out_width"]
+    mmas = ceil_div(positions % span, span // 4) % 4
     return {
         "several rows": c["row_groups"] > 1,
         "several columns": c["column_groups"] > 1,
@@ -386,13 +404,16 @@ def _wgrad_implicit_gemm(c: Mapping[str, Any]) -> dict[str, Constant]:
         "neighbours": c["weight_stride_in"] == 1,
         "clusters": c["cluster"] > 1,
         "four neighbours": c["cluster"] > 1 and _has_vectors(c, taps),
+        **volume(c),
     }
 
 
 def _has_vectors(c: Mapping[str, Any], taps: int) -> bool:
     """Whether four input channels are neighbours in the weight, aligned to their bytes."""
     far = ["group_in", "weight_start", "weight_stride_out"]
-    far += ["weight_stride_height", "weight_stride_width"] if taps > 1 else []
+    if taps > 1:
+        sides = ("depth", "height", "width") if "kernel_depth" in c else ("height", "width")
+        far += [f"weight_stride_{side}" for side in sides]
     return c["aligned"] and c["weight_stride_in"] == 1 and not any(c[name] % 4 for name in far)
 
 

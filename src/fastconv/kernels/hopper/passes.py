@@ -67,14 +67,14 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         Declined: another family does it better, or this one cannot.
     """
     channels = (problem.in_channels // problem.groups, problem.out_channels // problem.groups)
-    sizes = (problem.input_size, problem.output_size)
+    sizes = (problem.input_shape[2:], problem.output_shape[2:])
     block.check(gpu)
     limits.check(operands, problem.groups, channels, *sizes)
     limits.check_reach(problem, operands)
     reasons: list[str] = []  # not the exceptions: see Declined
     most = portable.wgrad_cycles(problem, gpu) + wgrad_halo.BLOCK_CYCLES
     ways: list[_Way] = []
-    for way in (_halo_tiles, _few_inputs, _implicit_gemm, _mirrored, _on_copies):
+    for way in _WEIGHT_GRADS if problem.depth is None else _WEIGHT_GRADS_OF_VOLUMES:
         try:
             ways.append(way(problem, operands, gpu, most))
         except Declined as reason:
@@ -125,6 +125,10 @@ def _gemm_way(layer: wgrad_implicit_gemm.Layer, gpu: Gpu) -> _Way:
     return tile.cycles(gpu), partial(wgrad_implicit_gemm.plan, tile, gpu)
 
 
+_WEIGHT_GRADS = (_halo_tiles, _few_inputs, _implicit_gemm, _mirrored, _on_copies)
+_WEIGHT_GRADS_OF_VOLUMES = (_implicit_gemm, _mirrored, _on_copies)
+
+
 def alternatives(
     direction: str, problem: Problem, operands: Operands, gpu: Gpu, most: int
 ) -> list[Plan]:
@@ -154,6 +158,8 @@ def _choice(direction: str, problem: Problem, operands: Operands, gpu: Gpu) -> _
     """
     limits.check_reach(problem, operands)
     problem = problem.without_idle_dilation
+    if problem.depth is not None:
+        return _of_volumes(problem, operands, gpu, direction == "input_grad")
     ways = _WAYS[direction](problem, operands)
     choices = list(_special(direction, problem, operands, gpu, ways))
     most = sum(map(portable.image_cycles, ways[0]))
@@ -172,6 +178,21 @@ def _choice(direction: str, problem: Problem, operands: Operands, gpu: Gpu) -> _
         if not choices:
             raise
     return _least(choices)
+
+
+def _of_volumes(problem: Problem, operands: Operands, gpu: Gpu, is_reversed: bool) -> _Choice:
+    """The choice for volumes, which implicit GEMMs alone compute.
+
+    Raises:
+        Declined: no kernel can compute the pass, or the portable kernels take fewer cycles.
+    """
+    choices = list(_gemms(problem, operands, gpu, is_reversed))
+    if not choices:
+        raise Declined("such volumes")
+    least = _least(choices)
+    if least.cycles > portable.volume_cycles(problem, operands, is_reversed):
+        raise Declined("volumes of so few channels")
+    return least
 
 
 def _least(choices: list[_Choice]) -> _Choice:
@@ -200,7 +221,11 @@ def _special(
             few = few_outputs.walks_of(ways[0][0], gpu)
             one = partial(few_outputs.plan, few, gpu)
             yield _Choice(few.image_cycles, one, lambda most: [one()])
-    is_reversed = direction == "input_grad"
+    yield from _gemms(problem, operands, gpu, is_reversed=direction == "input_grad")
+
+
+def _gemms(problem: Problem, operands: Operands, gpu: Gpu, is_reversed: bool) -> Iterator[_Choice]:
+    """The implicit GEMMs, on the tensors or on copies of them."""
     for gemm in (implicit_gemm_nhwc, implicit_gemm_nchw):
         with suppress(Declined):
             yield _gemm(gemm, gemm.layer_of(problem, operands, gpu, is_reversed), gpu)

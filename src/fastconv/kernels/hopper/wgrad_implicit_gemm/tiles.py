@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from math import gcd
+from math import gcd, prod
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu
@@ -268,8 +268,8 @@ class Tile:
         layer = self.layer
         if not layer.operands.bias_grad or layer.sums_bias:
             return 0.0
-        channels, (height, width), channels_last = layer.grad_output
-        bytes_ = layer.problem.batch * channels * height * width * layer.operands.scalar_bytes
+        channels, size, channels_last = layer.grad_output
+        bytes_ = layer.problem.batch * channels * prod(size) * layer.operands.scalar_bytes
         # The block of a channel of a channels-last tensor reads 32 bytes for each element.
         again = min(channels, 32 // layer.operands.scalar_bytes) if channels_last else 1
         return REDUCE_CYCLES + again * bytes_ / MEMORY_BYTES / gpu.sm_count
