@@ -96,7 +96,10 @@ def test_launcher_makes_maps_and_launches_early(tmp_path: Path, version: int) ->
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 def test_nvcc_compiles_maps(tmp_path: Path) -> None:
     module = exported_file.load(exported("dilated5x9"))
-    cases = (tensor_maps.cases(0)[name] for name in ("2d swizzle 0", "im2col swizzle 128"))
+    cases = (
+        tensor_maps.cases(0)[name]
+        for name in ("2d swizzle 0", "im2col 2d swizzle 128", "im2col 3d swizzle 64")
+    )
     launches = [tensor_maps.exported_launch(module, case) for case in cases]
     kernels = tuple(map(module.kernel_of, launches))
     compile_by_nvcc(module, kernels, ["compute_90,code=sm_90", "compute_90a,code=sm_90a"], tmp_path)

@@ -134,9 +134,9 @@ def _conv(problem: Problem) -> Conv:
         population.workload_of(problem).shape,
         problem.input_shape,
         problem.weight_shape,
-        problem.stride,
-        problem.padding,
-        problem.dilation,
+        tuple(axis.stride for axis in problem.axes),
+        tuple(side for axis in problem.axes for side in (axis.before, axis.after)),
+        tuple(axis.dilation for axis in problem.axes),
         problem.groups,
     )
 

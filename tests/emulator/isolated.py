@@ -64,8 +64,9 @@ def made_loud(case: PassCase, tensors: Tensors, pattern: Pattern, factor: float)
 
 def _like(tensor: Tensor, values: Tensor) -> Tensor:
     """The values, in the memory format and with the alignment of ``tensor``."""
-    last = tensor.dim() == 4 and not tensor.is_contiguous()
-    order = torch.channels_last if last else torch.contiguous_format
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = tensor.dim() in formats and not tensor.is_contiguous()
+    order = formats[tensor.dim()] if last else torch.contiguous_format
     return placed(values, order, tensor.data_ptr() % 16 == 0)
 
 
@@ -73,9 +74,9 @@ def _terms(case: PassCase) -> int:
     """The largest number of products that are summed for one result."""
     problem = case.conv.problem
     if case.direction == "weight_grad":
-        return problem.batch * math.prod(problem.output_size)
+        return problem.batch * math.prod(problem.output_shape[2:])
     channels = problem.in_channels if case.direction == "forward" else problem.out_channels
-    return channels // problem.groups * math.prod(problem.kernel_size)
+    return channels // problem.groups * math.prod(problem.weight_shape[2:])
 
 
 def _results(case: PassCase, tensors: Tensors) -> tuple[Tensor, Tensor | None]:

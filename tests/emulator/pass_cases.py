@@ -251,9 +251,9 @@ SPECIAL_VALUES = (torch.inf, -torch.inf, torch.nan, LARGE)
 
 
 def at_corners(tensor: Tensor, numbers: Sequence[float] = SPECIAL_VALUES) -> None:
-    """Writes values to the corners of an image, so far apart that no window has two of them."""
+    """Writes values to a plane's corners, so far apart that no window has two of them."""
     for number, (row, column) in zip(numbers, product((0, -1), repeat=2), strict=False):
-        tensor[0, 0, row, column] = number
+        tensor[0, 0, ..., row, column].flatten()[0] = number
 
 
 def check_special_values(case: PassCase, tensors: Tensors) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -97,6 +98,17 @@ DILATED = Conv("dilated", (2, 72, 9, 9), (16, 72, 3, 3), padding=(4, 4, 4, 4), d
 SLIM = Conv("slim", (2, 20, 7, 6), (12, 20, 3, 2), padding=(1, 1, 1, 0))
 AWAY = Conv("beyond the padding", (1, 16, 3, 2), (8, 16, 1, 1), stride=(4, 3), padding=(4, 4, 3, 3))
 CONVS = (POINTWISE, WIDE, STRIDED, THREE, DOWN, PATCHES, UNEVEN, DILATED, AWAY)
+# Volumes: tiles span planes and images, and each axis has its own stride, dilation and padding.
+CUBE = Conv("3x3x3", (2, 72, 3, 4, 5), (72, 72, 3, 3, 3), (1,) * 3, (1,) * 6, (1,) * 3)
+CAUSAL = Conv("causal", (2, 24, 5, 3, 4), (40, 24, 3, 1, 2), (1,) * 3, (2, 0, 0, 0, 1, 0), (1,) * 3)
+HALVED = Conv("3x3x3 down", (2, 16, 5, 7, 6), (24, 16, 3, 3, 3), (2,) * 3, (1,) * 6, (1,) * 3)
+MIXED = Conv("mixed", (2, 16, 9, 5, 8), (24, 16, 3, 2, 3), (2, 1, 3), (3, 2, 0, 1, 1, 2), (3, 2, 1))
+APART = Conv("gaps in depth", (3, 8, 9, 3, 4), (16, 8, 2, 1, 2), (4, 2, 1), (1, 0) * 3, (1,) * 3)
+EVERY_OTHER = Conv("pointwise planes", (2, 40, 5, 3, 5), (24, 40, 1, 1, 1), (2, 1, 2), (0,) * 6,
+                   (1,) * 3)  # fmt: skip
+VOXELS = Conv("pointwise volumes", (3, 24, 3, 5, 2), (40, 24, 1, 1, 1), (1,) * 3, (0,) * 6,
+              (1,) * 3)  # fmt: skip
+VOLUMES = (CUBE, CAUSAL, HALVED, MIXED, APART, EVERY_OTHER, VOXELS)
 TILES = ((1, 64, 3), (2, 64, 1), (2, 128, 2), (2, 256, 1), (3, 192, 1), (4, 64, 1), (4, 128, 1))
 
 CASES = [
@@ -136,6 +148,10 @@ CASES = [
           torch.float32),
     *(_case(forward, conv, torch.float32, epilogue=Epilogue("silu", residual=True))
       for conv in (POINTWISE, WIDE, DOWN)),
+    *(_case(planner, conv, dtype, plain_weight=conv in (HALVED, EVERY_OTHER)) for
+      conv, planner, dtype in
+      product(VOLUMES, (forward, input_grad), (torch.float16, torch.float32))),
+    _case(with_tile(forward, 2, 64), CUBE, gpu=ONE, epilogue=Epilogue("silu", residual=True)),
 ]  # fmt: skip
 
 
@@ -169,13 +185,29 @@ def _drawn_conv(draw: Random, name: str) -> Conv:
     )
 
 
+def _drawn_volume(draw: Random, name: str) -> Conv:
+    kernel = draw.choice(((3, 3, 3), (1, 3, 2), tuple(draw.randint(1, 3) for _ in range(3))))
+    dilation = draw.choice(((1, 1, 1), tuple(draw.randint(1, 3) for _ in kernel)))
+    extents = [step * (taps - 1) for step, taps in zip(dilation, kernel, strict=True)]
+    channels = [8 * draw.randint(1, 10) for _ in range(2)]
+    return Conv(
+        name,
+        (draw.randint(1, 4), channels[0], *(extent + draw.randint(1, 6) for extent in extents)),
+        (channels[1], channels[0], *kernel),
+        draw.choice(((1, 1, 1), (2, 2, 2), tuple(draw.randint(1, 4) for _ in kernel))),
+        tuple(draw.randint(0, extent + 1) for extent in extents for _ in range(2)),
+        dilation,
+    )
+
+
 def _random(seed: int) -> PassCase:
     """A random test case that the kernel takes."""
     draw = Random(seed)
+    drawn = _drawn_volume if seed % 3 == 2 else _drawn_conv
     while True:
         case = _case(
             _tile_drawn(draw, draw.choice((forward, input_grad))),
-            _drawn_conv(draw, f"random {seed}"),
+            drawn(draw, f"random {seed}"),
             draw.choice((*TYPES, torch.float32)),
             bias=draw.random() < 0.7,
             gpu=draw.choice((ONE, FEW)),
@@ -205,6 +237,8 @@ ALONE = [
     _case(input_grad, DOWN),
     _case(forward, DOWN, torch.float32),
     _case(input_grad, THREE, torch.float32),
+    _case(forward, CUBE, torch.float32),
+    _case(input_grad, MIXED),
 ]
 
 
@@ -259,3 +293,7 @@ def test_declines() -> None:
     assert "2 groups" in declined(Conv("groups", (1, 32, 4, 4), (32, 16, 1, 1), groups=2))
     far = Conv("far", (1, 8, 40, 300), (8, 8, 1, 2), dilation=(1, 260))
     assert "-260 beyond their ends" in declined(far)
+    deep = Conv("deep", (1, 8, 40, 3, 3), (8, 8, 3, 1, 1), (1,) * 3, (0,) * 6, (16, 1, 1))
+    assert "-32 beyond their ends" in declined(deep)
+    spread = replace(deep, padding=(16, 16, 0, 0, 0, 0))
+    assert "taps that are 32 pixels apart" in declined(spread)

@@ -29,6 +29,7 @@ CONVS = (
     Conv("row", (3, 16, 1, 75), (40, 16, 1, 4), stride=(1, 2), padding=(0, 0, 2, 2)),
     Conv("gaps", (2, 24, 4, 6), (8, 24, 2, 2), stride=(3, 3)),
     Conv("dilated", (1, 8, 11, 13), (64, 8, 3, 5), padding=(1, 1, 2, 2), dilation=(2, 1)),
+    Conv("volumes", (2, 16, 3, 5, 4), (24, 16, 3, 1, 2), (1, 2, 1), (1, 1, 0, 0, 0, 1), (1,) * 3),
 )
 CASES = [
     PassCase(conv, planner, dtype, gpu=FEW)

@@ -239,10 +239,40 @@ MIRRORED = [
     _case(PLANES, "tf32", False, True, mirrored),
 ]
 CASES += MIRRORED
+# Volumes: each axis has its own stride, dilation and padding; positions are those of all planes.
+CUBE = Conv("3x3x3", (2, 40, 3, 5, 6), (72, 40, 3, 3, 3), (1,) * 3, (1,) * 6, (1,) * 3)
+MIXED = Conv(
+    "mixed volumes", (2, 16, 9, 5, 8), (24, 16, 3, 2, 3), (2, 1, 3), (3, 2, 0, 1, 1, 2), (3, 2, 1)
+)
+STEM = Conv("first volumes", (2, 3, 7, 9, 8), (24, 3, 3, 5, 4), (1, 2, 2), (1, 1, 2, 2, 0, 3),
+            (2, 1, 1))  # fmt: skip
+FEW_OF_VOLUMES = Conv("few outputs of volumes", (2, 40, 4, 5, 7), (3, 40, 3, 1, 3), (1,) * 3,
+                      (2, 0, 0, 0, 1, 1), (1,) * 3)  # fmt: skip
+VOLUME_GROUPS = Conv("groups of volumes", (2, 32, 4, 5, 6), (48, 16, 2, 3, 1), (1, 1, 2),
+                     (1, 0, 1, 1, 0, 0), (1,) * 3, 2)  # fmt: skip
+VOXELS = Conv("voxels", (3, 24, 2, 5, 8), (40, 24, 1, 1, 1), (1,) * 3, (0,) * 6, (1,) * 3)
+VOLUMES = [
+    _case(CUBE, "bfloat16", True, True),
+    _case(MIXED, "float16", True, False),
+    _case(CUBE, "tf32", False, True),
+    _case(MIXED, "bfloat16", False, True),
+    _case(MIXED, "ieee", False, True),
+    _case(STEM, "tf32", False, True),
+    _case(STEM, "bfloat16", True, False),
+    _case(VOLUME_GROUPS, "bfloat16", True, True),
+    _case(VOLUME_GROUPS, "tf32", False, False),
+    _case(VOXELS, "tf32", False, True),
+    replace(_case(CUBE, "float16", True, True), plain_weight=True),
+    _case(CUBE, "bfloat16", True, True, in_clusters(2, 1, 128, 32, cluster=2)),
+    _case(MIXED, "tf32", False, False, in_clusters(1, 1, 64, 32, cluster=2)),
+    _case(FEW_OF_VOLUMES, "bfloat16", True, True, mirrored),
+    _case(FEW_OF_VOLUMES, "tf32", False, True, mirrored),
+]
+CASES += VOLUMES
 
 
 RUN = some(CASES, one_in=4)
-RUN += [case for case in some([*PARTS, *MIRRORED], one_in=2) if case not in RUN]
+RUN += [case for case in some([*PARTS, *MIRRORED, *VOLUMES], one_in=2) if case not in RUN]
 PLANE_CASE = next(case for case in CASES if case.conv == PLANES)
 
 

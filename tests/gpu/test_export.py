@@ -220,7 +220,7 @@ def test_streams_and_graphs(example: ModuleType) -> None:
 
 
 # Cases of tensor maps. The example's own plans use none, so the tests add kernels that do.
-NAMES = ("2d swizzle 0", "4d swizzle 128", "im2col swizzle 64")
+NAMES = ("2d swizzle 0", "4d swizzle 128", "im2col 2d swizzle 64", "im2col 3d swizzle 128")
 # Each block reads what another block wrote in the launch before.
 SUM = """
 #include "device/sm90.cuh"

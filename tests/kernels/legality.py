@@ -282,7 +282,7 @@ def _assert_legal_nhwc(plan: Plan, gpu: Gpu) -> None:
     weight_columns = depth * boxes if n_major else columns
     assert (input_map.box_bytes, weight_bytes) == (128 * rows, 128 * weight_columns)
     stage = input_map.box_bytes + (0 if c["resident"] else weight_bytes)
-    taps = c["kernel_height"] * c["kernel_width"]
+    taps = c.get("kernel_depth", 1) * c["kernel_height"] * c["kernel_width"]
     stay = taps * ceil_div(c["in_channels"], depth) * weight_bytes if c["resident"] else 0
     if c["resident"]:
         assert c["dense"]
@@ -303,8 +303,11 @@ def _assert_legal_nhwc(plan: Plan, gpu: Gpu) -> None:
     assert columns // 2 + 30 <= 65536 // (c["blocks"] * launch.block)
 
     # Positions, also those beyond the last one, and tiles are counted in 32 bits.
-    strides = c["stride_height"] * c["stride_width"] if c["transposed"] else 1
-    positions = batch * c["position_rows"] * c["position_columns"]
+    sides = ("depth", "height", "width")
+    strides = prod(c.get(f"stride_{side}", 1) for side in sides) if c["transposed"] else 1
+    planes = c.get("out_depth", 1)
+    planes = ceil_div(planes, c["stride_depth"]) if c["transposed"] and planes > 1 else planes
+    positions = batch * planes * c["position_rows"] * c["position_columns"]
     tiles = strides * ceil_div(positions, rows) * ceil_div(c["out_channels"], columns)
     assert positions + rows < 2**31
     assert launch.grid[0] <= tiles < 2**31

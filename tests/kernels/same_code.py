@@ -44,7 +44,9 @@ MODES = (
 )
 PASSES = ("forward", "input_grad", "weight_grad")
 LINES = 300
-CODE = (".text", ".nv.constant", ".rodata", ".nv.shared")
+# Bank 4 of constants is not code: it has the addresses of all named constants of a program, also of
+# those that no instruction reads.
+CODE = (".text", ".nv.constant0", ".nv.constant2", ".nv.constant3", ".rodata", ".nv.shared")
 TOKEN = re.compile(
     r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])\'|\d[\w.\']*|\w+|\s+|.', re.DOTALL
 )

@@ -3,11 +3,13 @@
 
 namespace fastconv {
 
-constexpr int kNumbers = 6;  // numbers per box: its coordinates, then offsets of an im2col copy
+constexpr int kNumbers = 8;  // numbers per box: its coordinates, then offsets of an im2col copy
 
 __device__ __forceinline__ void load_box(void* shared, const TensorMap& map, const int* at,
                                          Barrier* barrier) {
-  if constexpr (Config::im2col) {
+  if constexpr (Config::im2col && Config::rank == 5) {
+    im2col_load(shared, map, {at[0], at[1], at[2], at[3], at[4]}, {at[5], at[6], at[7]}, barrier);
+  } else if constexpr (Config::im2col) {
     im2col_load(shared, map, {at[0], at[1], at[2], at[3]}, {at[4], at[5]}, barrier);
   } else if constexpr (Config::rank == 2) {
     tensor_load(shared, map, {at[0], at[1]}, barrier);

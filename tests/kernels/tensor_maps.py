@@ -20,7 +20,7 @@ from fastconv.kernels.family import MAPPED_SCALARS, AnyMap, Im2colMap, Kernel, L
 SOURCE = Path(__file__).parent / "tensor_maps.cuh"
 SWIZZLES = (0, 32, 64, 128)
 BOXES = 12  # boxes of a case, each copied by one block
-NUMBERS = 6  # numbers that describe a box: coordinates, then the offsets of an im2col copy
+NUMBERS = 8  # numbers that describe a box: coordinates, then the offsets of an im2col copy
 
 _DTYPES = {
     "float": torch.float32,
@@ -79,7 +79,7 @@ class Case:
         """The positions in memory of each box's elements, -1 for those outside of the tensor."""
         of = self.map
         for numbers in self.coordinates.tolist():
-            at, offset = numbers[: len(of.sizes)], numbers[4:]
+            at, offset = numbers[: len(of.sizes)], numbers[len(of.sizes) :]
             axes = _tile(of, at) if isinstance(of, TensorMap) else _pixels(of, at, offset)
             yield _positions(of, axes)
 
@@ -104,18 +104,19 @@ def _tile(of: TensorMap, at: list[int]) -> list[np.ndarray]:
 
 def _pixels(of: Im2colMap, at: list[int], offset: list[int]) -> list[np.ndarray]:
     """Coordinates of an im2col box: the bounding box's pixels from ``at`` on, over all images."""
-    columns, rows = (
+    axes = [
         range(lower, size + upper, step)
         for size, lower, upper, step in zip(
-            of.sizes[1:3], of.lower, of.upper, of.element_strides[1:3], strict=True
+            of.sizes[1:-1], of.lower, of.upper, of.element_strides[1:-1], strict=True
         )
-    )
-    images = range(of.sizes[3] + at[3] + of.pixels)
-    pixels = list(itertools.product(images, rows, columns))
-    first = pixels.index((at[3], at[2], at[1]))
-    image, row, column = np.array(pixels[first : first + of.pixels]).T[:, :, None]
+    ]
+    images = range(of.sizes[-1] + at[-1] + of.pixels)
+    pixels = list(itertools.product(images, *axes[::-1]))
+    first = pixels.index(tuple(at[:0:-1]))
+    image, *places = np.array(pixels[first : first + of.pixels]).T[:, :, None]
     channels = at[0] + np.arange(of.channels)
-    return [channels, column + offset[0], row + offset[1], image]
+    taps = zip(places[::-1], offset, strict=False)
+    return [channels, *(place + tap for place, tap in taps), image]
 
 
 def _swizzled(box: np.ndarray, span: int) -> np.ndarray:
@@ -264,16 +265,16 @@ def disjoint(draw: Random, rank: int, swizzle: int) -> Case:
     return _case(draw, of, draw.sample(places, min(BOXES, len(places))))
 
 
-def im2col(draw: Random, swizzle: int) -> Case:
+def im2col(draw: Random, swizzle: int, axes: int) -> Case:
     """An im2col case: pixels that a convolution with padding, stride and dilation reads."""
     scalar, channels = _row(draw, swizzle)
-    sizes = [draw.randint(1, 2 * channels), *(draw.randint(1, 9) for _ in range(2))]
+    sizes = [draw.randint(1, 2 * channels), *(draw.randint(1, 9) for _ in range(axes))]
     sizes.append(draw.randint(1, 4))
-    steps = [draw.randint(1, 3) for _ in range(2)]
-    lower = [-draw.randint(-1 if size > 2 else 0, 3) for size in sizes[1:3]]
+    steps = [draw.randint(1, 3) for _ in range(axes)]
+    lower = [-draw.randint(-1 if size > 2 else 0, 3) for size in sizes[1:-1]]
     upper = [
         draw.randint(max(low + 1 - size, -4), 3)
-        for low, size in zip(lower, sizes[1:3], strict=True)
+        for low, size in zip(lower, sizes[1:-1], strict=True)
     ]
     of = Im2colMap(
         tensor="tensor",
@@ -290,14 +291,14 @@ def im2col(draw: Random, swizzle: int) -> Case:
     )
     ranges = [
         range(low, size + up, step)
-        for low, size, up, step in zip(lower, sizes[1:3], upper, steps, strict=True)
+        for low, size, up, step in zip(lower, sizes[1:-1], upper, steps, strict=True)
     ]
     coordinates = [
         [
             _near(draw, channels, sizes[0], _chunk(of)),
             *map(draw.choice, ranges),
-            draw.choice([*range(sizes[3])] * 4 + [sizes[3]]),
-            *(draw.choice([0, 1, 2, 6]) for _ in range(2)),
+            draw.choice([*range(sizes[-1])] * 4 + [sizes[-1]]),
+            *(draw.choice([0, 1, 2, 6]) for _ in range(axes)),
         ]
         for _ in range(BOXES)
     ]
@@ -312,7 +313,11 @@ def cases(seed: int) -> dict[str, Case]:
         for rank in range(2, 6)
         for swizzle in SWIZZLES
     }
-    return made | {f"im2col swizzle {swizzle}": im2col(draw, swizzle) for swizzle in SWIZZLES}
+    return made | {
+        f"im2col {axes}d swizzle {swizzle}": im2col(draw, swizzle, axes)
+        for axes in (2, 3)
+        for swizzle in SWIZZLES
+    }
 
 
 def stores(seed: int) -> dict[str, Case]:

@@ -35,7 +35,7 @@ struct Box {
   bool im2col;
   int rank;
   const int* at;
-  const int* offset;  // column and row of the tap; im2col copies only
+  const int* offset;  // column, row and plane of the tap; im2col copies only
 };
 
 // Bytes that a box takes in shared memory. Fails if the map does not allow such a copy.

@@ -189,7 +189,7 @@ __device__ __forceinline__ void tensor_load(void* shared, const TensorMap& map,
 
 // Loads a box of an im2col tensor map. `at` is the first pixel (channel, column, row, image),
 // within the bounding box; `offset` (column, row; 0 to 255) is added to every pixel, and may lead
-// out of it.
+// out of it. Volumes have planes after rows, and offsets from 0 to 31.
 __device__ __forceinline__ void im2col_load(void* shared, const TensorMap& map, const int (&at)[4],
                                             const int (&offset)[2], Barrier* barrier) {
   asm volatile(
@@ -197,6 +197,16 @@ __device__ __forceinline__ void im2col_load(void* shared, const TensorMap& map, 
       "[%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};" ::"r"(shared_address(shared)),
       "l"(&map), "r"(shared_address(barrier)), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]),
       "h"(static_cast<short>(offset[0])), "h"(static_cast<short>(offset[1]))
+      : "memory");
+}
+__device__ __forceinline__ void im2col_load(void* shared, const TensorMap& map, const int (&at)[5],
+                                            const int (&offset)[3], Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], {%8, %9, %10};" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(shared_address(barrier)), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]),
+      "r"(at[4]), "h"(static_cast<short>(offset[0])), "h"(static_cast<short>(offset[1])),
+      "h"(static_cast<short>(offset[2]))
       : "memory");
 }
 

@@ -17,6 +17,11 @@ def _vector(c: Mapping[str, Any]) -> int:
     return 4 if c["Scalar"] == "float" else 8
 
 
+def _taps(c: Mapping[str, Any]) -> int:
+    taps: int = c.get("kernel_depth", 1) * c["kernel_height"] * c["kernel_width"]
+    return taps
+
+
 def _axis(c: Mapping[str, Any], side: str) -> tuple[int, int]:
     """The number of residues of taps, and the distance of outputs that read the same input."""
     stride, dilation = c[f"stride_{side}"], c[f"dilation_{side}"]
@@ -235,9 +240,12 @@ WGRAD_HALO = Anatomy(
 )  # fmt: skip
 
 
+PADDING = {"depth": "padding_front", "height": "padding_top", "width": "padding_left"}
+
+
 def _reaches(c: Mapping[str, Any], side: str) -> list[int]:
     """The distance from a position to what each tap of an axis reads."""
-    padding = c["padding_top" if side == "height" else "padding_left"]
+    padding = c[PADDING[side]]
     return [tap * c[f"dilation_{side}"] - padding for tap in range(c[f"kernel_{side}"])]
 
 
@@ -249,7 +257,13 @@ def _residues(c: Mapping[str, Any], side: str) -> tuple[int, int]:
 
 def _empty_residues(c: Mapping[str, Any]) -> bool:
     """Whether some residue has no taps, and zeros are stored for it."""
-    return any(all_ > some for all_, some in (_residues(c, "height"), _residues(c, "width")))
+    residues = (_residues(c, side) for side in PADDING if f"kernel_{side}" in c)
+    return any(all_ > some for all_, some in residues)
+
+
+def _plane_step(c: Mapping[str, Any]) -> int:
+    step: int = 1 if c["transposed"] else c.get("stride_depth", 1)
+    return step
 
 
 def _implicit_gemm_nhwc(c: Mapping[str, Any]) -> dict[str, Constant]:
@@ -257,7 +271,9 @@ def _implicit_gemm_nhwc(c: Mapping[str, Any]) -> dict[str, Constant]:
     depth, mma_depth = 8 * vector, 2 * vector
     last = c["in_channels"] % depth or depth
     strides = [
-        c[f"weight_stride_{side}"] for side in ("height", "width") if c[f"kernel_{side}"] > 1
+        c[f"weight_stride_{side}"]
+        for side in ("depth", "height", "width")
+        if c.get(f"kernel_{side}", 1) > 1
     ]
     k_major_gradient = c["transposed"] and vector == 4
     inner, outer = ("out", "in") if k_major_gradient else ("in", "out")
@@ -267,8 +283,8 @@ def _implicit_gemm_nhwc(c: Mapping[str, Any]) -> dict[str, Constant]:
         "several consumers": c["consumers"] > 1,
         "boxes": min(ceil_div(c["tile_columns"], depth), 3),
         "part of a box": c["tile_columns"] % depth > 0,
-        "several taps": c["kernel_height"] * c["kernel_width"] > 1,
-        "input step": c["input_step_height"] * c["input_step_width"] > 1,
+        "several taps": _taps(c) > 1,
+        "input step": c["input_step_height"] * c["input_step_width"] * _plane_step(c) > 1,
         "empty residues": _empty_residues(c),
         "patches": c["patch_rows"] > 0,
         "several chunks": c["in_channels"] > depth,
@@ -281,6 +297,7 @@ def _implicit_gemm_nhwc(c: Mapping[str, Any]) -> dict[str, Constant]:
         else "inner gradient"
         if k_major_gradient
         else "inner",
+        **volume(c),
     }
 
 
@@ -365,14 +382,15 @@ IMPLICIT_GEMM_NCHW = Anatomy(
 
 def _wgrad_implicit_gemm(c: Mapping[str, Any]) -> dict[str, Constant]:
     span = 16 * _vector(c) // 2  # elements in 128 bytes
-    taps = c["kernel_height"] * c["kernel_width"]
+    taps = _taps(c)
     group_in, group_out = (c["joined"] * c[name] for name in ("group_in", "group_out"))
     dense = c["few"] or c["by_taps"]
     unit = 1 if dense else span if c["channels_last"] and c["input_copied"] else 8
     tap_columns = ceil_div(group_in, unit) * unit
     rows, columns = 64 * c["row_groups"], c["column_groups"] * c["mma_columns"]
     of_line = c["by_taps"] or (c["input_copied"] and not c["channels_last"])
-    line = c["out_width"] * (1 if c["by_taps"] else c["out_height"])
+    positions = c.get("out_depth", 1) * c["out_height"] * c["out_width"]
+    line = c["out_width"] if c["by_taps"] else positions
     mmas = ceil_div(line % span, span // 4) % 4
     return {
         "several rows": c["row_groups"] > 1,
@@ -390,6 +408,7 @@ def _wgrad_implicit_gemm(c: Mapping[str, Any]) -> dict[str, Constant]:
         "neighbours": c["weight_stride_in"] == 1,
         "clusters": c["cluster"] > 1,
         "vectors": _has_vectors(c, taps),
+        **volume(c),
     }
 
 
@@ -405,7 +424,8 @@ def _has_vectors(c: Mapping[str, Any], taps: int) -> bool:
     else:
         columns = c["group_in"]
         dense = c["weight_stride_in"] == 1
-        far += ["weight_stride_height", "weight_stride_width"] if taps > 1 else []
+        sides = ("depth", "height", "width") if "kernel_depth" in c else ("height", "width")
+        far += [f"weight_stride_{side}" for side in sides] if taps > 1 else []
     return c["aligned"] and dense and columns % 4 == 0 and not any(c[name] % 4 for name in far)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fastconv.kernels.family import Operands
 from fastconv.kernels.lazy import lazy
-from fastconv.problem import Pair, Problem
+from fastconv.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,19 @@ class Directed:
         return self.problem.in_channels if self.transposed else self.problem.out_channels
 
     @lazy
-    def in_size(self) -> Pair:
-        """Height and width of the images that are read."""
-        return self.problem.output_size if self.transposed else self.problem.input_size
+    def in_size(self) -> tuple[int, ...]:
+        """Height and width of the images that are read; of volumes, the depth before them."""
+        shape = self.problem.output_shape if self.transposed else self.problem.input_shape
+        return shape[2:]
 
     @lazy
-    def image_size(self) -> Pair:
-        """Height and width of the images that are written."""
-        return self.problem.input_size if self.transposed else self.problem.output_size
+    def image_size(self) -> tuple[int, ...]:
+        """Height and width of the images that are written; of volumes, the depth before them."""
+        shape = self.problem.input_shape if self.transposed else self.problem.output_shape
+        return shape[2:]
 
     @property
     def sides(self) -> Iterator[tuple[int, int, int, int]]:
-        """Kernel, stride, dilation and leading padding of the rows, then of the columns."""
-        problem = self.problem
-        padding = (problem.padding.top, problem.padding.left)
-        return zip(problem.kernel_size, problem.stride, problem.dilation, padding, strict=True)
+        """Kernel, stride, dilation and leading padding of each axis, the columns last."""
+        for axis in self.problem.axes:
+            yield axis.kernel_size, axis.stride, axis.dilation, axis.before

@@ -16,13 +16,13 @@ from fastconv.kernels.hopper import block
 from fastconv.kernels.hopper.directed import Directed
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import limits
-from fastconv.problem import Pair, Problem
+from fastconv.problem import Problem
 
 SPAN = 128  # bytes of channels of a step of K, the widest swizzle
-# Limits of an im2col tensor map of images: the corners of the bounding box, the offset of a tap,
-# and the step from a position to the next.
-CORNERS = range(-128, 128)
-MOST_OFFSET = 255
+# Limits of an im2col tensor map: the corners of the bounding box and the offset of a tap, which the
+# axes of an image or of a volume share 16 bits for, and the step from a position to the next.
+CORNERS = {2: range(-128, 128), 3: range(-16, 16)}
+MOST_OFFSET = {2: 255, 3: 31}
 MOST_STEP = 8
 MOST_PACKED = 2**30  # vectors of weights: the packing kernel counts them in 32 bits
 MOST_RESIDUES = 128  # along an axis; a block visits each of them, even those without taps
@@ -43,7 +43,10 @@ class Patches:
 
 @dataclass(frozen=True)
 class Layer(Directed):
-    """A pass as an implicit GEMM: M is positions, N output channels, K taps and input channels."""
+    """A pass as an implicit GEMM: M is positions, N output channels, K taps and input channels.
+
+    Axes are rows and columns, and of volumes planes before them.
+    """
 
     patches: Patches | None = None
 
@@ -59,26 +62,28 @@ class Layer(Directed):
         return "tf32" if scalar == "float" else scalar
 
     @property
-    def residues(self) -> Pair:
-        """Pixels of a position along both axes: one for each residue of a gradient's stride."""
-        return self.problem.stride if self.transposed else (1, 1)
+    def strides(self) -> tuple[int, ...]:
+        return tuple(axis.stride for axis in self.problem.axes)
 
     @property
-    def positions(self) -> Pair:
-        """Positions of an image, along both axes."""
-        rows, columns = map(ceil_div, self.image_size, self.residues)
-        return rows, columns
+    def residues(self) -> tuple[int, ...]:
+        """Pixels of a position along each axis: one for each residue of a gradient's stride."""
+        return self.strides if self.transposed else (1,) * len(self.strides)
 
     @property
-    def steps(self) -> Pair:
-        """Distance of what neighbouring positions read, along both axes."""
-        return (1, 1) if self.transposed else self.problem.stride
+    def positions(self) -> tuple[int, ...]:
+        """Positions of an image, along each axis."""
+        return tuple(map(ceil_div, self.image_size, self.residues))
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Distance of what neighbouring positions read, along each axis."""
+        return (1,) * len(self.strides) if self.transposed else self.strides
 
     @lazy
-    def reads(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """For both axes and each residue: how far from its position each of its taps reads."""
-        rows, columns = (self._reads_of_axis(*side) for side in self.sides)
-        return rows, columns
+    def reads(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """For each axis and residue: how far from its position each of its taps reads."""
+        return tuple(self._reads_of_axis(*side) for side in self.sides)
 
     def _reads_of_axis(
         self, taps: int, stride: int, dilation: int, padding: int
@@ -89,27 +94,24 @@ class Layer(Directed):
         return tuple(tuple(at // stride for at in of if at % stride == 0) for of in places)
 
     @lazy
-    def lower(self) -> Pair:
-        """Row and column where the first position reads its first tap."""
-        rows, columns = (min(min(of, default=0) for of in axis) for axis in self.reads)
-        return rows, columns
+    def lower(self) -> tuple[int, ...]:
+        """Where the first position reads its first tap, along each axis."""
+        return tuple(min(min(of, default=0) for of in axis) for axis in self.reads)
 
     @property
     def taps(self) -> int:
         """Taps of all residues together."""
-        rows, columns = (sum(map(len, axis)) for axis in self.reads)
-        return rows * columns
+        return math.prod(sum(map(len, axis)) for axis in self.reads)
 
     @property
     def flat(self) -> bool:
         """Whether all images are one matrix, because each position reads its own pixel only."""
-        problem = self.problem
-        return problem.kernel_size == problem.stride == (1, 1) and not any(problem.padding)
+        return all(axis.is_pointwise for axis in self.problem.axes)
 
     @property
     def dense(self) -> bool:
         """Whether neighbouring positions are neighbouring pixels of the output."""
-        return self.residues == (1, 1) and self.patches is None
+        return math.prod(self.residues) == 1 and self.patches is None
 
     @property
     def n_major(self) -> bool:
@@ -125,9 +127,14 @@ class Layer(Directed):
     def packs(self) -> bool:
         """Whether weights have to be packed, so that inner channels are neighbours in memory."""
         strides = self.operands.weight_strides
-        sizes = zip(strides[2:], self.problem.kernel_size, strict=True)
+        sizes = zip(strides[2:], self.kernel, strict=True)
         sides = [strides[1 - self.inner], *(stride for stride, taps in sizes if taps > 1)]
         return strides[self.inner] != 1 or any(side % self.operands.vector for side in sides)
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        """The kernel's size along each axis."""
+        return self.problem.weight_shape[2:]
 
     @property
     def weights(self) -> int:
@@ -135,32 +142,35 @@ class Layer(Directed):
         return math.prod(self.problem.weight_shape)
 
     @property
-    def weight_strides(self) -> tuple[int, int, int, int]:
+    def weight_strides(self) -> tuple[int, ...]:
         """Strides of the weights that the tensor map describes, packed or not."""
-        channels, (height, width) = self.problem.weight_shape[self.inner], self.problem.kernel_size
-        outer = height * width * channels
-        dense = (*((outer, 1) if self.inner else (1, outer)), width * channels, channels)
+        channels = self.problem.weight_shape[self.inner]
+        outer = math.prod(self.kernel) * channels
+        channel_strides = (outer, 1) if self.inner else (1, outer)
+        dense = tuple(
+            math.prod(self.kernel[axis + 1 :]) * channels for axis in range(len(self.kernel))
+        )
         if self.packs:
-            return dense
-        out, in_, rows, columns = self.operands.weight_strides
+            return *channel_strides, *dense
+        given = self.operands.weight_strides
         # The stride of an axis with a single tap is arbitrary, and might not fit a tensor map.
-        return out, in_, rows if height > 1 else dense[2], columns if width > 1 else dense[3]
+        taps = zip(self.kernel, given[2:], dense, strict=True)
+        return *given[:2], *(own if count > 1 else other for count, own, other in taps)
 
     @lazy
-    def upper(self) -> Pair:
-        """How far beyond the last row and column the last position reads its first tap."""
+    def upper(self) -> tuple[int, ...]:
+        """How far beyond an image's end the last position reads its first tap, along each axis."""
         sides = zip(self.lower, self.positions, self.steps, self.in_size, strict=True)
-        rows, columns = (at + (count - 1) * step + 1 - size for at, count, step, size in sides)
-        return rows, columns
+        return tuple(at + (count - 1) * step + 1 - size for at, count, step, size in sides)
 
     @lazy
     def image_bytes(self) -> float:
         """Bytes that an image reads and writes; of the input, only what is used."""
         used = 1.0
-        for step, taps in zip(self.steps, self.problem.kernel_size, strict=True):
+        for step, taps in zip(self.steps, self.kernel, strict=True):
             used *= min(1.0, taps / step)
-        read = self.in_channels * self.in_size[0] * self.in_size[1] * used
-        outputs = self.out_channels * self.image_size[0] * self.image_size[1]
+        read = self.in_channels * math.prod(self.in_size) * used
+        outputs = self.out_channels * math.prod(self.image_size)
         stored = outputs * (1 + self.operands.epilogue.residual)
         return self.operands.scalar_bytes * (read + stored)
 
@@ -177,9 +187,9 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -
     if operands.scalar_bytes > 2 and operands.precision != "tf32":
         raise Declined(f"{operands.scalar} in {operands.precision}: TMA rounds to TF32")
     # Images of one pixel are the same in both formats.
-    if not (operands.input_channels_last or layer.in_size == (1, 1)):
+    if not (operands.input_channels_last or math.prod(layer.in_size) == 1):
         raise Declined("contiguous input")
-    if not (operands.output_channels_last or layer.image_size == (1, 1)):
+    if not (operands.output_channels_last or math.prod(layer.image_size) == 1):
         raise Declined("contiguous output")
     if not operands.aligned:
         raise Declined("tensors that are not aligned")
@@ -200,16 +210,16 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -
 def input_map(layer: Layer, pixels: int, promotion: int) -> TensorMap | Im2colMap:
     """The tensor map that loads 128 bytes of what each of ``pixels`` positions reads at a tap."""
     scalar, batch = layer.loaded_scalar, layer.problem.batch
-    height, width = layer.in_size
+    size = layer.in_size
     channels, pixel = layer.in_channels, layer.operands.scalar_bytes * layer.in_channels
     if layer.flat:
-        sizes, box = (channels, batch * height * width), (layer.depth, pixels)
+        sizes, box = (channels, batch * math.prod(size)), (layer.depth, pixels)
         return TensorMap("input", scalar, sizes, (pixel,), box, swizzle=128, promotion=promotion)
     return Im2colMap(
         "input",
         scalar,
-        (channels, width, height, batch),
-        (pixel, width * pixel, height * width * pixel),
+        (channels, *size[::-1], batch),
+        tuple(math.prod(size[axis:]) * pixel for axis in range(len(size), -1, -1)),
         layer.lower[::-1],
         layer.upper[::-1],
         layer.depth,
@@ -234,6 +244,7 @@ def _layer(problem: Problem, operands: Operands, transposed: bool) -> Layer:
     is_cut = problem.stride == problem.kernel_size and not any(problem.padding)
     if (
         not (transposed and is_cut and problem.groups == 1 and operands.weight_strides == dense)
+        or problem.depth is not None
         # Checked here for the layer's own images: the pointwise layer's may have a single pixel.
         or not operands.output_channels_last
         or channels % operands.vector == 0
@@ -256,11 +267,12 @@ def _layer(problem: Problem, operands: Operands, transposed: bool) -> Layer:
 
 def _check_corners(layer: Layer) -> None:
     if max(layer.steps) > MOST_STEP or max(layer.residues) > MOST_RESIDUES:
-        raise Declined(f"a stride of {layer.problem.stride}")
+        raise Declined(f"a stride of {layer.strides}")
+    corners, most_offset = CORNERS[len(layer.strides)], MOST_OFFSET[len(layer.strides)]
     for lower, upper in zip(layer.lower, layer.upper, strict=True):
-        if lower not in CORNERS or upper not in CORNERS:
+        if lower not in corners or upper not in corners:
             raise Declined(f"images read from {lower} to {upper} beyond their ends")
     for axis, lower in zip(layer.reads, layer.lower, strict=True):
         reach = max(max(of, default=lower) for of in axis) - lower
-        if reach > MOST_OFFSET:
+        if reach > most_offset:
             raise Declined(f"taps that are {reach} pixels apart")

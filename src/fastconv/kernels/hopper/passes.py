@@ -126,7 +126,7 @@ def _gemm_way(layer: wgrad_implicit_gemm.Layer, gpu: Gpu) -> _Way:
 
 
 _WEIGHT_GRADS = (_halo_tiles, _few_inputs, _implicit_gemm, _mirrored, _on_copies)
-_WEIGHT_GRADS_OF_VOLUMES = (_halo_tiles,)
+_WEIGHT_GRADS_OF_VOLUMES = (_halo_tiles, _implicit_gemm, _mirrored, _on_copies)
 
 
 def alternatives(
@@ -158,6 +158,8 @@ def _choice(direction: str, problem: Problem, operands: Operands, gpu: Gpu) -> _
     """
     limits.check_reach(problem, operands)
     problem = problem.without_idle_dilation
+    if problem.depth is not None:
+        return _of_volumes(problem, operands, gpu, direction == "input_grad")
     ways = _WAYS[direction](problem, operands)
     choices = list(_special(direction, problem, operands, gpu, ways))
     most = sum(map(portable.image_cycles, ways[0]))
@@ -176,6 +178,21 @@ def _choice(direction: str, problem: Problem, operands: Operands, gpu: Gpu) -> _
         if not choices:
             raise
     return _least(choices)
+
+
+def _of_volumes(problem: Problem, operands: Operands, gpu: Gpu, is_reversed: bool) -> _Choice:
+    """The choice for volumes, which implicit GEMMs alone compute.
+
+    Raises:
+        Declined: no kernel can compute the pass, or the portable kernels take fewer cycles.
+    """
+    choices = list(_gemms(problem, operands, gpu, is_reversed))
+    if not choices:
+        raise Declined("such volumes")
+    least = _least(choices)
+    if least.cycles > portable.volume_cycles(problem, operands, is_reversed):
+        raise Declined("volumes of so few channels")
+    return least
 
 
 def _least(choices: list[_Choice]) -> _Choice:
@@ -206,7 +223,11 @@ def _special(
             few = few_outputs.walks_of(ways[0][0], gpu)
             one = partial(few_outputs.plan, few, gpu)
             yield _Choice(few.image_cycles, one, lambda most: [one()])
-    is_reversed = direction == "input_grad"
+    yield from _gemms(problem, operands, gpu, is_reversed=direction == "input_grad")
+
+
+def _gemms(problem: Problem, operands: Operands, gpu: Gpu, is_reversed: bool) -> Iterator[_Choice]:
+    """The implicit GEMMs, on the tensors or on copies of them."""
     for gemm in (implicit_gemm_nhwc, implicit_gemm_nchw):
         with suppress(Declined):
             yield _gemm(gemm, gemm.layer_of(problem, operands, gpu, is_reversed), gpu)

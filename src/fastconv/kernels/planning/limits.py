@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import gcd
+from math import gcd, prod
 
 from fastconv.kernels.arithmetic import ceil_div, shares
 from fastconv.kernels.family import Declined, Operands
@@ -70,9 +70,10 @@ def check_reach(problem: Problem, operands: Operands) -> None:
     :func:`check` finds images of too many elements. Kernels compute where each tap of each position
     lies, also of positions that padding or the end of a tile has outside of the image.
     """
-    axes = problem.axes
-    for name, axis in zip(("planes", "rows", "columns")[-len(axes) :], axes, strict=True):
-        reach = axis.padded_size + (OVERHANG * axis.stride + 2 * axis.kernel_size) * axis.dilation
+    names = ("planes", "rows", "columns")[-len(problem.axes) :]
+    for name, axis in zip(names, problem.axes, strict=True):
+        overhang = (OVERHANG * axis.stride + 2 * axis.kernel_size) * axis.dilation
+        reach = axis.padded_size + overhang
         if reach >= MOST_REACH:
             raise Declined(f"{reach} {name} of padded images and tiles beyond them, 2^30 and more")
     planes = 1 if problem.depth is None else problem.depth.padded_size
@@ -95,8 +96,8 @@ def check(
     operands: Operands,
     groups: int,
     group_channels: tuple[int, int],
-    in_size: tuple[int, int],
-    out_size: tuple[int, int],
+    in_size: tuple[int, ...],
+    out_size: tuple[int, ...],
     least_group: int = LEAST_GROUP,
 ) -> None:
     """Raises Declined for what no tensor-core kernel takes.
@@ -109,6 +110,6 @@ def check(
     first, second = group_channels
     if groups > 1 and min(first, second) < least_group:
         raise Declined(f"groups of {first} to {second} channels, fewer than {least_group}")
-    images = (first * in_size[0] * in_size[1], second * out_size[0] * out_size[1])
+    images = (first * prod(in_size), second * prod(out_size))
     if groups * max(images) >= MOST_IMAGE:
         raise Declined("images of 2^30 elements and more")

@@ -5,8 +5,10 @@ Rates are those of one SM, in multiply-adds or bytes per cycle.
 
 from __future__ import annotations
 
+from math import prod
+
 from fastconv.kernels import gpus
-from fastconv.kernels.family import Gpu
+from fastconv.kernels.family import Gpu, Operands
 from fastconv.kernels.planning.layers import Layer
 from fastconv.problem import Problem
 
@@ -47,9 +49,17 @@ def image_cycles(layer: Layer) -> float:
     return max(outputs * layer.terms / FEW_OUTPUTS_RATE, bytes_ / rate)
 
 
+def volume_cycles(problem: Problem, operands: Operands, is_reversed: bool) -> float:
+    """The cycles that one SM of an H200 takes for a volume in a forward pass or input gradient."""
+    elements = prod(problem.input_shape) + prod(problem.output_shape)
+    strided = is_reversed and any(axis.stride > 1 for axis in problem.axes)
+    rate = STRIDED_OUTPUTS_BYTES if strided else FEW_OUTPUTS_BYTES
+    computed = problem.flops / 2 / FEW_OUTPUTS_RATE
+    return max(computed, elements * operands.scalar_bytes / rate) / problem.batch
+
+
 def _few_channels_loss(problem: Problem) -> float:
     """How many times longer a weight gradient of so few channels takes."""
     if problem.in_channels // problem.groups >= LEAST_CHANNELS:
         return 1.0
-    taps = problem.kernel_size[0] * problem.kernel_size[1]
-    return FEW_CHANNELS_LOSS[taps < LEAST_TAPS]
+    return FEW_CHANNELS_LOSS[prod(problem.weight_shape[2:]) < LEAST_TAPS]

@@ -77,10 +77,12 @@ inline void tensor_load(void* shared, const TensorMap& map, const int (&at)[kRan
   emulator::tensor_load(site, shared, {site.function, &map, false, kRank, at, nullptr}, barrier);
 }
 
-inline void im2col_load(void* shared, const TensorMap& map, const int (&at)[4],
-                        const int (&offset)[2], Barrier* barrier,
+template <int kRank>
+inline void im2col_load(void* shared, const TensorMap& map, const int (&at)[kRank],
+                        const int (&offset)[kRank - 2], Barrier* barrier,
                         emulator::Site site = emulator::here("im2col_load")) {
-  emulator::tensor_load(site, shared, {site.function, &map, true, 4, at, offset}, barrier);
+  static_assert(kRank == 4 || kRank == 5, "kernels use ranks 4 and 5");
+  emulator::tensor_load(site, shared, {site.function, &map, true, kRank, at, offset}, barrier);
 }
 
 template <int kRank>

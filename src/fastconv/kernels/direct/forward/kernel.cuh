@@ -28,8 +28,8 @@
 // large, every flush_rows kernel rows. Rounding errors then grow with the lengths of the two levels
 // and not with the length of the whole sum.
 #pragma once
-#include "device/epilogue.cuh"
 #include "device/depth.cuh"
+#include "device/epilogue.cuh"
 
 namespace fastconv {
 namespace convolve {

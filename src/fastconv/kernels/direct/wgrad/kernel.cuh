@@ -29,8 +29,8 @@
 // behind the others: the gradient of the bias. The second kernel takes them from one of the threads
 // that saw the same channels and pixels.
 #pragma once
-#include "device/tile.cuh"
 #include "device/depth.cuh"
+#include "device/tile.cuh"
 
 namespace fastconv {
 namespace weight_grad {

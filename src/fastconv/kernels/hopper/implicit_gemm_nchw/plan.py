@@ -68,6 +68,8 @@ def _check(layer: Layer, gpu: Gpu) -> None:
     problem, operands = layer.problem, layer.operands
     block.check(gpu)
     channels = (layer.in_channels, layer.out_channels)
+    if problem.depth is not None:
+        raise Declined("volumes")
     limits.check(operands, problem.groups, channels, layer.in_size, layer.image_size)
     if operands.scalar != "float" or operands.precision != "tf32":
         raise Declined(f"{operands.scalar} in {operands.precision}: planes are multiplied in TF32")

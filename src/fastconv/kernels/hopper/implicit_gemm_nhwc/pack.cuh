@@ -12,7 +12,8 @@ constexpr int kInner = kInnerOut ? C::weight_out : C::weight_in;
 constexpr int kOuter = kInnerOut ? C::weight_in : C::weight_out;
 constexpr int kInnerStride = kInnerOut ? C::weight_stride_out : C::weight_stride_in;
 constexpr int kOuterStride = kInnerOut ? C::weight_stride_in : C::weight_stride_out;
-constexpr int kTaps = C::kernel_height * C::kernel_width;
+constexpr int kPlaneTaps = C::kernel_height * C::kernel_width;
+constexpr int kTaps = Depth::kernel * kPlaneTaps;
 constexpr int kInnerVectors = kInner / kVector;
 
 // The vector that a thread packs.
@@ -51,10 +52,12 @@ __device__ __forceinline__ void pack_weights(const Scalar* weight, Scalar* packe
   for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < kCount;
        i += static_cast<int>(gridDim.x * blockDim.x)) {
     const PackedVector at(i);
+    const int plane = Depth::exists ? at.tap / kPlaneTaps : 0, tap = at.tap - plane * kPlaneTaps;
     const Scalar* const source = weight + 1LL * at.outer * kOuterStride +
                                  1LL * (at.inner * kVector) * kInnerStride +
-                                 1LL * (at.tap / C::kernel_width) * C::weight_stride_height +
-                                 1LL * (at.tap % C::kernel_width) * C::weight_stride_width;
+                                 1LL * plane * Depth::weight_stride +
+                                 1LL * (tap / C::kernel_width) * C::weight_stride_height +
+                                 1LL * (tap % C::kernel_width) * C::weight_stride_width;
     Vector<Scalar, kVector> vector;
 #pragma unroll
     for (int k = 0; k < kVector; ++k) vector.element[k] = source[1LL * k * kInnerStride];

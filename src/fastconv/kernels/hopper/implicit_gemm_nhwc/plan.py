@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import (
     Constant,
@@ -11,8 +13,9 @@ from fastconv.kernels.family import (
     Launch,
     Plan,
     TensorMap,
+    depth_constants,
     epilogue_constants,
-    geometry_constants,
+    problem_constants,
 )
 from fastconv.kernels.hopper.im2col import SPAN, Layer, input_map, layer_of
 from fastconv.kernels.hopper.implicit_gemm_nhwc.tiles import (
@@ -36,12 +39,12 @@ def plans(layer: Layer, gpu: Gpu, most: int) -> list[Plan]:
 def plan(tile: Tile, gpu: Gpu) -> Plan:
     """The launches that compute a layer with a tile."""
     layer, batch = tile.layer, tile.layer.problem.batch
-    rows, columns = layer.positions
     tiles = tile.tiles(batch)
     blocks = min(tiles, gpu.sm_count * tile.blocks)
     # A block's tile numbers, with the one beyond its last tile, have to fit 32 bits.
-    if max(tiles + blocks, batch * rows * columns + tile.rows) >= 2**31:
-        raise Declined(f"{batch} images of {rows} by {columns} positions, 2^31 and more")
+    if max(tiles + blocks, batch * prod(layer.positions) + tile.rows) >= 2**31:
+        size = " by ".join(map(str, layer.positions))
+        raise Declined(f"{batch} images of {size} positions, 2^31 and more")
     constants = tuple(_constants(tile).items())
     launch = Launch(
         Kernel(SOURCE, "implicit_gemm_nhwc", constants),
@@ -84,14 +87,14 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
 def _weight_map(tile: Tile) -> TensorMap:
     layer, inner = tile.layer, tile.layer.inner
     shape, strides = layer.problem.weight_shape, layer.weight_strides
-    outer = 1 - inner
+    outer, taps = 1 - inner, range(len(shape) - 1, 1, -1)
     along = ROWS if layer.n_major else tile.columns
     return TensorMap(
         "scratch" if layer.packs else "weight",
         layer.loaded_scalar,
-        (shape[inner], shape[3], shape[2], shape[outer]),
-        tuple(layer.operands.scalar_bytes * strides[axis] for axis in (3, 2, outer)),
-        (layer.depth, 1, 1, along),
+        (shape[inner], *(shape[axis] for axis in taps), shape[outer]),
+        tuple(layer.operands.scalar_bytes * strides[axis] for axis in (*taps, outer)),
+        (layer.depth, *(1 for _ in taps), along),
         swizzle=128,
     )
 
@@ -103,8 +106,7 @@ def _output_map(tile: Tile) -> TensorMap:
     than a tensor map can describe, and the kernel stores without it.
     """
     layer = tile.layer
-    height, width = layer.positions
-    pixels = layer.problem.batch * height * width
+    pixels = layer.problem.batch * prod(layer.positions)
     pitch = layer.operands.scalar_bytes * layer.out_channels
     sizes: tuple[int, ...] = (layer.out_channels, pixels)
     strides: tuple[int, ...] = (pitch,)
@@ -117,7 +119,6 @@ def _output_map(tile: Tile) -> TensorMap:
 
 def _constants(tile: Tile) -> dict[str, Constant]:
     layer, problem = tile.layer, tile.layer.problem
-    taps = [len(of) for axis in layer.reads for of in (axis[0], axis[-1])]
     return {
         "Scalar": layer.operands.scalar,
         "transposed": layer.transposed,
@@ -127,25 +128,20 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "out_channels": layer.out_channels,
         "weight_in": problem.in_channels,
         "weight_out": problem.out_channels,
-        "image_height": layer.image_size[0],
-        "image_width": layer.image_size[1],
-        "position_rows": layer.positions[0],
-        "position_columns": layer.positions[1],
-        "lower_height": layer.lower[0],
-        "lower_width": layer.lower[1],
-        "input_step_height": layer.steps[0],
-        "input_step_width": layer.steps[1],
-        **geometry_constants(
-            problem.kernel_size,
-            problem.stride,
-            problem.dilation,
-            (problem.padding.top, problem.padding.left),
-            layer.operands,
-        ),
+        "image_height": layer.image_size[-2],
+        "image_width": layer.image_size[-1],
+        "position_rows": layer.positions[-2],
+        "position_columns": layer.positions[-1],
+        "lower_height": layer.lower[-2],
+        "lower_width": layer.lower[-1],
+        "input_step_height": layer.steps[-2],
+        "input_step_width": layer.steps[-1],
+        **problem_constants(problem, layer.operands),
+        **depth_constants(problem, layer.operands, layer.transposed),
         "patch_rows": layer.patches.rows if layer.patches else 0,
         "patch_width": layer.patches.width if layer.patches else 0,
         "patch_pitch": layer.patches.pitch if layer.patches else 0,
-        "last_residue_first": taps[0] < taps[1] or taps[2] < taps[3],
+        "last_residue_first": any(len(axis[0]) < len(axis[-1]) for axis in layer.reads),
         "consumers": tile.consumers,
         "tile_columns": tile.columns,
         "blocks": tile.blocks,
@@ -153,7 +149,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "buffers": tile.buffers,
         "joined": tile.joined,
         "resident": tile.resident,
-        "wide_places": problem.batch * layer.image_size[0] * layer.image_size[1] >= 2**31,
+        "wide_places": problem.batch * prod(layer.image_size) >= 2**31,
         "aligned_bias": layer.operands.aligned_bias,
         "ties_to_even": layer.operands.scalar == "float",
         **epilogue_constants(layer.operands.epilogue),

@@ -133,10 +133,15 @@ using Place = IndexOf<C::wide_places>::type;
 __device__ __forceinline__ Place place_of(int flat, const Tile& tile, int batch) {
   const int image = flat / kPositions;
   const int in_image = flat - image * kPositions;
-  const int row = in_image / C::position_columns * kRowResidues + tile.row_residue;
-  const int column = in_image % C::position_columns * kColumnResidues + tile.column_residue;
+  const int planes = Depth::exists ? in_image / kPlanePositions : 0;
+  const int in_plane = in_image - planes * kPlanePositions;
+  const int plane = planes * kPlaneResidues + tile.plane_residue;
+  const int row = in_plane / C::position_columns * kRowResidues + tile.row_residue;
+  const int column = in_plane % C::position_columns * kColumnResidues + tile.column_residue;
   if (image >= batch || row >= C::image_height || column >= C::image_width) return -1;
-  return (static_cast<Place>(image) * C::image_height + row) * C::image_width + column;
+  if (Depth::exists && plane >= Depth::out) return -1;
+  const Place first = static_cast<Place>(image) * Depth::out + plane;
+  return (first * C::image_height + row) * C::image_width + column;
 }
 
 // The 16 bytes of a staged row that belong to a lane.

@@ -1,5 +1,6 @@
 // Tiles of the NHWC implicit GEMM: their order, their taps, and a block's shared memory.
 #pragma once
+#include "device/depth.cuh"
 #include "device/tile.cuh"
 #include "device/wgmma.cuh"
 #include "device/tensor/operand.cuh"
@@ -15,9 +16,14 @@ using tensor::Operand;
 using Ring = tensor::Ring<C::stages>;
 using tensor::Scalar;
 
+using Depth = DepthOf<C>;
+
 // M is positions, of all images one after the other: output pixels; or for an input gradient with a
-// stride, groups of stride by stride pixels, one pixel for each residue.
-constexpr int kPositions = C::position_rows * C::position_columns;  // in an image
+// stride, groups of stride by stride pixels, one pixel for each residue. Volumes have planes of
+// them.
+constexpr int kPlaneResidues = C::transposed ? Depth::stride : 1;
+constexpr int kPlanePositions = C::position_rows * C::position_columns;
+constexpr int kPositions = ceil_div(Depth::out, kPlaneResidues) * kPlanePositions;  // in an image
 constexpr int kConsumers = C::consumers;  // warpgroups, each with 64 positions
 constexpr int kTileRows = 64 * kConsumers;
 constexpr int kTileColumns = C::tile_columns;
@@ -48,7 +54,7 @@ constexpr int kStageBytes = kRowBytes + (C::resident ? 0 : kWeightBytes);
 constexpr int kStagedBytes = 16 * C::joined * kSpan;  // a warp's 16 positions
 
 // With `resident`, the weights of all steps stay in shared memory: all tiles read the same ones.
-constexpr int kSteps = C::kernel_height * C::kernel_width * kChunks;
+constexpr int kSteps = Depth::kernel * C::kernel_height * C::kernel_width * kChunks;
 constexpr int kResidentBytes = C::resident ? kSteps * kWeightBytes : 0;
 
 // Shared memory: resident weights, stages, staging buffers of the epilogue, barriers.
@@ -91,13 +97,34 @@ struct Axis {
 
 constexpr int kRowResidues = C::transposed ? C::stride_height : 1;
 constexpr int kColumnResidues = C::transposed ? C::stride_width : 1;
-constexpr int kResidues = kRowResidues * kColumnResidues;
+constexpr int kResidues = kPlaneResidues * kRowResidues * kColumnResidues;
 static_assert(!C::resident || kResidues * kColumnTiles == 1, "tiles have different weights");
+
+// The plane where the first position reads its first tap.
+__host__ __device__ constexpr int lower_plane() {
+  if (!C::transposed) return -Depth::padding;
+  bool found = false;
+  int lower = 0;
+  for (int residue = 0; residue < Depth::stride; ++residue) {
+    for (int tap = 0; tap < Depth::kernel; ++tap) {
+      const int reach = residue + Depth::padding - Depth::dilation * tap;
+      if (reach % Depth::stride) continue;
+      if (!found || reach / Depth::stride < lower) lower = reach / Depth::stride;
+      found = true;
+    }
+  }
+  return lower;
+}
+constexpr int kLowerPlane = lower_plane();
 
 // A block's tile: positions from `row` on and output channels from `column` on, of one residue.
 struct Tile {
-  int row, column, row_residue, column_residue;
+  int row, column, plane_residue, row_residue, column_residue;
 
+  __device__ __forceinline__ Axis depth() const {
+    return {Depth::kernel,  Depth::stride, Depth::dilation,
+            Depth::padding, kLowerPlane,   plane_residue};
+  }
   __device__ __forceinline__ Axis height() const {
     return {C::kernel_height, C::stride_height, C::dilation_height,
             C::padding_top,   C::lower_height,  row_residue};
@@ -107,7 +134,7 @@ struct Tile {
             C::padding_left, C::lower_width,  column_residue};
   }
   __device__ __forceinline__ int steps() const {
-    return height().taps() * width().taps() * kChunks;
+    return depth().taps() * height().taps() * width().taps() * kChunks;
   }
 };
 
@@ -124,8 +151,10 @@ struct Walk {
   __device__ __forceinline__ Tile tile(int number) const {
     const int column = number % kColumnTiles, row = number / kColumnTiles % row_tiles;
     const int turn = number / kColumnTiles / row_tiles;
-    const int both = C::last_residue_first ? kResidues - 1 - turn : turn;
-    return {row * kTileRows, column * kTileColumns, both / kColumnResidues, both % kColumnResidues};
+    const int residue = C::last_residue_first ? kResidues - 1 - turn : turn;
+    const int rows = residue / kColumnResidues, columns = residue % kColumnResidues;
+    const int planes = kPlaneResidues > 1 ? rows / kRowResidues : 0;
+    return {row * kTileRows, column * kTileColumns, planes, rows - planes * kRowResidues, columns};
   }
 };
 

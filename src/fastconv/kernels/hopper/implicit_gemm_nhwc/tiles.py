@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from math import prod
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Gpu
@@ -83,8 +84,7 @@ class Tile:
     @property
     def steps(self) -> int:
         """Steps of K, for a residue that all taps reach."""
-        height, width = self.layer.problem.kernel_size
-        return height * width * ceil_div(self.layer.in_channels, self.layer.depth)
+        return prod(self.layer.kernel) * ceil_div(self.layer.in_channels, self.layer.depth)
 
     @property
     def resident_bytes(self) -> int:
@@ -112,22 +112,20 @@ class Tile:
         return self.columns // 2 + (OTHER_REGISTERS if self.layer.dense else SCATTER_REGISTERS)
 
     def row_tiles(self, batch: int) -> int:
-        rows, columns = self.layer.positions
-        return ceil_div(batch * rows * columns, self.rows)
+        return ceil_div(batch * prod(self.layer.positions), self.rows)
 
     @property
     def column_tiles(self) -> int:
         return ceil_div(self.layer.out_channels, self.columns)
 
     def tiles(self, batch: int) -> int:
-        rows, columns = self.layer.residues
-        return self.row_tiles(batch) * self.column_tiles * rows * columns
+        return self.row_tiles(batch) * self.column_tiles * prod(self.layer.residues)
 
     @lazy
     def _work(self) -> tuple[float, float, float]:
         """Averages of a tile: cycles of MMAs or TMA, bytes that it loads, bytes that it stores."""
         layer, bytes_ = self.layer, self.layer.operands.scalar_bytes
-        taps = layer.taps / (layer.residues[0] * layer.residues[1])
+        taps = layer.taps / prod(layer.residues)
         read = bytes_ * layer.in_channels  # of a pixel
         mma = max(self.columns / 2, (ROWS + self.columns) * MMA_SPAN / SHARED_BYTES)
         mmas = self.consumers * ceil_div(read, MMA_SPAN) * taps * mma
@@ -170,9 +168,8 @@ class Tile:
     @lazy
     def image_cycles(self) -> float:
         """Cycles of one SM for an image of a large batch."""
-        rows, columns = self.layer.positions
-        residues = self.layer.residues[0] * self.layer.residues[1]
-        tiles = residues * self.column_tiles * rows * columns / self.rows
+        residues, positions = prod(self.layer.residues), prod(self.layer.positions)
+        tiles = residues * self.column_tiles * positions / self.rows
         return self._cycles(tiles, self.blocks, tiles, 1.0)
 
     @property

@@ -126,13 +126,13 @@ def _renamed(launch: Launch, names: dict[str, str]) -> Launch:
 def _to_channels_last(
     source: str, target: str, shape: tuple[int, ...], operands: Operands
 ) -> Launch:
-    images, channels, height, width = shape
-    return _transpose(source, target, images, channels, height * width, operands)
+    images, channels, *size = shape
+    return _transpose(source, target, images, channels, prod(size), operands)
 
 
 def _to_contiguous(source: str, target: str, shape: tuple[int, ...], operands: Operands) -> Launch:
-    images, channels, height, width = shape
-    return _transpose(source, target, images, height * width, channels, operands)
+    images, channels, *size = shape
+    return _transpose(source, target, images, prod(size), channels, operands)
 
 
 def _transpose(

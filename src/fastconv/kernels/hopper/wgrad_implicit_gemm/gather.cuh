@@ -30,13 +30,18 @@ __host__ __device__ constexpr int column_place(int i) { return C::few ? i : row_
 
 // Strides of the input in elements: from a channel to the next, and from a pixel to the next in a
 // row.
-constexpr int kInPixels = C::in_height * C::in_width;
+constexpr int kInPlane = C::in_height * C::in_width;
+constexpr int kInPixels = Depth::in * kInPlane;
 constexpr int kInChannels = C::groups * C::group_in;
 constexpr int kChannelStride = C::channels_last ? 1 : kInPixels;
 constexpr int kPixelStride = C::channels_last ? kInChannels : 1;
 
-// The farthest rows, columns and channels that taps read, before or behind the input's first, with
-// channels that exist only as GEMM columns; and an index type that reaches every element there.
+// The farthest planes, rows, columns and channels that taps read, before or behind the input's
+// first, with channels that exist only as GEMM columns; and an index type that reaches every
+// element there.
+constexpr long long kFarPlane =
+    max_of<long long>(Depth::padding, tensor::elements_of(Depth::out, Depth::stride) +
+                                          tensor::elements_of(Depth::kernel, Depth::dilation));
 constexpr long long kFarRow = max_of<long long>(
     C::padding_top, tensor::elements_of(C::out_height, C::stride_height) +
                         tensor::elements_of(C::kernel_height, C::dilation_height));
@@ -47,18 +52,29 @@ constexpr int kFarChannel =
     kInChannels + (kOctets      ? ceil_div(kColumnTiles * kTileColumns, 8 * kTaps) * 8
                    : C::by_taps ? ceil_div(kColumnTiles * kTileColumns, kTaps)
                                 : 0);
-using InOffset = IndexTo<tensor::elements_of(kFarRow, C::in_width, kPixelStride) +
-                         tensor::elements_of(kFarColumn, kPixelStride) +
-                         tensor::elements_of(kFarChannel, kChannelStride)>;
+using InOffset =
+    IndexTo<(Depth::exists ? tensor::elements_of(kFarPlane, kInPlane, kPixelStride) : 0) +
+            tensor::elements_of(kFarRow, C::in_width, kPixelStride) +
+            tensor::elements_of(kFarColumn, kPixelStride) +
+            tensor::elements_of(kFarChannel, kChannelStride)>;
 // The index type of grad_output, up to channels that exist only as GEMM rows.
 using OutOffset = IndexTo<tensor::elements_of(kRowTiles, kTileRows, kPositions)>;
+
+// The distance in elements to the pixel that lies so many planes, rows and columns further.
+__device__ __forceinline__ InOffset pixel_offset(int plane, int row, int column) {
+  if constexpr (Depth::exists) {
+    return ((InOffset{plane} * C::in_height + row) * C::in_width + column) * kPixelStride;
+  } else {
+    return (InOffset{row} * C::in_width + column) * kPixelStride;
+  }
+}
 
 // A position: its element of the group's first output channel, and where its first tap reads the
 // first input channel, which may be outside of the image.
 struct Position {
   const Scalar* grad;
   const Scalar* first_tap;
-  int row = 0, column = 0;
+  int plane = 0, row = 0, column = 0;
   bool exists = false;
 
   template <class Sources>
@@ -66,20 +82,24 @@ struct Position {
     exists = flat < end;
     const int number = exists ? flat / kPositions : 0;
     const int in_image = exists ? flat - number * kPositions : 0;
-    const int y = in_image / C::out_width;
+    const int z = Depth::exists ? in_image / kPlanePositions : 0;
+    const int in_plane = in_image - z * kPlanePositions, y = in_plane / C::out_width;
+    plane = z * Depth::stride - Depth::padding;
     row = y * C::stride_height - C::padding_top;
-    column = (in_image - y * C::out_width) * C::stride_width - C::padding_left;
+    column = (in_plane - y * C::out_width) * C::stride_width - C::padding_left;
     if constexpr (!C::grad_copied) {
       const long long first = 1LL * number * C::groups * C::group_out + group * kOut;
       grad = sources.grad_output + first * kPositions + in_image;
     }
     first_tap = sources.input + 1LL * number * kInChannels * kInPixels +
-                (InOffset{group * kIn} * kChannelStride +
-                 (InOffset{row} * C::in_width + column) * kPixelStride);
+                (InOffset{group * kIn} * kChannelStride + pixel_offset(plane, row, column));
   }
-  // Whether the row or column at this offset from the first tap is in the image.
-  __device__ __forceinline__ bool has_row(int offset) const {
-    return exists && static_cast<unsigned>(row + offset) < C::in_height;
+  // Whether the row of a plane, or the column, at this offset from the first tap is in the image.
+  __device__ __forceinline__ bool has_row(int planes, int rows) const {
+    if constexpr (Depth::exists) {
+      if (static_cast<unsigned>(plane + planes) >= Depth::in) return false;
+    }
+    return exists && static_cast<unsigned>(row + rows) < C::in_height;
   }
   __device__ __forceinline__ bool has_column(int offset) const {
     return static_cast<unsigned>(column + offset) < C::in_width;
@@ -88,16 +108,15 @@ struct Position {
 
 // The distance of a tap from a position's first tap.
 struct Tap {
-  int row, column;
+  int plane, row, column;
 
   __device__ __forceinline__ explicit Tap(int tap)
-      : row(tap / C::kernel_width * C::dilation_height),
+      : plane(Depth::exists ? tap / kPlaneTaps * Depth::dilation : 0),
+        row((Depth::exists ? tap % kPlaneTaps : tap) / C::kernel_width * C::dilation_height),
         column(tap % C::kernel_width * C::dilation_width) {}
 
   // The distance in elements, in the first channel.
-  __device__ __forceinline__ InOffset offset() const {
-    return (InOffset{row} * C::in_width + column) * kPixelStride;
-  }
+  __device__ __forceinline__ InOffset offset() const { return pixel_offset(plane, row, column); }
 };
 
 // The columns of the kernel that a position reads inside of the image, one bit each.
@@ -123,7 +142,7 @@ struct Octet {
   }
   __device__ __forceinline__ bool is_read(const Position& position) const {
     const bool exists = kTaps * kTapColumns % kTileColumns == 0 || first.channel < kIn;
-    return exists && position.has_row(tap.row) && position.has_column(tap.column);
+    return exists && position.has_row(tap.plane, tap.row) && position.has_column(tap.column);
   }
 };
 
@@ -332,7 +351,7 @@ struct Gatherer {
 #pragma unroll
       for (int i = 0; i < kLanePositions; ++i) {
         if (j == 0 || (tap_column == 0 && channel == 0)) {
-          of_row[i] = positions[i].has_row(tap.row) ? read[i] : 0;
+          of_row[i] = positions[i].has_row(tap.plane, tap.row) ? read[i] : 0;
         }
         bits[kWarpRows + j][i] =
             tensor::load_bits(sources[i] + tap.offset() + InOffset{channel} * kChannelStride,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu, Operands
@@ -62,7 +63,7 @@ class Layer:
 
     @property
     def taps(self) -> int:
-        return self.problem.kernel_size[0] * self.problem.kernel_size[1]
+        return prod(self.problem.weight_shape[2:])
 
     @lazy
     def joined(self) -> int:
@@ -103,6 +104,7 @@ class Layer:
         problem = self.problem
         return (
             self.gathered
+            and problem.depth is None
             and not self.channels_last
             and not self.few
             and problem.dilation[1] == 1
@@ -134,7 +136,7 @@ class Layer:
     @lazy
     def positions(self) -> int:
         """Positions of an image."""
-        return self.problem.output_size[0] * self.problem.output_size[1]
+        return prod(self.problem.output_shape[2:])
 
     def steps(self, depth: int) -> int:
         """Steps of a tile's K, each of this many positions."""
@@ -163,27 +165,27 @@ class Layer:
         return self.operands.bias_grad and not (rounded or self.mirrored)
 
     @property
-    def grad_output(self) -> tuple[int, tuple[int, int], bool]:
+    def grad_output(self) -> tuple[int, tuple[int, ...], bool]:
         """Channels and size of grad_output, and whether it is channels-last."""
         problem, operands = self.problem, self.operands
         if self.mirrored:
-            return problem.in_channels, problem.input_size, operands.input_channels_last
-        return problem.out_channels, problem.output_size, operands.output_channels_last
+            return problem.in_channels, problem.input_shape[2:], operands.input_channels_last
+        return problem.out_channels, problem.output_shape[2:], operands.output_channels_last
 
     @property
     def weight_start(self) -> int:
         """Elements from a filter's first element in memory to that of tap 0."""
-        taps = zip(self.problem.kernel_size, self.operands.weight_strides[2:], strict=True)
+        taps = zip(self.problem.weight_shape[2:], self.operands.weight_strides[2:], strict=True)
         return sum((count - 1) * -stride for count, stride in taps) if self.mirrored else 0
 
     @lazy
     def bytes(self) -> float:
         """Bytes of both tensors in memory that are read."""
         size = self.problem.out_channels * self.positions
-        read = self.problem.in_channels * self.problem.input_size[0] * self.problem.input_size[1]
-        rows, columns = zip(self.problem.stride, self.problem.kernel_size, strict=True)
-        for step, taps in (rows, columns) if self.channels_last else (rows,):
-            read = round(read * min(1.0, taps / step))
+        read = self.problem.in_channels * prod(self.problem.input_shape[2:])
+        axes = self.problem.axes
+        for axis in axes if self.channels_last else axes[:-1]:
+            read = round(read * min(1.0, axis.kernel_size / axis.stride))
         return self.problem.batch * (size + read) * self.operands.scalar_bytes
 
 
@@ -194,13 +196,14 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
         Declined: this kernel cannot compute it.
     """
     block.check(gpu)
-    if problem.batch * problem.output_size[0] * problem.output_size[1] > MOST_POSITIONS:
-        raise Declined(f"{problem.batch} images of {problem.output_size}, 2^31 pixels and more")
+    in_size, out_size = problem.input_shape[2:], problem.output_shape[2:]
+    if problem.batch * prod(out_size) > MOST_POSITIONS:
+        raise Declined(f"{problem.batch} images of {out_size}, 2^31 pixels and more")
     channels = (problem.in_channels // problem.groups, problem.out_channels // problem.groups)
-    limits.check(operands, problem.groups, channels, problem.input_size, problem.output_size)
+    limits.check(operands, problem.groups, channels, in_size, out_size)
     # Images of one pixel, or of one channel, have both layouts at once.
-    in_either = problem.input_size == (1, 1) or problem.in_channels == 1
-    out_either = problem.output_size == (1, 1) or problem.out_channels == 1
+    in_either = prod(in_size) == 1 or problem.in_channels == 1
+    out_either = prod(out_size) == 1 or problem.out_channels == 1
     in_last, out_last = operands.input_channels_last, operands.output_channels_last
     has_planes = (in_either or not in_last) and (out_either or not out_last)
     if operands.scalar_bytes == 2 and (in_last or in_either) and (out_last or out_either):
@@ -224,23 +227,27 @@ def mirrored_layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
     Raises:
         Declined: this kernel cannot compute it so.
     """
-    if problem.stride != (1, 1) or problem.groups > 1:
-        raise Declined(f"stride {problem.stride} or {problem.groups} groups, mirrored")
-    outer = [extent - 1 for extent in problem.kernel_extent]
-    top, bottom, left, right = problem.padding
-    padding = (outer[0] - top, outer[0] - bottom, outer[1] - left, outer[1] - right)
+    axes = problem.axes
+    strides = tuple(axis.stride for axis in axes)
+    if max(strides) > 1 or problem.groups > 1:
+        raise Declined(f"stride {strides} or {problem.groups} groups, mirrored")
+    sides = [(axis.kernel_extent - 1, axis.before, axis.after) for axis in axes]
+    padding = tuple(outer - side for outer, *both in sides for side in both)
     if min(padding) < 0:
-        raise Declined(f"{problem.padding} beyond a kernel of {problem.kernel_extent}, mirrored")
+        given = tuple(side for _, *both in sides for side in both)
+        extent = tuple(axis.kernel_extent for axis in axes)
+        raise Declined(f"{given} beyond a kernel of {extent}, mirrored")
     outputs, inputs, *kernel = problem.weight_shape
+    dilation = tuple(axis.dilation for axis in axes)
     mirrored = Problem.of(
-        problem.output_shape, (inputs, outputs, *kernel), (1, 1), padding, problem.dilation, 1
+        problem.output_shape, (inputs, outputs, *kernel), strides, padding, dilation, 1
     )
-    by_output, by_input, by_row, by_column = operands.weight_strides
+    by_output, by_input, *by_tap = operands.weight_strides
     operands = replace(
         operands,
         input_channels_last=operands.output_channels_last,
         output_channels_last=operands.input_channels_last,
-        weight_strides=(by_input, by_output, -by_row, -by_column),
+        weight_strides=(by_input, by_output, *(-stride for stride in by_tap)),
     )
     return replace(layer_of(mirrored, operands, gpu), mirrored=True)
 
@@ -263,6 +270,6 @@ def _has_copied_planes(problem: Problem, operands: Operands) -> bool:
     """Whether TMA can copy what positions read: its boxes begin at multiples of 16 bytes."""
     if limits.parts(operands) > 1:
         return False  # warps split numbers for 3xTF32
-    plane = problem.input_size[0] * problem.input_size[1] * operands.scalar_bytes
-    moved = problem.kernel_size != (1, 1) or problem.stride != (1, 1) or any(problem.padding)
-    return operands.aligned and problem.groups == 1 and not moved and plane % 16 == 0
+    plane = prod(problem.input_shape[2:]) * operands.scalar_bytes
+    own = all(axis.is_pointwise for axis in problem.axes)
+    return operands.aligned and problem.groups == 1 and own and plane % 16 == 0

@@ -41,7 +41,9 @@ __device__ __forceinline__ void copy_pixel_columns(const Shared& shared, const S
                                                    int stage, const Tile& tile, int step) {
   const int flat = step * kDepth;
   const int image = flat / kPositions, in_image = flat - image * kPositions;
-  const int row = in_image / C::out_width, column = in_image - row * C::out_width;
+  const int plane = Depth::exists ? in_image / kPlanePositions : 0;
+  const int in_plane = in_image - plane * kPlanePositions;
+  const int row = in_plane / C::out_width, column = in_plane - row * C::out_width;
 #pragma unroll
   for (int i = 0; i < kTileColumns / kSpanElements; ++i) {
     unsigned char* const target = shared.columns(stage) + i * kBoxBytes;
@@ -60,6 +62,15 @@ __device__ __forceinline__ void copy_pixel_columns(const Shared& shared, const S
                   {residue * (C::groups * C::group_in) + channel, column + across,
                    y - down * C::stride_height, row + down, image},
                   shared.full(stage));
+    } else if constexpr (Depth::exists) {
+      const int tap_plane = tap / kPlaneTaps, tap_row = tap % kPlaneTaps / C::kernel_width;
+      im2col_load(
+          target, sources.input,
+          {channel, column * C::stride_width - C::padding_left,
+           row * C::stride_height - C::padding_top, plane * Depth::stride - Depth::padding, image},
+          {tap % C::kernel_width * C::dilation_width, tap_row * C::dilation_height,
+           tap_plane * Depth::dilation},
+          shared.full(stage));
     } else {
       im2col_load(
           target, sources.input,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import (
@@ -13,6 +14,7 @@ from fastconv.kernels.family import (
     Launch,
     Plan,
     TensorMap,
+    depth_constants,
     problem_constants,
 )
 from fastconv.kernels.hopper.im2col import input_map
@@ -72,13 +74,13 @@ def _bias(tile: Tile) -> tuple[tuple[Launch, ...], int]:
     layer, problem = tile.layer, tile.layer.problem
     if not layer.operands.bias_grad or layer.sums_bias:
         return (), 0
-    channels, (height, width), channels_last = layer.grad_output
-    splits = max(1, min(BIAS_BLOCKS // channels, ceil_div(problem.batch * height * width, 4096)))
+    channels, size, channels_last = layer.grad_output
+    splits = max(1, min(BIAS_BLOCKS // channels, ceil_div(problem.batch * prod(size), 4096)))
     constants = (
         ("Scalar", layer.operands.scalar),
         ("channels", channels),
-        ("height", height),
-        ("width", width),
+        ("height", prod(size[:-1])),
+        ("width", size[-1]),
         ("channels_last", channels_last),
     )
     add = Launch(
@@ -189,6 +191,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "out_height": problem.output_size[0],
         "out_width": problem.output_size[1],
         **problem_constants(problem, layer.operands),
+        **depth_constants(problem, layer.operands),
         "weight_start": layer.weight_start,
         "aligned": layer.operands.aligned,
         "row_groups": tile.row_groups,

@@ -34,9 +34,11 @@ __device__ __forceinline__ bool has_weight(int row, const Column& column) {
 }
 __device__ __forceinline__ long long offset_of(const Tile& tile, int row, const Column& column) {
   const int input = C::joined == 1 ? column.channel : column.channel % C::group_in;
-  return C::weight_start + tensor::weight_offset(tile.group * kOut + row, input,
-                                                 column.tap / C::kernel_width,
-                                                 column.tap % C::kernel_width);
+  const int plane = Depth::exists ? column.tap / kPlaneTaps : 0;
+  const int tap = column.tap - plane * kPlaneTaps;
+  return C::weight_start + 1LL * plane * Depth::weight_stride +
+         tensor::weight_offset(tile.group * kOut + row, input, tap / C::kernel_width,
+                               tap % C::kernel_width);
 }
 
 __device__ __forceinline__ void store_weight(Scalar* grad, const Tile& tile, int row,
@@ -52,7 +54,8 @@ constexpr bool kDenseFilters =
     (C::kernel_height == 1 || C::weight_stride_height == C::kernel_width);
 constexpr bool kVectorChannels =
     C::weight_stride_in == 1 && C::group_in % 4 == 0 && kTapColumns % 4 == 0 &&
-    (kTaps == 1 || (C::weight_stride_height % 4 == 0 && C::weight_stride_width % 4 == 0));
+    (kTaps == 1 || (C::weight_stride_height % 4 == 0 && C::weight_stride_width % 4 == 0 &&
+                    Depth::weight_stride % 4 == 0));
 constexpr bool kVectorWeights =
     C::aligned && C::weight_start % 4 == 0 && C::weight_stride_out % 4 == 0 &&
     (C::by_taps ? kDenseFilters && C::group_in * kTaps % 4 == 0 : kVectorChannels);

@@ -1,6 +1,7 @@
 // The tile of a block of wgrad_implicit_gemm, its share of the work, and its stages in shared
 // memory.
 #pragma once
+#include "device/depth.cuh"
 #include "device/tensor/ring.cuh"
 #include "device/tile.cuh"
 #include "device/wgmma.cuh"
@@ -13,6 +14,7 @@ using tensor::C;
 using tensor::Operand;
 using Ring = tensor::Ring<C::stages>;
 using tensor::Scalar;
+using Depth = DepthOf<C>;
 
 // Rows of the GEMM are output channels, its columns input channels at taps. Both belong to one
 // group, or to a few narrow groups (`joined`) that are multiplied as if they were one.
@@ -21,7 +23,8 @@ constexpr int kTileColumns = C::mma_columns * C::column_groups;
 constexpr int kConsumers = C::row_groups * C::column_groups;  // consumer warpgroups
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kThreads = 128 * kConsumers + 32 * C::teams * C::team_warps;
-constexpr int kTaps = C::kernel_height * C::kernel_width;
+constexpr int kPlaneTaps = C::kernel_height * C::kernel_width;
+constexpr int kTaps = Depth::kernel * kPlaneTaps;
 constexpr int kOut = C::joined * C::group_out;
 constexpr int kIn = C::joined * C::group_in;
 
@@ -33,7 +36,8 @@ constexpr bool kColumnsMnMajor = C::input_copied && C::channels_last;
 constexpr int kSpan = 128;
 constexpr int kSpanElements = kSpan / static_cast<int>(sizeof(Scalar));
 constexpr int kDepth = kColumnsMnMajor ? C::depth : kSpanElements;
-constexpr int kPositions = C::out_height * C::out_width;  // positions of an image
+constexpr int kPlanePositions = C::out_height * C::out_width;
+constexpr int kPositions = Depth::out * kPlanePositions;  // positions of an image
 // Whether K runs through the positions of all images one after the other. Otherwise it runs through
 // lines, and each has steps of its own: an image, where TMA copies planes, or a row of one, where
 // warps gather tap by tap.

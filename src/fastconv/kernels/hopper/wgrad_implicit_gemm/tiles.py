@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from math import gcd, prod
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu
@@ -129,11 +129,11 @@ class Tile:
     @property
     def group_tiles(self) -> int:
         """Tiles of a group, which has its own blocks: as few as possible."""
-        return self.count // math.gcd(self.count, self.grid)
+        return self.count // gcd(self.count, self.grid)
 
     @property
     def group_blocks(self) -> int:
-        return self.grid // math.gcd(self.count, self.grid)
+        return self.grid // gcd(self.count, self.grid)
 
     @property
     def is_even(self) -> bool:
@@ -203,7 +203,7 @@ class Tile:
         rows, or of equal parts of one.
         """
         layer, problem = self.layer, self.layer.problem
-        if layer.gathered or layer.flat or problem.stride == (1, 1):
+        if layer.gathered or layer.flat or problem.depth or problem.stride == (1, 1):
             return None
         sides = zip(problem.input_size, problem.stride, strict=True)
         height, width = problem.output_size
@@ -286,7 +286,7 @@ class Tile:
         multiplied = limits.together(blocks * steps * computed, loaded, loss=loss)
         scattered = 0.0
         if self.layer.scatters:
-            scattered = math.prod(self.layer.problem.weight_shape) * SCATTER_CYCLES / gpu.sm_count
+            scattered = prod(self.layer.problem.weight_shape) * SCATTER_CYCLES / gpu.sm_count
         return (
             multiplied + scattered + self._end_cycles(blocks, steps, gpu) + self._bias_cycles(gpu)
         )
@@ -296,8 +296,8 @@ class Tile:
         layer = self.layer
         if not layer.operands.bias_grad or layer.sums_bias:
             return 0.0
-        channels, (height, width), channels_last = layer.grad_output
-        bytes_ = layer.problem.batch * channels * height * width * layer.operands.scalar_bytes
+        channels, size, channels_last = layer.grad_output
+        bytes_ = layer.problem.batch * channels * prod(size) * layer.operands.scalar_bytes
         # The block of a channel of a channels-last tensor reads 32 bytes for each element.
         again = min(channels, 32 // layer.operands.scalar_bytes) if channels_last else 1
         return REDUCE_CYCLES + again * bytes_ / MEMORY_BYTES / gpu.sm_count
