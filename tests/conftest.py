@@ -102,7 +102,12 @@ def host_path(request: pytest.FixtureRequest) -> Iterator[str]:
     chosen = request.getfixturevalue("_native_library") if by_native else None
     for_processes = {"FASTCONV_NATIVE": str(int(by_native))}
     native.serve_operators(by_native)
-    with mock.patch.object(native, "conv2d", chosen), mock.patch.dict(os.environ, for_processes):
+    names = ("conv2d", "batch_norm_act", "conv_bn_act")
+    functions = dict.fromkeys(names)
+    if by_native:
+        blocks = {name: getattr(native._module, name) for name in names[1:]}
+        functions = {"conv2d": chosen, **blocks}
+    with mock.patch.multiple(native, **functions), mock.patch.dict(os.environ, for_processes):
         yield request.param
     native.serve_operators(False)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.overrides import handle_torch_function, has_torch_function
 
+from fastconv import _precision, native
 from fastconv._precision import Precision
 from fastconv.backends.batchnorm.formulas import scale_and_shift, sum_type
 from fastconv.backends.epilogue import applied
@@ -80,6 +81,13 @@ def batch_norm_act(
         >>> expected = torch.nn.functional.batch_norm(images, None, None, training=True)
         >>> torch.testing.assert_close(output, torch.relu(expected))
     """
+    if not torch.compiler.is_compiling() and (host := native.batch_norm_act) is not None:
+        computed = host(
+            input, residual, weight, bias, running_mean, running_var, num_batches_tracked, training,
+            momentum, eps, activation,
+        )  # fmt: skip
+        if computed is not NotImplemented:
+            return computed
     tensors = (input, running_mean, running_var, weight, bias, residual, num_batches_tracked)
     given = tuple(one for one in tensors if one is not None)
     if has_torch_function(given):
@@ -170,6 +178,15 @@ def conv_bn_act(
         >>> bool(mean.any())
         True
     """
+    if training and not torch.compiler.is_compiling() and (host := native.conv_bn_act) is not None:
+        mode = _precision.override_untraced() if precision is None else precision
+        computed = host(
+            input, weight, bias, stride, padding, dilation, groups, mode, residual, norm_weight,
+            norm_bias, running_mean, running_var, num_batches_tracked, training, momentum, eps,
+            activation,
+        )  # fmt: skip
+        if computed is not NotImplemented:
+            return computed
     tensors = (
         input, weight, bias, running_mean, running_var, norm_weight, norm_bias, residual,
         num_batches_tracked,
