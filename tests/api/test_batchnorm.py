@@ -15,6 +15,8 @@ from batchnorm_cases import ACTIVATIONS, EPS, Case, Tensors, check_close, random
 from causal_cases import ROUNDINGS
 
 
+pytestmark = pytest.mark.usefixtures("host_path")
+
 def _activation(case: Case) -> Any:
     return ("leaky_relu", 0.1) if case.activation == "leaky_relu" else case.activation
 

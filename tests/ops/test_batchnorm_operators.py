@@ -16,6 +16,8 @@ from fastconv.kernels.batchnorm.plan import beside
 forward = torch.ops.fastconv.batch_norm_forward
 backward = torch.ops.fastconv.batch_norm_backward
 
+pytestmark = pytest.mark.usefixtures("host_path")
+
 CASES = [
     Case(3, 4, (3, 3), residual=True),
     Case(3, 8, (3, 3), torch.bfloat16, mixed=True, channels_last=True, activation="silu"),
