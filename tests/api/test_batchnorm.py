@@ -17,6 +17,7 @@ from causal_cases import ROUNDINGS
 
 pytestmark = pytest.mark.usefixtures("host_path")
 
+
 def _activation(case: Case) -> Any:
     return ("leaky_relu", 0.1) if case.activation == "leaky_relu" else case.activation
 

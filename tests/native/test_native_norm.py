@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -119,7 +119,9 @@ class TestResults:
             output = fastconv.batch_norm_act(given, None, None, training=True)
             assert output.stride() == given.stride()
             with in_python():
-                assert torch.equal(fastconv.batch_norm_act(given, None, None, training=True), output)
+                assert torch.equal(
+                    fastconv.batch_norm_act(given, None, None, training=True), output
+                )
         assert set(host.operators) == {FORWARD}
 
     def test_layouts_that_differ(self, host: Host) -> None:
@@ -150,7 +152,9 @@ class TestResults:
         def norm(operands: Operands) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16):
                 half = operands.leaves[3].bfloat16()
-                return fastconv.batch_norm_act(half, None, None, residual=half.float(), training=True)
+                return fastconv.batch_norm_act(
+                    half, None, None, residual=half.float(), training=True
+                )
 
         check_same(norm)
 
@@ -387,14 +391,19 @@ class TestDeclined:
         x = operands.leaves[3].detach().as_subclass(Own)
         self._declines(host, lambda: fastconv.batch_norm_act(x, None, None, training=True))
 
+        seen: list[Any] = []
+
         class Mode(torch.overrides.TorchFunctionMode):
             def __torch_function__(
                 self, function: Any, types: Any, args: Any = (), kwargs: Any = None
             ) -> Any:
+                seen.append(function)
                 return function(*args, **(kwargs or {}))
 
         with Mode():
-            self._declines(host, operands.norm)
+            operands.norm()
+            operands.block()
+        assert {fastconv.batch_norm_act, fastconv.conv_bn_act} <= set(seen)
 
     @pytest.mark.parametrize(
         ("options", "words"),
@@ -418,7 +427,7 @@ class TestLaunches:
     TENSORS = tuple(("tensor", number) for number in range(12))
 
     @pytest.fixture(autouse=True)
-    def _launched(self, host: Host, driver: Driver) -> Iterator[None]:
+    def _launched(self, host: Host, driver: Driver) -> None:
         self.driver = driver
         count = {FORWARD: 11, BACKWARD: 12}
         functions = {FORWARD: 0xF0, BACKWARD: 0xF1}
@@ -437,7 +446,6 @@ class TestLaunches:
             return entry._replace(launches=[launch], scratch_bytes=64, fill=None, trouble=trouble)
 
         host.answer = answer
-        yield
 
     def test_addresses(self, host: Host) -> None:
         operands, batches = Operands(), torch.tensor(2)

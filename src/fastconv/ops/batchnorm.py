@@ -266,6 +266,34 @@ def _new_backward(check: Callable[..., None], *args: Any) -> tuple[Tensor, Tenso
     )
 
 
+def _dense(given: Arguments, y: Tensor) -> Arguments:
+    """Returns the arguments with tensors that lie as kernels take them, but running statistics."""
+    return given._replace(
+        x=_laid_out(given.x, y),
+        residual=None if given.residual is None else _laid_out(given.residual, y),
+        weight=_contiguous(given.weight),
+        bias=_contiguous(given.bias),
+    )
+
+
+def _dense_gradients(given: GradArguments, grad_x: Tensor | None) -> GradArguments:
+    """Returns the arguments with tensors that lie as kernels take them."""
+    like = new_like(given.x) if grad_x is None else grad_x
+    return given._replace(
+        grad=_laid_out(given.grad, like),
+        x=_laid_out(given.x, like),
+        beside=None if given.beside is None else _laid_out(given.beside, like),
+        weight=_contiguous(given.weight),
+        bias=_contiguous(given.bias),
+        mean=given.mean.contiguous(),
+        invstd=given.invstd.contiguous(),
+    )
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
 # --- On a CPU -------------------------------------------------------------------------------------
 
 
@@ -304,13 +332,14 @@ def fill_backward_cpu(args: tuple[Any, ...], results: Sequence[Tensor | None]) -
 
 def _forward_cpu(*args: Any) -> tuple[Tensor, ...]:
     results = _new_forward(_known, *args)
-    fill_forward_cpu(args, results)
+    fill_forward_cpu(_dense(Arguments(*args), results[0]), results)
     return results
 
 
 def _backward_cpu(*args: Any) -> tuple[Tensor, ...]:
     results = _new_backward(_known_gradients, *args)
-    fill_backward_cpu(args, _wanted(results))
+    grads = _wanted(results)
+    fill_backward_cpu(_dense_gradients(GradArguments(*args), grads[0]), grads)
     return results
 
 
@@ -353,16 +382,9 @@ def _forward_cuda(*args: Any) -> tuple[Tensor, ...]:
     if args[0].numel() == 0:
         return _forward_cpu(*args)
     y, mean, invstd = _new_forward(_known, *args)
-    given = Arguments(*args)
+    given = _dense(Arguments(*args), y)
     with _dense_running(given.running_mean, given.running_var) as running:
-        dense = given._replace(
-            x=_laid_out(given.x, y),
-            residual=None if given.residual is None else _laid_out(given.residual, y),
-            weight=_contiguous(given.weight),
-            bias=_contiguous(given.bias),
-            running_mean=running[0],
-            running_var=running[1],
-        )
+        dense = given._replace(running_mean=running[0], running_var=running[1])
         ready_forward(dense).run(*dense[:7], mean, invstd, y)
     return y, mean, invstd
 
@@ -387,25 +409,11 @@ def _backward_cuda(*args: Any) -> tuple[Tensor, ...]:
     if args[0].numel() == 0:
         return _backward_cpu(*args)
     results = _new_backward(_known_gradients, *args)
-    given, grads = GradArguments(*args), _wanted(results)
-    if not any(one is not None for one in grads):
-        return results
-    like = new_like(given.x) if grads[0] is None else grads[0]
-    dense = given._replace(
-        grad=_laid_out(given.grad, like),
-        x=_laid_out(given.x, like),
-        beside=None if given.beside is None else _laid_out(given.beside, like),
-        weight=_contiguous(given.weight),
-        bias=_contiguous(given.bias),
-        mean=given.mean.contiguous(),
-        invstd=given.invstd.contiguous(),
-    )
-    ready_backward(dense).run(*dense[:7], *grads)
+    grads = _wanted(results)
+    if any(one is not None for one in grads):
+        dense = _dense_gradients(GradArguments(*args), grads[0])
+        ready_backward(dense).run(*dense[:7], *grads)
     return results
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
 
 
 # --- Derivatives ----------------------------------------------------------------------------------
