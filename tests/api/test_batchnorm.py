@@ -14,7 +14,6 @@ import fastconv
 from batchnorm_cases import ACTIVATIONS, EPS, Case, Tensors, check_close, random_cases, reference
 from causal_cases import ROUNDINGS
 
-
 pytestmark = pytest.mark.usefixtures("host_path")
 
 
