@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -36,8 +37,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 torch.set_num_threads(1)  # Tensors are tiny: several threads would only wait for one another.
 
-# Files whose parametrized tests are marked "sampled": all cases of them take longer than a run of
-# all tests may, so one case in SAMPLED_ONE_IN runs, and the first of each test.
+# All cases take longer than a run of all tests may. Of a test with several parameters, every value
+# of each parameter runs, and one combination in COMBINATIONS_ONE_IN. Of a test with one parameter,
+# all values run, but in these files one in VALUES_ONE_IN, and the first.
 SAMPLED = (
     *("api/test_export", "api/test_causal", "api/test_graph_lifetimes"),
     *("bench/test_verify_layers", "emulator/test_causal", "kernels/test_causal_kernels"),
@@ -47,24 +49,53 @@ SAMPLED = (
     *("api/test_volumes", "emulator/test_volumes", "ops/test_operators"),
     "emulator/test_hopper_implicit_gemm_nhwc",
 )
-SAMPLED_ONE_IN = 3
+COMBINATIONS_ONE_IN = 4
+VALUES_ONE_IN = 3
+
+
+class Sample:
+    """Chooses cases of parametrized tests: by their names alone, so that each run has the same."""
+
+    def __init__(self) -> None:
+        self._seen: defaultdict[str, set[tuple[int, str]]] = defaultdict(set)
+
+    def has(self, item: pytest.Item) -> bool | None:
+        """Whether a case runs; None if all cases of its test do."""
+        test, _, case = item.nodeid.partition("[")
+        if not case or item.get_closest_marker("gpu"):
+            return None
+        names = item.callspec._idlist  # type: ignore[attr-defined]
+        seen, by_hash = self._seen[test], zlib.crc32(item.nodeid.encode())
+        new = set(enumerate(names)) - seen
+        if len(names) > 1:
+            chosen = bool(new) or by_hash % COMBINATIONS_ONE_IN == 0
+        elif any(file in test for file in SAMPLED):
+            chosen = not seen or by_hash % VALUES_ONE_IN == 0
+        else:
+            return None
+        if chosen:
+            seen |= new
+        return chosen
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the cases of files that are sampled, and leaves some out."""
-    seen: Counter[str] = Counter()
+    """Marks the cases of tests that are sampled, and leaves some out."""
+    sample = Sample()
     kept, left_out = [], []
     for item in items:
-        test, _, case = item.nodeid.partition("[")
-        is_sampled = bool(case) and any(file in test for file in SAMPLED)
-        if is_sampled:
+        chosen = sample.has(item)
+        if chosen is not None:
             item.add_marker(pytest.mark.sampled)
-        is_left_out = is_sampled and not ALL and seen[test] % SAMPLED_ONE_IN > 0
+        is_left_out = chosen is False and not ALL and not _is_named(config, item)
         (left_out if is_left_out else kept).append(item)
-        seen[test] += 1
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
+
+
+def _is_named(config: pytest.Config, item: pytest.Item) -> bool:
+    """Whether somebody asks for this very test, or case."""
+    return any("::" in word and item.nodeid.startswith(word) for word in config.args)
 
 
 DEVICES = ["cpu"]

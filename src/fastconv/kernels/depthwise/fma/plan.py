@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
+from math import gcd
 
 from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div, round_up
@@ -41,6 +42,9 @@ COPY, WEIGHT, OUTPUT_ROW, STORE = 40, 45, 3.7, 9
 # share of all other work that the longest does not hide.
 L2_LOAD, STORED_SECTOR, LOSS = 2.0, 0.67, 0.1
 SECTOR_BYTES = 32
+# What memory moves at least. A tile's rows that begin or end within a granule move all of it, and
+# measured times of tiles of 16 to 512 bytes across follow that.
+GRANULE_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +91,11 @@ class FmaTile(Tile):
     def moved(self) -> int:
         """Elements moved from and to memory: outputs, about as many inputs, and residuals."""
         return (2 + self.layer.operands.epilogue.residual) * self.outputs
+
+    @property
+    def moved_in_granules(self) -> float:
+        """The same with the rest of the granules where a tile's rows begin and end."""
+        return self.moved
 
     @lazy
     def registers(self) -> int:
@@ -139,7 +148,7 @@ class FmaTile(Tile):
             warps * bank_cycles,
             warps * self.stores * self.stored_bytes * STORED_SECTOR,
             resident * self.copies * self.vector * size / rates.l2_bytes * L2_LOAD,
-            resident * self.moved * size / rates.memory_bytes,
+            resident * self.moved_in_granules * size / rates.memory_bytes,
             loss=LOSS,
         )
         return max(rounds * one_round, blocks / STARTED)
@@ -172,6 +181,22 @@ class Planes(PlanesTile, FmaTile):
     def blocks(self, images: int) -> int:
         planes = images * self.layer.problem.groups * self.parts
         return ceil_div(planes, self.slots) * self.area.image_tiles
+
+    @property
+    def moved_in_granules(self) -> float:
+        layer, columns = self.layer, self.area.tile_size[1]
+        if columns >= layer.out_size[1]:
+            return self.moved  # Whole rows follow one another in memory.
+        read = columns * layer.columns.times // layer.columns.over
+        loads = self._in_granules(self.shift + self.area.halo_columns, read, layer.in_size[1])
+        stores = self._in_granules(columns, columns, layer.out_size[1])
+        written = 1 + layer.operands.epilogue.residual
+        return self.outputs * (loads / max(1, read) + written * stores / columns)
+
+    def _in_granules(self, elements: int, *distances: int) -> float:
+        """Elements that memory moves for a row, if rows begin these distances apart."""
+        granule = max(1, GRANULE_BYTES // self.layer.operands.scalar_bytes)
+        return elements + granule - gcd(granule, *distances)
 
     @property
     def _weight_plane(self) -> int:
