@@ -45,8 +45,7 @@ SAMPLED = (
     *("bench/test_verify_layers", "emulator/test_causal", "kernels/test_causal_kernels"),
     *("emulator/test_batchnorm", "kernels/test_batchnorm_kernels", "api/test_batchnorm"),
     *("native/test_native_transposed", "network/test_optimize_kinds", "native/test_cpu_kernels"),
-    "native/test_native_norm",
-    *("api/test_volumes", "emulator/test_volumes", "ops/test_operators"),
+    *("api/test_volumes", "emulator/test_volumes", "ops/test_operators", "native/test_native_norm"),
     "emulator/test_hopper_implicit_gemm_nhwc",
 )
 COMBINATIONS_ONE_IN = 4
