@@ -45,7 +45,7 @@ SAMPLED = (
     *("bench/test_verify_layers", "emulator/test_causal", "kernels/test_causal_kernels"),
     *("emulator/test_batchnorm", "kernels/test_batchnorm_kernels", "api/test_batchnorm"),
     *("native/test_native_transposed", "network/test_optimize_kinds", "native/test_cpu_kernels"),
-    *("api/test_volumes", "emulator/test_volumes", "ops/test_operators"),
+    *("api/test_volumes", "emulator/test_volumes", "ops/test_operators", "native/test_native_norm"),
     "emulator/test_hopper_implicit_gemm_nhwc",
 )
 COMBINATIONS_ONE_IN = 4
@@ -133,7 +133,12 @@ def host_path(request: pytest.FixtureRequest) -> Iterator[str]:
     chosen = request.getfixturevalue("_native_library") if by_native else None
     for_processes = {"FASTCONV_NATIVE": str(int(by_native))}
     native.serve_operators(by_native)
-    with mock.patch.object(native, "conv2d", chosen), mock.patch.dict(os.environ, for_processes):
+    names = ("conv2d", "batch_norm_act", "conv_bn_act")
+    functions = dict.fromkeys(names)
+    if by_native:
+        blocks = {name: getattr(native._module, name) for name in names[1:]}
+        functions = {"conv2d": chosen, **blocks}
+    with mock.patch.multiple(native, **functions), mock.patch.dict(os.environ, for_processes):
         yield request.param
     native.serve_operators(False)
 

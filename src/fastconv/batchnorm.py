@@ -3,6 +3,7 @@
 # This file does not postpone the evaluation of annotations: torch.fx keeps those of forward, and
 # cannot pickle them as strings.
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.overrides import handle_torch_function, has_torch_function
 
+from fastconv import _precision, native
 from fastconv._precision import Precision
 from fastconv.backends.batchnorm.formulas import scale_and_shift, sum_type
 from fastconv.backends.epilogue import applied
@@ -80,6 +82,13 @@ def batch_norm_act(
         >>> expected = torch.nn.functional.batch_norm(images, None, None, training=True)
         >>> torch.testing.assert_close(output, torch.relu(expected))
     """
+    if not torch.compiler.is_compiling() and (host := native.batch_norm_act) is not None:
+        computed = host(
+            input, residual, weight, bias, running_mean, running_var, num_batches_tracked, training,
+            momentum, eps, activation,
+        )  # fmt: skip
+        if computed is not NotImplemented:
+            return computed
     tensors = (input, running_mean, running_var, weight, bias, residual, num_batches_tracked)
     given = tuple(one for one in tensors if one is not None)
     if has_torch_function(given):
@@ -170,6 +179,15 @@ def conv_bn_act(
         >>> bool(mean.any())
         True
     """
+    if training and not torch.compiler.is_compiling() and (host := native.conv_bn_act) is not None:
+        mode = _precision.override_untraced() if precision is None else precision
+        computed = host(
+            input, weight, bias, stride, padding, dilation, groups, mode, residual, norm_weight,
+            norm_bias, running_mean, running_var, num_batches_tracked, training, momentum, eps,
+            activation,
+        )  # fmt: skip
+        if computed is not NotImplemented:
+            return computed
     tensors = (
         input, weight, bias, running_mean, running_var, norm_weight, norm_bias, residual,
         num_batches_tracked,
@@ -229,11 +247,20 @@ def _computes(layer: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a call of this layer does what its class does, and nothing else."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
     return (
-        type_before_parametrizations(layer) is kind
+        (type(layer) is kind or type_before_parametrizations(layer) is kind)
         and not hooks
         and not layer._backward_pre_hooks
         and "forward" not in vars(layer)
     )
+
+
+def _tensor(layer: nn.Module, of: Mapping[str, Tensor | None], name: str) -> Any:
+    """Returns a layer's parameter or buffer, from the dictionary that usually has it.
+
+    ``nn.Module`` looks for attributes in three dictionaries, after all else. For the tensors of a
+    small block, that takes as long as the rest of a call.
+    """
+    return of[name] if name in of else getattr(layer, name)
 
 
 class ConvBNAct2d(nn.Module):
@@ -320,18 +347,23 @@ class ConvBNAct2d(nn.Module):
         Returns:
             ``(batch, out_channels, out_height, out_width)``.
         """
-        conv, bn = self.conv, self.bn
+        conv: Any = self._modules["conv"]
+        bn: Any = self._modules["bn"]
         if not _computes(conv, Conv2d) or not _computes(bn, nn.BatchNorm2d):
             return applied(bn(conv(input)), residual, Epilogue(*activation_of(self.activation)))
-        mean, var, batches = bn.running_mean, bn.running_var, bn.num_batches_tracked
+        buffers = bn._buffers
+        mean, var = _tensor(bn, buffers, "running_mean"), _tensor(bn, buffers, "running_var")
+        batches = _tensor(bn, buffers, "num_batches_tracked")
         if bn.training and bn.track_running_stats and batches is not None:
             batches.add_(1)
         training = bn.training or (mean is None and var is None)
         if bn.training and not bn.track_running_stats:
             mean = var = None
         input, padding = conv._padded(input)
+        ours, theirs = conv._parameters, bn._parameters
         return conv_bn_act(
-            input, conv.weight, conv.bias, mean, var, bn.weight, bn.bias, conv.stride, padding,
+            input, _tensor(conv, ours, "weight"), _tensor(conv, ours, "bias"), mean, var,
+            _tensor(bn, theirs, "weight"), _tensor(bn, theirs, "bias"), conv.stride, padding,
             conv.dilation, conv.groups, training=training, momentum=bn.momentum, eps=bn.eps,
             activation=self.activation, residual=residual, num_batches_tracked=batches,
             precision=conv.precision,

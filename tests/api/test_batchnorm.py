@@ -14,6 +14,8 @@ import fastconv
 from batchnorm_cases import ACTIVATIONS, EPS, Case, Tensors, check_close, random_cases, reference
 from causal_cases import ROUNDINGS
 
+pytestmark = pytest.mark.usefixtures("host_path")
+
 
 def _activation(case: Case) -> Any:
     return ("leaky_relu", 0.1) if case.activation == "leaky_relu" else case.activation

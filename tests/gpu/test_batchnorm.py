@@ -9,6 +9,7 @@ from torch import Tensor
 import fastconv
 from batchnorm_cases import Case, Tensors, check_close, random_cases, reference
 from causal_cases import ROUNDINGS
+from fastconv import native
 from gpu.helpers import CUDA
 
 LAYERS = [
@@ -122,6 +123,87 @@ def test_captured_in_a_graph() -> None:
     assert torch.equal(captured, expected)
     for name, one in layer.state_dict().items():
         assert torch.equal(one, twin.state_dict()[name]), name
+
+
+def _trained(dtype: torch.dtype, autocast: bool, last: bool) -> list[Tensor]:
+    """What two steps of training leave: outputs, gradients, statistics."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        fastconv.ConvBNAct2d(16, 32, 3, padding=1),
+        fastconv.ConvBNAct2d(32, 32, 1, activation="silu"),
+        fastconv.ConvBNAct2d(32, 16, 3, stride=2, momentum=None, bias=True, activation=None),
+    ).to(CUDA, dtype)
+    memory_format = torch.channels_last if last else torch.contiguous_format
+    images = torch.randn(4, 16, 20, 20).to(CUDA, dtype, memory_format=memory_format)
+    images.requires_grad_()
+    outputs = []
+    for _ in range(2):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            outputs.append(net[2](net[1](net[0](images), net[0](images))))
+        outputs[-1].float().square().sum().backward()
+    net.eval()
+    outputs.append(fastconv.batch_norm_act(
+        images, torch.zeros_like(images[0, :, 0, 0]), torch.ones_like(images[0, :, 0, 0])
+    ))  # fmt: skip
+    gradients = [one.grad for one in (images, *net.parameters())]
+    return [one.detach().clone() for one in (*outputs, *gradients, *net.buffers())]
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)],
+    ids=["float32", "bfloat16", "autocast"],
+)
+def test_both_host_paths_give_the_same_bits(
+    dtype: torch.dtype, autocast: bool, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native.settle()
+    if native.conv_bn_act is None:
+        pytest.skip(f"the host path is {native.describe()}")
+    found = _trained(dtype, autocast, last)
+    for name in ("conv2d", "batch_norm_act", "conv_bn_act"):
+        monkeypatch.setattr(native, name, None)
+    for one, other in zip(found, _trained(dtype, autocast, last), strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
+
+
+def test_graphed_callables() -> None:
+    """Forward and backward are captured, on the streams of PyTorch."""
+    torch.manual_seed(0)
+    layer = fastconv.ConvBNAct2d(8, 8, 3, padding=1, device=CUDA)
+    twin = fastconv.ConvBNAct2d(8, 8, 3, padding=1, device=CUDA)
+    twin.load_state_dict(layer.state_dict())
+    sample = torch.randn(4, 8, 20, 20, device=CUDA, requires_grad=True)
+    graphed = torch.cuda.make_graphed_callables(layer, (sample,))
+    twin.load_state_dict(layer.state_dict())  # warming up has moved the statistics
+    for _ in range(3):
+        images = torch.randn_like(sample).requires_grad_()
+        results = []
+        for net in (graphed, twin):
+            output = net(images)
+            found = torch.autograd.grad(output.square().sum(), [images, *net.parameters()])
+            results.append([output.detach().clone(), *(one.clone() for one in found)])
+        assert all(map(torch.equal, *results))
+    for name, one in layer.state_dict().items():
+        assert torch.equal(one, twin.state_dict()[name]), name
+
+
+def test_streams_of_the_user() -> None:
+    """Kernels run on the current stream, in backward on that of the forward pass."""
+    layer = fastconv.ConvBNAct2d(64, 64, 3, padding=1, device=CUDA)
+    images = torch.zeros(16, 64, 56, 56, device=CUDA)
+    values = torch.randn_like(images)
+    (expected,) = torch.autograd.grad(layer(values).square().sum(), layer.conv.weight)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10**8)
+        images.copy_(values)
+        (found,) = torch.autograd.grad(layer(images).square().sum(), layer.conv.weight)
+    stream.synchronize()
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels last"])

@@ -16,6 +16,7 @@ from fastconv.kernels.gpus import GPUS, H200
 
 SCALARS = {"float": 4, "double": 8, "fastconv::float16": 2, "fastconv::bfloat16": 2}
 STATISTICS = Statistics(1e-5, 0.1, "float")
+RUNNING = Statistics(1e-5, None, "float")
 
 
 def _norm(
@@ -36,7 +37,7 @@ def _norm(
 def _plans(norm: Normalization, gpu: Gpu) -> list[Plan]:
     return [
         plan.forward(norm, STATISTICS, gpu),
-        plan.forward(norm, None, gpu),
+        plan.forward(norm, RUNNING, gpu),
         plan.backward(norm, True, True, True, norm.residual, gpu),
         plan.backward(norm, False, True, False, False, gpu),
     ]
@@ -147,7 +148,7 @@ def test_sizes_choose_no_code() -> None:
 
 def test_sizes_beyond_32_bits_are_refused() -> None:
     with pytest.raises(NotImplementedError, match=f"below {END}, .* of 1 elements"):
-        plan.forward(_norm("float", 1 << 16, 1 << 16, 1, False), None, H200)
+        plan.forward(_norm("float", 1 << 16, 1 << 16, 1, False), RUNNING, H200)
 
 
 def test_a_residual_gradient_is_computed_once() -> None:

@@ -32,7 +32,8 @@ def folder(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     folder = tmp_path / "cache"
     monkeypatch.setenv("FASTCONV_CACHE_DIR", str(folder))
     monkeypatch.delenv("FASTCONV_NATIVE", raising=False)
-    for name in ("conv2d", "_started", "_background", "_forked", "_reason"):
+    blocks = ("batch_norm_act", "conv_bn_act")
+    for name in ("conv2d", *blocks, "_started", "_background", "_forked", "_reason"):
         monkeypatch.setattr(native, name, getattr(native, name))  # pytest restores it afterwards.
     monkeypatch.setattr(native, "load", functools.cache(native.load.__wrapped__))
     forget()
@@ -55,7 +56,8 @@ def host(_native_library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     path = tmp_path / "host.so"
     shutil.copy(build.library(), path)
     host = Host(path)
-    monkeypatch.setattr(native, "conv2d", host.conv2d)
+    for name in ("conv2d", "batch_norm_act", "conv_bn_act"):
+        monkeypatch.setattr(native, name, getattr(host, name))
     return host
 
 

@@ -25,7 +25,7 @@ from effort import PATIENCE_S, wait_until
 from fastconv import native
 from fastconv.native import build
 from fastconv.ops import entries
-from fastconv.ops.entries import Entry
+from fastconv.ops.entries import Entry, NormEntry
 
 INPUT, WEIGHT, BIAS = (2, 4, 6, 5), (6, 4, 3, 3), (6,)
 
@@ -145,16 +145,18 @@ class Host:
         self.module = importlib.util.module_from_spec(spec)
         loader.exec_module(self.module)
         self.conv2d = self.module.call
+        self.batch_norm_act, self.conv_bn_act = self.module.batch_norm_act, self.module.conv_bn_act
         self.asked: list[tuple[Any, ...]] = []  # operators whose entries were made, and arguments
         self.filled: list[str] = []
         self.module.set_make_entry(self._prepare)
-        self.answer: Callable[..., Entry] = self._real
+        self.module.serve_norms(*native._gradients)
+        self.answer: Callable[..., Entry | NormEntry] = self._real
 
-    def _prepare(self, operator: str, *arguments: Any) -> Entry:
+    def _prepare(self, operator: str, *arguments: Any) -> Entry | NormEntry:
         self.asked.append((operator, *arguments))
         return self.answer(operator, *arguments)
 
-    def _real(self, operator: str, *arguments: Any) -> Entry:
+    def _real(self, operator: str, *arguments: Any) -> Entry | NormEntry:
         entry = entries.make_entry(operator, *arguments)
         assert entry.fill is not None
         fill = entry.fill
@@ -163,6 +165,8 @@ class Host:
             self.filled.append(operator)
             fill(*arguments)
 
+        if isinstance(entry, NormEntry):
+            return entry._replace(fill=noted)
         return entry._replace(fill=noted, cpu_plan=None)
 
     @property

@@ -48,6 +48,7 @@ def test_operators_pass_opcheck(case: Case, training: bool) -> None:
         )
 
 
+@pytest.mark.usefixtures("host_path")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compiled_functions_compute_the_same(dynamic: bool) -> None:
     case = Case(3, 4, (3, 3), channels_last=True, residual=True)
@@ -96,6 +97,7 @@ def test_mapped_statistics_are_those_of_each_batch() -> None:
         torch.vmap(function, (0, 0, None, None))(x, weight, mean[0], var[0])
 
 
+@pytest.mark.usefixtures("host_path")
 def test_gradients_of_transforms() -> None:
     x = torch.randn(3, 4, 2, 2, dtype=torch.float64)
     weight = torch.randn(4, dtype=torch.float64)
@@ -121,6 +123,7 @@ def test_gradients_of_transforms() -> None:
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.usefixtures("host_path")
 def test_mapped_gradients() -> None:
     """As of ``is_grads_batched``; and the operator's own rule."""
     x = torch.randn(3, 4, 2, 2, requires_grad=True)
@@ -147,6 +150,7 @@ def test_mapped_backward_operator() -> None:
             torch.testing.assert_close([one[number] for one in found], list(expected))
 
 
+@pytest.mark.usefixtures("host_path")
 def test_versions_count_what_is_written() -> None:
     mean, var = torch.zeros(4), torch.ones(4)
     x = torch.randn(3, 4)

@@ -27,8 +27,10 @@ from fastconv.native.build import Unavailable
 __all__ = [
     "HEADER",
     "Unavailable",
+    "batch_norm_act",
     "before_cpu_pass",
     "conv2d",
+    "conv_bn_act",
     "describe",
     "finish",
     "freeze",
@@ -56,6 +58,21 @@ NotImplemented for a call that PyTorch's dispatcher has to see, or in whose argu
 wrong.
 """
 
+batch_norm_act: Callable[..., Any] | None = None
+"""The library's function for eager calls of batch normalization, or None while Python serves them.
+
+``batch_norm_act(input, residual, weight, bias, running_mean, running_var, num_batches_tracked,
+training, momentum, eps, activation)``, all by position, returns NotImplemented as :data:`conv2d`
+does.
+"""
+
+conv_bn_act: Callable[..., Any] | None = None
+"""The library's function for eager calls of convolution and normalization in training, or None.
+
+``conv_bn_act(input, weight, bias, stride, padding, dilation, groups, precision, residual, ...)``
+goes on with the arguments of :data:`batch_norm_act`.
+"""
+
 _VARIABLE = "FASTCONV_NATIVE"
 # Characters of the compiler's output that a warning quotes: one missing header can cause megabytes.
 _QUOTED_CHARACTERS = 4000
@@ -73,6 +90,7 @@ _frozen = False  # whether frozen_weights is active
 _serving = True  # whether the library computes PyTorch's calls of operators
 _make_entry: Callable[..., Any] | None = None  # makes the entries of the library's table
 _kernels: dict[str, tuple[Callable[..., Any], ...]] = {}  # Python's, which the library replaces
+_gradients: tuple[Callable[..., Any], ...] = ()  # Python's functions for nodes of the library
 _module: Any = None  # the loaded library
 _background: threading.Thread | None = None  # waits for the compiler
 _lock = threading.RLock()
@@ -205,12 +223,11 @@ def recorded_forms(record: Callable[..., None]) -> Iterator[None]:
     Raises:
         Unavailable: the library cannot be built or loaded, or ``FASTCONV_NATIVE=0`` forbids it.
     """
-    global conv2d
     if wanted() is False:
         raise Unavailable(f"forms are recorded by the native host path: unset {_VARIABLE}=0")
     with _lock:
         make()
-        conv2d = load()
+        _use()
     _module.record_forms(record)
     try:
         yield
@@ -219,19 +236,26 @@ def recorded_forms(record: Callable[..., None]) -> Iterator[None]:
 
 
 def register(
-    make_entry: Callable[..., Any], kernels: dict[str, tuple[Callable[..., Any], ...]]
+    make_entry: Callable[..., Any],
+    kernels: dict[str, tuple[Callable[..., Any], ...]],
+    gradients: tuple[Callable[..., Any], Callable[..., Any]],
 ) -> None:
     """Hands over the functions of Python that the library calls.
 
     ``make_entry(operator's name, *its arguments)`` returns an object with the attributes of
-    ``fastconv.ops.entries.Entry``. The library calls it at the first call of each form.
+    ``fastconv.ops.entries.Entry`` or, for batch normalization, of ``NormEntry`` there. The library
+    calls it at the first call of each form.
 
     ``kernels`` are the operators' kernels in Python by the operator's name: for CPU, CUDA and
     autograd. The library takes their place in PyTorch's dispatcher, and calls them for what it does
     not serve itself.
+
+    ``gradients`` are ``norm_gradients`` of ``fastconv.ops.batchnorm`` and ``block_gradients`` of
+    ``fastconv.ops.blocks``: what nodes of batch normalization call where the dispatcher has to see
+    their gradients.
     """
-    global _make_entry, _kernels
-    _make_entry, _kernels = make_entry, kernels
+    global _make_entry, _kernels, _gradients
+    _make_entry, _kernels, _gradients = make_entry, kernels, gradients
 
 
 @functools.cache
@@ -244,12 +268,20 @@ def load() -> Callable[..., Any]:
     global _module
     _module = build.load()
     _module.set_make_entry(_make_entry)
+    _module.serve_norms(*_gradients)
     _module.freeze(_frozen)
     _module.bypass(bypass.is_on())
     _module.serve_operators(_serving)
     _module.register_operators(_kernels)
     call: Callable[..., Any] = _module.call
     return call
+
+
+def _use() -> None:
+    """Loads the library, and has it serve calls."""
+    global conv2d, batch_norm_act, conv_bn_act
+    conv2d = load()
+    batch_norm_act, conv_bn_act = _module.batch_norm_act, _module.conv_bn_act
 
 
 def load_if_built() -> None:
@@ -328,11 +360,10 @@ def _load_at_once(*arguments: Any) -> Any:
 
 
 def _load_if_possible() -> None:
-    global conv2d
     with _lock:
         if conv2d is _load_at_once:
             try:
-                conv2d = load()
+                _use()
             except Unavailable as error:
                 _give_up(error)
 
@@ -345,7 +376,6 @@ def _require(*arguments: Any) -> Any:
 
 def _load_required() -> None:
     """Builds the library, waits for it and loads it, or raises an error."""
-    global conv2d
     wanted()  # raises if the variable's value is invalid
     with _lock:
         if conv2d is _require:
@@ -357,7 +387,7 @@ def _load_required() -> None:
                         "first"
                     )
                 build.build()
-            conv2d = load()
+            _use()
 
 
 def _give_up(error: Unavailable) -> None:

@@ -14,7 +14,7 @@
 namespace fastconv::host {
 
 constexpr size_t kMapBytes = 128;  // the size of a CUtensorMap
-constexpr size_t kTensors = 8;     // the most tensors of a pass, workspace and regions included
+constexpr size_t kTensors = 8;     // the most tensors of a convolution's pass, with workspace
 
 struct Argument {
   enum { kTensor, kInteger, kMap } kind;
@@ -31,22 +31,26 @@ struct Launch {
   size_t maps = 0;  // the number of tensor maps among the arguments
 };
 
-struct Entry {
+// The launches of an entry, and the workspace that they share.
+struct Launches {
+  int64_t scratch_bytes = 0;
+  std::vector<Launch> launches{};
+  // Raises an error for a launch that failed, or removes its cause. Arguments: the launch's index,
+  // that of the argument whose tensor map could not be made (or -1) and its address, the driver's
+  // error code, and whether the launch has been repeated.
+  std::function<void(size_t, int64_t, uintptr_t, int, bool)> trouble{};
+};
+
+struct Entry : Launches {
   std::vector<int64_t> shape;
   at::MemoryFormat format;
-  int64_t bias_elements;       // elements of the bias's gradient
-  std::array<bool, 2> copied;  // which of the two tensors have to be made contiguous first
-  int64_t scratch_bytes;
+  int64_t bias_elements;             // elements of the bias's gradient
+  std::array<bool, 2> copied;        // which of the two tensors have to be made contiguous first
   std::array<int64_t, 2> regions{};  // where regions of the workspace, which are tensors, begin
-  std::vector<Launch> launches;
   size_t packs;  // the first launches, which pack the weight into a workspace that the others read
   // Computes the call if it needs more than launches; otherwise empty. Arguments: the call, its
   // precision, the result, and the bias's gradient.
   std::function<void(const Call&, Precision, const Tensor&, const Tensor&)> fill;
-  // Raises an error for a launch that failed, or removes its cause. Arguments: the launch's index,
-  // that of the argument whose tensor map could not be made (or -1) and its address, the driver's
-  // error code, and whether the launch has been repeated.
-  std::function<void(size_t, int64_t, uintptr_t, int, bool)> trouble;
 };
 
 using Key = std::vector<int64_t>;
@@ -104,44 +108,53 @@ inline Key key_of(const Call& call, Precision precision, bool portable = false) 
   return key;
 }
 
-// Makes the entry for all calls of a call's form.
-inline std::function<std::shared_ptr<const Entry>(const Call&, Precision)> make_entry;
-
-using Entries = std::unordered_map<Key, std::shared_ptr<const Entry>, Hash>;
-
+// The entries of one kind of call.
+template <class Made>
 struct Table {
   static constexpr size_t kMost = 4096;  // entries, after which the table is cleared
+  using Entries = std::unordered_map<Key, std::shared_ptr<const Made>, Hash>;
   Entries entries;
   std::shared_mutex mutex;
+
+  // Returns the entry of a key, which `make` makes if the table has none.
+  template <class Make>
+  std::shared_ptr<const Made> find(Key key, const Make& make);
+
+  // Drops all entries: the next call of each form makes its entry anew.
+  void forget() {
+    Entries dropped;  // destroyed after the lock is released: an entry may hold Python objects
+    const std::unique_lock lock(mutex);
+    entries.swap(dropped);
+  }
 };
 
-inline auto& table = *new Table;  // never destroyed: threads may outlive main
+template <class Made>
+inline auto& table = *new Table<Made>;  // never destroyed: threads may outlive main
 
-inline std::shared_ptr<const Entry> find(const Call& call, Precision precision) {
+template <class Made>
+template <class Make>
+std::shared_ptr<const Made> Table<Made>::find(Key key, const Make& make) {
   // The lock is held across a fork: another thread, which the child lacks, might hold it otherwise.
   static const int forks [[maybe_unused]] =
-      pthread_atfork([] { table.mutex.lock(); }, [] { table.mutex.unlock(); },
-                     [] { new (&table.mutex) std::shared_mutex; });
-  Key key = key_of(call, precision);
+      pthread_atfork([] { table<Made>.mutex.lock(); }, [] { table<Made>.mutex.unlock(); },
+                     [] { new (&table<Made>.mutex) std::shared_mutex; });
   {
-    const std::shared_lock lock(table.mutex);
-    if (const auto found = table.entries.find(key); found != table.entries.end()) {
-      return found->second;
-    }
+    const std::shared_lock lock(mutex);
+    if (const auto found = entries.find(key); found != entries.end()) return found->second;
   }
-  auto entry = make_entry(call, precision);
-  Entries dropped;  // destroyed after the lock is released: an entry may hold Python objects
-  const std::unique_lock lock(table.mutex);
-  if (table.entries.size() >= Table::kMost) table.entries.swap(dropped);
-  table.entries.emplace(std::move(key), entry);
+  auto entry = make();
+  Entries dropped;
+  const std::unique_lock lock(mutex);
+  if (entries.size() >= kMost) entries.swap(dropped);
+  entries.emplace(std::move(key), entry);
   return entry;
 }
 
-// Drops all entries: the next call of each form makes its entry anew.
-inline void forget_entries() {
-  Entries dropped;
-  const std::unique_lock lock(table.mutex);
-  table.entries.swap(dropped);
+// Makes the entry for all calls of a call's form.
+inline std::function<std::shared_ptr<const Entry>(const Call&, Precision)> make_entry;
+
+inline std::shared_ptr<const Entry> find(const Call& call, Precision precision) {
+  return table<Entry>.find(key_of(call, precision), [&] { return make_entry(call, precision); });
 }
 
 }  // namespace fastconv::host

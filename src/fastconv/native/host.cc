@@ -14,7 +14,7 @@
 #include <thread>
 
 #include "operators.h"
-#include "python.h"
+#include "python_norm.h"
 
 // Declared here because PyTorch's header for it, torch/csrc/jit/python/pybind_utils.h, doubles the
 // time that this file takes to compile.
@@ -93,9 +93,51 @@ PyObject* call_from_python(PyObject*, PyObject* const* arguments, Py_ssize_t cou
   END_HANDLE_TH_ERRORS
 }
 
-PyMethodDef call_method = {"call",
-                           reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(call_from_python)),
-                           METH_FASTCALL, nullptr};
+// batch_norm_act(input, residual, weight, bias, running_mean, running_var, num_batches_tracked,
+// training, momentum, eps, activation), all by position, or NotImplemented.
+PyObject* norm_from_python(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 1 + kNormArguments, "batch_norm_act takes 11 arguments, not ", count);
+  Norm call;
+  std::optional<Tensor> output;
+  if (!at::impl::torch_function_mode_enabled() && parse(arguments[0], call.x) && call.x.defined() &&
+      parse_norm(arguments + 1, call)) {
+    const py::gil_scoped_release others_may_run;
+    output = normalize(std::move(call));
+  }
+  if (!output) Py_RETURN_NOTIMPLEMENTED;
+  return THPVariable_Wrap(std::move(*output));
+  END_HANDLE_TH_ERRORS
+}
+
+// conv_bn_act(input, weight, bias, stride, padding, dilation, groups, precision, residual, ...) in
+// training, or NotImplemented; the arguments from the residual on are those of batch_norm_act.
+PyObject* block_from_python(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 8 + kNormArguments, "conv_bn_act takes 18 arguments, not ", count);
+  Call conv{kForward};
+  Norm norm;
+  std::optional<Tensor> output;
+  if (!at::impl::torch_function_mode_enabled() && parse_convolution(arguments, conv) &&
+      conv.first.dim() == 4 && parse_norm(arguments + 8, norm) && norm.training) {
+    const py::gil_scoped_release others_may_run;
+    output = convolve_and_normalize(std::move(conv), std::move(norm));
+  }
+  if (!output) Py_RETURN_NOTIMPLEMENTED;
+  return THPVariable_Wrap(std::move(*output));
+  END_HANDLE_TH_ERRORS
+}
+
+using Fastcall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
+
+// A function of Python that takes arguments by position.
+template <Fastcall kFunction>
+py::object function_of(const char* name) {
+  static PyMethodDef method = {name,
+                               reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(kFunction)),
+                               METH_FASTCALL, nullptr};
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&method, nullptr));
+}
 
 // Makes a node's class in Python, where PyTorch looks up classes of C++ nodes
 // (torch.autograd.graph.Node).
@@ -114,6 +156,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace fastconv::host;
   make_node_class<Conv2d>();
   make_node_class<ConvTranspose>();
+  make_node_class<BatchNorm>();
+  make_node_class<ConvBNAct>();
   make_entry = [](const Call& call, Precision precision) { return entry_of(call, precision); };
   module.def("set_make_entry",
              [](const py::object& function) { python_make_entry = function.inc_ref().ptr(); });
@@ -123,5 +167,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def(
       "freeze", [](bool is_so) { store.freeze(is_so); }, py::call_guard<py::gil_scoped_release>());
   module.def("bypass", [](bool on) { bypassed = on; });
-  module.attr("call") = py::reinterpret_steal<py::object>(PyCFunction_New(&call_method, nullptr));
+  module.def("serve_norms", &serve_norms);
+  module.attr("call") = function_of<call_from_python>("call");
+  module.attr("batch_norm_act") = function_of<norm_from_python>("batch_norm_act");
+  module.attr("conv_bn_act") = function_of<block_from_python>("conv_bn_act");
 }

@@ -5,6 +5,8 @@
 #include <c10/core/Stream.h>
 #include <dlfcn.h>
 
+#include <span>
+
 #include "entry.h"
 
 namespace fastconv::host {
@@ -32,7 +34,7 @@ inline void* stream_of(const at::Device& device) {
   return handle(&stream);
 }
 
-using Addresses = std::array<uintptr_t, kTensors>;
+using Addresses = std::span<const uintptr_t>;
 
 // The driver requires an alignment of 64 bytes for a CUtensorMap.
 struct alignas(128) Map {
@@ -82,7 +84,7 @@ inline int start(const Launch& launch, void** arguments, void* stream) {
                        arguments, nullptr);
 }
 
-inline Status start(const Launch& launch, const Addresses& addresses, void* stream) {
+inline Status start(const Launch& launch, Addresses addresses, void* stream) {
   using ReplaceAddress = int(void*, void*);
   std::vector<Map> maps;
   maps.reserve(launch.maps);  // the arguments point to them, so they must not move
@@ -104,7 +106,7 @@ inline Status start(const Launch& launch, const Addresses& addresses, void* stre
 }
 
 // Launches all kernels of an entry from `first` on.
-inline void start_all(const Entry& entry, size_t first, const Addresses& addresses, void* stream) {
+inline void start_all(const Launches& entry, size_t first, Addresses addresses, void* stream) {
   for (size_t i = first; i < entry.launches.size(); ++i) {
     for (bool again = false;; again = true) {
       const Status status = start(entry.launches[i], addresses, stream);

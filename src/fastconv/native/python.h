@@ -100,6 +100,18 @@ inline decltype(Entry::fill) filled_by_kernels(const py::object& plan,
   };
 }
 
+inline void set_launches(const py::object& made, Launches& entry) {
+  entry.scratch_bytes = made.attr("scratch_bytes").cast<int64_t>();
+  for (const auto& launch : made.attr("launches")) {
+    entry.launches.push_back(launch_of(py::reinterpret_borrow<py::tuple>(launch)));
+  }
+  if (const py::object trouble = made.attr("trouble"); !trouble.is_none()) {
+    entry.trouble = [function = kept(trouble)](auto... what) {
+      in_python([&] { py::handle(function.get())(what...); });
+    };
+  }
+}
+
 inline std::shared_ptr<const Entry> entry_of(const py::object& made) {
   const auto entry = std::make_shared<Entry>();
   entry->shape = made.attr("shape").cast<std::vector<int64_t>>();
@@ -107,20 +119,12 @@ inline std::shared_ptr<const Entry> entry_of(const py::object& made) {
                                                           : at::MemoryFormat::Contiguous;
   entry->bias_elements = made.attr("bias_elements").cast<int64_t>();
   entry->copied = made.attr("copied").cast<std::array<bool, 2>>();
-  entry->scratch_bytes = made.attr("scratch_bytes").cast<int64_t>();
   entry->regions = made.attr("regions").cast<std::array<int64_t, 2>>();
-  for (const auto& launch : made.attr("launches")) {
-    entry->launches.push_back(launch_of(py::reinterpret_borrow<py::tuple>(launch)));
-  }
+  set_launches(made, *entry);
   entry->packs = made.attr("packs").cast<size_t>();
   if (const py::object fill = made.attr("fill"); !fill.is_none()) entry->fill = filled_by(fill);
   if (const py::object plan = made.attr("cpu_plan"); !plan.is_none()) {
     entry->fill = filled_by_kernels(plan, entry->fill);
-  }
-  if (const py::object trouble = made.attr("trouble"); !trouble.is_none()) {
-    entry->trouble = [function = kept(trouble)](auto... what) {
-      in_python([&] { py::handle(function.get())(what...); });
-    };
   }
   return entry;
 }
@@ -162,7 +166,7 @@ inline std::shared_ptr<const Entry> entry_of(const Call& call, Precision precisi
 inline void record_forms(const py::object& function) {
   Py_XDECREF(python_record);
   python_record = function.is_none() ? nullptr : py::object(function).release().ptr();
-  forget_entries();
+  table<Entry>.forget();
 }
 
 // --- The arguments of an eager call --------------------------------------------------------------
@@ -175,6 +179,25 @@ inline bool parse(PyObject* object, int64_t& number) {
   int overflow = 0;
   number = PyLong_AsLongLongAndOverflow(object, &overflow);
   return overflow == 0;
+}
+
+inline bool parse(PyObject* object, double& number) {
+  if (!PyFloat_CheckExact(object)) return false;
+  number = PyFloat_AS_DOUBLE(object);
+  return true;
+}
+
+inline bool parse(PyObject* object, bool& word) {
+  word = object == Py_True;
+  return word || object == Py_False;
+}
+
+// Parses a tensor or None.
+inline bool parse(PyObject* object, Tensor& tensor) {
+  if (object == Py_None) return true;
+  if (!THPVariable_CheckExact(object)) return false;
+  tensor = THPVariable_Unpack(object);
+  return true;
 }
 
 // The elements of a tuple or list; none for any other object.
@@ -267,7 +290,7 @@ inline bool parse_precision(PyObject* object, int64_t& precision) {
   return precision != kPyTorchs;
 }
 
-inline bool parse_activation(PyObject* object, Call& call) {
+inline bool parse_activation(PyObject* object, int64_t& activation, double& slope) {
   if (object == Py_None) return true;
   const bool has_slope = PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 2;
   PyObject* name = has_slope ? PyTuple_GET_ITEM(object, 0) : object;
@@ -276,13 +299,11 @@ inline bool parse_activation(PyObject* object, Call& call) {
     return PyUnicode_CompareWithASCIIString(name, known) == 0;
   };
   const auto found = std::find_if(kActivations.begin(), kActivations.end(), is_name);
-  call.activation = found - kActivations.begin();
+  activation = found - kActivations.begin();
   if (has_slope) {
-    PyObject* slope = PyTuple_GET_ITEM(object, 1);
-    if (!PyFloat_CheckExact(slope)) return false;
-    call.slope = PyFloat_AS_DOUBLE(slope);
-  } else if (call.activation == kLeakyRelu) {
-    call.slope = kLeakySlope;
+    if (!parse(PyTuple_GET_ITEM(object, 1), slope)) return false;
+  } else if (activation == kLeakyRelu) {
+    slope = kLeakySlope;
   }
   return found != kActivations.end();
 }
@@ -290,11 +311,8 @@ inline bool parse_activation(PyObject* object, Call& call) {
 inline bool parse_epilogue(PyObject* activation, PyObject* residual, Call& call) {
   if (activation == Py_None && residual == Py_None) return true;
   if (call.pass == kForward) call.pass = kFused;
-  if (residual != Py_None) {
-    if (!THPVariable_CheckExact(residual)) return false;
-    call.residual = THPVariable_Unpack(residual);
-  }
-  return parse_activation(activation, call);
+  return parse(residual, call.residual) &&
+         parse_activation(activation, call.activation, call.slope);
 }
 
 // Whether tensors have the dimensions of sequences, images or volumes, in a batch or not. Other
@@ -325,18 +343,17 @@ inline bool parse_geometry(PyObject* const* arguments, Call& call) {
   return has_sides || parse_named_padding(arguments[4], call.second, call.sequences, g);
 }
 
+// Parses a convolution without an epilogue: the first eight arguments of `call` in host.cc.
+inline bool parse_convolution(PyObject* const* arguments, Call& call) {
+  return parse(arguments[0], call.first) && call.first.defined() &&
+         parse(arguments[1], call.second) && call.second.defined() &&
+         parse(arguments[2], call.third) && have_dimensions(call) &&
+         parse_geometry(arguments, call) && parse_precision(arguments[7], call.geometry.precision);
+}
+
 // Parses the arguments of `call` in host.cc.
 inline bool parse_call(PyObject* const* arguments, Call& call) {
-  if (!THPVariable_CheckExact(arguments[0]) || !THPVariable_CheckExact(arguments[1])) return false;
-  call.first = THPVariable_Unpack(arguments[0]);
-  call.second = THPVariable_Unpack(arguments[1]);
-  if (arguments[2] != Py_None) {
-    if (!THPVariable_CheckExact(arguments[2])) return false;
-    call.third = THPVariable_Unpack(arguments[2]);
-  }
-  return have_dimensions(call) && parse_geometry(arguments, call) &&
-         parse_precision(arguments[7], call.geometry.precision) &&
-         parse_epilogue(arguments[8], arguments[9], call) &&
+  return parse_convolution(arguments, call) && parse_epilogue(arguments[8], arguments[9], call) &&
          (!call.residual.defined() || has_dimensions(call.residual, call.first.dim()));
 }
 

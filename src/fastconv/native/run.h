@@ -51,11 +51,11 @@ inline Results run(const Call& call) {
                   working = uintptr_t(kept ? kept->memory.get() : scratch.get());
   const auto [first_region, second_region] = entry->regions;
   const uintptr_t copied = working + first_region, other = working + second_region;
-  const Addresses addresses =
+  using All = std::array<uintptr_t, kTensors>;
+  const All addresses =
       call.pass == kWeightGrad
-          ? Addresses{from, by, to, address_of(results.bias_grad), working, copied, other}
-          : Addresses{from,   by,   address_of(third), address_of(residual), to, working,
-                      copied, other};
+          ? All{from, by, to, address_of(results.bias_grad), working, copied, other}
+          : All{from, by, address_of(third), address_of(residual), to, working, copied, other};
   start_all(*entry, kept ? entry->packs : 0, addresses, stream);
   if (keeps && !kept) {
     Packed packed{entry, second.storage().getWeakStorageImpl(), version, std::move(scratch)};

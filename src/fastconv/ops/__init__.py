@@ -28,6 +28,7 @@ from fastconv.ops import (
     autograd,
     batching,
     batchnorm,
+    blocks,
     causal,
     decomposition,
     devices,
@@ -53,6 +54,7 @@ autograd.register()
 native.register(
     entries.make_entry,
     {name: (*devices.kernels(name), kernel) for name, kernel in autograd.kernels.items()},
+    (batchnorm.norm_gradients, blocks.block_gradients),
 )
 autocast.register("cpu", "AutocastCPU")
 autocast.register("cuda", "AutocastCUDA")

@@ -95,7 +95,7 @@ class FastconvConv2d(SingleLevelFunction):
             input, weight = ctx.saved_tensors
             needs_input, needs_weight, needs_bias, *_ = _wanted(ctx, grad, weight)
             args = (grad, input.conj(), weight.conj(), *ctx.geometry, False, needs_bias)
-            input_, weight_, bias_ = _gradients_here(args, needs_input, needs_weight)
+            input_, weight_, bias_ = gradients_here(args, needs_input, needs_weight)
             if needs_bias and not needs_weight:
                 bias_ = sum_of_positions(grad)
         return (input_, weight_, bias_ if needs_bias else None, *(None for _ in others))
@@ -216,7 +216,7 @@ class FastconvConvTranspose(SingleLevelFunction):
                 # compiler should see the copy.
                 above = grad.contiguous(memory_format=gradient_format(input, weight))
                 args = (above, input.conj(), weight.conj(), *ctx.geometry, True, False)
-                input_, weight_, _ = _gradients_here(args, needs_input, needs_weight)
+                input_, weight_, _ = gradients_here(args, needs_input, needs_weight)
             if needs_bias:
                 bias_ = sum_of_positions(grad)
         return (input_, weight_, bias_, None, *(None for _ in others))
@@ -486,7 +486,7 @@ def _gradient_here(name: str, args: tuple[Any, ...]) -> Any:
     return _FUNCTIONS[name].apply(*args) if recorded(*tensors) else kernel(*args)
 
 
-def _gradients_here(
+def gradients_here(
     args: tuple[Any, ...], needs_input: bool, needs_weight: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Computes the operator ``backward``, or only the part of it that is needed."""

@@ -8,7 +8,7 @@ that is to be differentiated again, it is computed by PyTorch's operations
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -17,11 +17,14 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
+from fastconv import native
 from fastconv.backends.batchnorm import formulas, launches
 from fastconv.backends.batchnorm.formulas import Inputs
 from fastconv.backends.batchnorm.launches import Call, Running
+from fastconv.backends.cuda import Ready
 from fastconv.kernels.batchnorm.plan import beside as needs_beside
 from fastconv.ops.autograd import SingleLevelFunction, recorded, wait_at_exit
+from fastconv.ops.devices import loading
 from fastconv.ops.schema import TAGS, Form, check_activation, library
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -100,6 +103,7 @@ class GradArguments(NamedTuple):
 # them. Errors that PyTorch has as well have its words.
 
 _NAMES = ("x", "residual", "weight", "bias", "running_mean", "running_var", "batches")
+_GRAD_NAMES = ("grad", "x", "beside", "weight", "bias", "mean", "invstd")
 
 
 def _check(*args: Any) -> None:
@@ -201,6 +205,16 @@ _known: Callable[..., None] = lru_cache(4096)(_check)
 _known_gradients: Callable[..., None] = lru_cache(4096)(_check_gradients)
 
 
+def check_forward(given: Arguments) -> None:
+    """Raises unless a call of ``batch_norm_forward`` is defined and supported."""
+    _known(*map(_form, _NAMES, given[:7]), *given[7:])
+
+
+def check_backward(given: GradArguments) -> None:
+    """Raises unless a call of ``batch_norm_backward`` is defined and supported."""
+    _known_gradients(*map(_form, _GRAD_NAMES, given[:7]), given.activation, given.slope)
+
+
 def _form(name: str, tensor: Tensor | None) -> Form | None:
     return None if tensor is None else Form.of(name, tensor)
 
@@ -239,8 +253,7 @@ def _new_forward(check: Callable[..., None], *args: Any) -> tuple[Tensor, Tensor
 def _new_backward(check: Callable[..., None], *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Checks the arguments of ``batch_norm_backward``, and allocates what it returns."""
     given = GradArguments(*args)
-    names = ("grad", "x", "beside", "weight", "bias", "mean", "invstd")
-    check(*map(_form, names, args[:7]), given.activation, given.slope)
+    check(*map(_form, _GRAD_NAMES, args[:7]), given.activation, given.slope)
     x, weight = given.x, given.weight
     dtype = x.dtype if weight is None else weight.dtype
     stores = given.wants_residual and given.activation != "identity"
@@ -253,14 +266,45 @@ def _new_backward(check: Callable[..., None], *args: Any) -> tuple[Tensor, Tenso
     )
 
 
+def _dense(given: Arguments, y: Tensor) -> Arguments:
+    """Returns the arguments with tensors that lie as kernels take them, but running statistics."""
+    return given._replace(
+        x=_laid_out(given.x, y),
+        residual=None if given.residual is None else _laid_out(given.residual, y),
+        weight=_contiguous(given.weight),
+        bias=_contiguous(given.bias),
+    )
+
+
+def _dense_gradients(given: GradArguments, grad_x: Tensor | None) -> GradArguments:
+    """Returns the arguments with tensors that lie as kernels take them."""
+    like = new_like(given.x) if grad_x is None else grad_x
+    return given._replace(
+        grad=_laid_out(given.grad, like),
+        x=_laid_out(given.x, like),
+        beside=None if given.beside is None else _laid_out(given.beside, like),
+        weight=_contiguous(given.weight),
+        bias=_contiguous(given.bias),
+        mean=given.mean.contiguous(),
+        invstd=given.invstd.contiguous(),
+    )
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
 # --- On a CPU -------------------------------------------------------------------------------------
 
 
-def _forward_cpu(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    y, mean, invstd = _new_forward(_known, *args)
-    given = Arguments(*args)
+def fill_forward_cpu(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
+    """Fills the results of ``batch_norm_forward``, and updates running statistics."""
+    given, (y, mean, invstd) = Arguments(*args), results
     if not given.training:
-        _fill_running(given, mean, invstd)
+        assert given.running_mean is not None
+        assert given.running_var is not None
+        mean.copy_(given.running_mean)
+        invstd.copy_(torch.rsqrt(given.running_var.to(invstd.dtype) + given.eps))
     elif y.numel():
         found_mean, variance, found_invstd = formulas.statistics(given.x, given.eps)
         mean.copy_(found_mean)
@@ -275,52 +319,73 @@ def _forward_cpu(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         mean.zero_()
         invstd.zero_()
     y.copy_(formulas.output(given.inputs(mean, invstd)))
-    return y, mean, invstd
 
 
-def _fill_running(given: Arguments, mean: Tensor, invstd: Tensor) -> None:
-    assert given.running_mean is not None
-    assert given.running_var is not None
-    mean.copy_(given.running_mean)
-    invstd.copy_(torch.rsqrt(given.running_var.to(invstd.dtype) + given.eps))
+def fill_backward_cpu(args: tuple[Any, ...], results: Sequence[Tensor | None]) -> None:
+    """Fills the results of ``batch_norm_backward`` that are not None."""
+    given = GradArguments(*args)
+    found = formulas.gradients(given.inputs, given.grad, given.beside, given.of_batch)
+    for result, gradient in zip(results, found, strict=True):
+        if result is not None:
+            result.copy_(gradient)
+
+
+def _forward_cpu(*args: Any) -> tuple[Tensor, ...]:
+    results = _new_forward(_known, *args)
+    fill_forward_cpu(_dense(Arguments(*args), results[0]), results)
+    return results
 
 
 def _backward_cpu(*args: Any) -> tuple[Tensor, ...]:
     results = _new_backward(_known_gradients, *args)
-    given = GradArguments(*args)
-    found = formulas.gradients(given.inputs, given.grad, given.beside, given.of_batch)
-    for result, gradient in zip(results, found, strict=True):
-        if result.numel():
-            result.copy_(gradient)
+    grads = _wanted(results)
+    fill_backward_cpu(_dense_gradients(GradArguments(*args), grads[0]), grads)
     return results
+
+
+def _wanted(results: tuple[Tensor, ...]) -> list[Tensor | None]:
+    return [one if one.numel() else None for one in results]
 
 
 # --- On a GPU -------------------------------------------------------------------------------------
 
 
-def _forward_cuda(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def ready_forward(given: Arguments) -> Ready:
+    """Returns the launches of a call whose tensors lie as kernels take them.
+
+    Those of x's size have its layout, and all others are contiguous.
+    """
+    call = Call.of(
+        given.x, given.weight if given.bias is None else given.bias, given.activation, given.slope,
+        given.residual is not None, given.residual,
+    )  # fmt: skip
+    mean = given.running_mean
+    dtype = formulas.sum_type(given.x.dtype) if mean is None else mean.dtype
+    momentum = given.momentum if given.batches is None else 0.0
+    return launches.ready_forward(
+        call, Running(given.eps, momentum if given.training else None, dtype)
+    )
+
+
+def ready_backward(given: GradArguments) -> Ready:
+    """Returns the launches of a call as :func:`ready_forward` does; some gradient is written."""
+    call = Call.of(
+        given.x, given.weight if given.bias is None else given.bias, given.activation, given.slope,
+        given.residual, given.grad, given.beside,
+    )  # fmt: skip
+    stores = given.wants_residual and given.activation != "identity"
+    wanted = launches.Gradients(given.of_batch, given.wants_x, given.wants_parameters, stores)
+    return launches.ready_backward(call, wanted)
+
+
+def _forward_cuda(*args: Any) -> tuple[Tensor, ...]:
     if args[0].numel() == 0:
         return _forward_cpu(*args)
     y, mean, invstd = _new_forward(_known, *args)
-    given = Arguments(*args)
-    x = _laid_out(given.x, y)
-    residual = None if given.residual is None else _laid_out(given.residual, y)
-    weight, bias = _contiguous(given.weight), _contiguous(given.bias)
-    means, variances = given.running_mean, given.running_var
-    call = Call.of(
-        x, weight if bias is None else bias, given.activation, given.slope, residual is not None,
-        residual, y,
-    )  # fmt: skip
-    if given.training:
-        dtype = mean.dtype if means is None else means.dtype
-        momentum = given.momentum if given.batches is None else 0.0
-        ready = launches.ready_forward(call, Running(given.eps, momentum, dtype))
-        with _dense_running(means, variances) as running:
-            ready.run(x, residual, weight, bias, *running, given.batches, mean, invstd, y)
-    else:
-        _fill_running(given, mean, invstd)
-        ready = launches.ready_forward(call, None)
-        ready.run(x, residual, weight, bias, None, None, None, mean, invstd, y)
+    given = _dense(Arguments(*args), y)
+    with _dense_running(given.running_mean, given.running_var) as running:
+        dense = given._replace(running_mean=running[0], running_var=running[1])
+        ready_forward(dense).run(*dense[:7], mean, invstd, y)
     return y, mean, invstd
 
 
@@ -344,28 +409,11 @@ def _backward_cuda(*args: Any) -> tuple[Tensor, ...]:
     if args[0].numel() == 0:
         return _backward_cpu(*args)
     results = _new_backward(_known_gradients, *args)
-    given = GradArguments(*args)
-    like = new_like(given.x) if results[0].numel() == 0 else results[0]
-    x, grad = _laid_out(given.x, like), _laid_out(given.grad, like)
-    beside = None if given.beside is None else _laid_out(given.beside, like)
-    weight, bias = _contiguous(given.weight), _contiguous(given.bias)
-    grads = [one if one.numel() else None for one in results]
-    call = Call.of(
-        x, weight if bias is None else bias, given.activation, given.slope, given.residual,
-        grad, beside, *grads[:2],
-    )  # fmt: skip
-    wanted = launches.Gradients(
-        given.of_batch, grads[0] is not None, grads[2] is not None, grads[1] is not None
-    )
-    if any(wanted[1:]):
-        ready = launches.ready_backward(call, wanted)
-        means = (given.mean.contiguous(), given.invstd.contiguous())
-        ready.run(grad, x, beside, weight, bias, *means, *grads)
+    grads = _wanted(results)
+    if any(one is not None for one in grads):
+        dense = _dense_gradients(GradArguments(*args), grads[0])
+        ready_backward(dense).run(*dense[:7], *grads)
     return results
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
 
 
 # --- Derivatives ----------------------------------------------------------------------------------
@@ -394,27 +442,10 @@ class FastconvBatchNorm(SingleLevelFunction):
         if grad is None:
             return (None,) * 4 + nothing
         wait_at_exit(grad.device.index)
-        x, beside, weight, bias, mean, invstd = ctx.saved_tensors
-        of_batch, _, eps, activation, slope = ctx.given
-        needed = ctx.needs_input_grad[:4]
-        # Outer levels of functorch's transforms may record what this one does not.
-        transformed = torch._C._are_functorch_transforms_active()
-        again = torch.is_grad_enabled() and recorded(grad, x, beside, weight, bias)
-        if transformed or again:
-            if of_batch:
-                mean, _variance, invstd = formulas.statistics(x, eps)
-            inputs = Inputs(x, None, weight, bias, mean, invstd, activation, slope)
-            found: Any = formulas.gradients(inputs, grad, beside, of_batch)
-        else:
-            needs_x, needs_residual, needs_weight, needs_bias = needed
-            found = list(backward(
-                grad, x, beside, weight, bias, mean, invstd, of_batch, ctx.has_residual,
-                activation, slope, needs_x, needs_weight or needs_bias, needs_residual,
-            ))  # fmt: skip
-            if activation == "identity":
-                found[1] = grad
-        chosen = (one if needs else None for one, needs in zip(found, needed, strict=True))
-        return (*chosen, *nothing)
+        of_batch, _, *rest = ctx.given
+        options = (of_batch, *rest, ctx.has_residual)
+        found = norm_gradients(grad, ctx.saved_tensors, options, ctx.needs_input_grad[:4])
+        return (*found, *nothing)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -424,6 +455,40 @@ class FastconvBatchNorm(SingleLevelFunction):
             mean, _, invstd = formulas.statistics(x, eps)
         inputs = Inputs(x, residual, weight, bias, mean, invstd, activation, slope)
         return formulas.tangent(inputs, tangents[:4], of_batch), None, None
+
+
+def norm_gradients(
+    grad: Tensor, saved: Sequence[Any], options: Sequence[Any], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Returns the gradients of x, residual, weight and bias that are needed, and None for others.
+
+    ``saved`` are x, what the activation's gradient needs beside it, weight, bias, mean and invstd;
+    ``options`` are whether mean and invstd are those of the batch, eps, the activation, its slope,
+    and whether there is a residual.
+    """
+    x, beside, weight, bias, mean, invstd = saved
+    of_batch, eps, activation, slope, has_residual = options
+    if is_differentiated(grad, x, beside, weight, bias):
+        if of_batch:
+            mean, _variance, invstd = formulas.statistics(x, eps)
+        inputs = Inputs(x, None, weight, bias, mean, invstd, activation, slope)
+        found: Any = formulas.gradients(inputs, grad, beside, of_batch)
+    else:
+        needs_x, needs_residual, needs_weight, needs_bias = needed
+        found = list(backward(
+            grad, x, beside, weight, bias, mean, invstd, of_batch, has_residual,
+            activation, slope, needs_x, needs_weight or needs_bias, needs_residual,
+        ))  # fmt: skip
+        if activation == "identity":
+            found[1] = grad
+    return [one if needs else None for one, needs in zip(found, needed, strict=True)]
+
+
+def is_differentiated(*tensors: Tensor | None) -> bool:
+    """Whether what is computed from these tensors in a backward pass is differentiated again."""
+    # Outer levels of functorch's transforms may record what this one does not.
+    transformed = torch._C._are_functorch_transforms_active()
+    return transformed or (torch.is_grad_enabled() and recorded(*tensors))
 
 
 def _below_autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -448,6 +513,7 @@ def _below_autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The operator's autograd kernel."""
+    native.load_if_built()
     function: Any = FastconvBatchNorm
     if torch._C._are_functorch_transforms_active():
         with enable_single_level_autograd_function():
@@ -533,8 +599,8 @@ def register() -> None:
         ),
     ):
         torch.library.register_fake(f"fastconv::{name}", fake, lib=library)
-        library.impl(name, on_cpu, "CPU")
-        library.impl(name, on_gpu, "CUDA")
+        library.impl(name, loading(on_cpu), "CPU")
+        library.impl(name, loading(on_gpu), "CUDA")
     library.impl("batch_norm_forward", _autograd, "Autograd")
     _register_autocast("AutocastCPU")
     _register_autocast("AutocastCUDA")

@@ -54,10 +54,10 @@ def register() -> None:
         backward_kernels[device_type] = _backward_on(device_type)
     for name, found in KERNELS.items():
         for device_type, kernel in found.items():
-            library.impl(name, _loading(kernel), device_type.upper())
+            library.impl(name, loading(kernel), device_type.upper())
 
 
-def _loading(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def loading(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Makes the kernel that PyTorch calls until the native host path takes its place."""
 
     def run(*args: Any) -> Any:

@@ -11,7 +11,8 @@ from torch import Tensor, contiguous_format
 from fastconv.backends import cuda
 from fastconv.backends.cpu.plans import CpuPlan, Pass, plan
 from fastconv.kernels import planner
-from fastconv.ops import autograd, devices, hooks
+from fastconv.kernels.batchnorm.plan import beside
+from fastconv.ops import autograd, batchnorm, devices, hooks
 from fastconv.ops.arguments import Arguments, TransposedArguments, WeightGradArguments
 from fastconv.ops.schema import OPERATORS, Operator, Result
 
@@ -38,11 +39,58 @@ class Entry(NamedTuple):
     trouble: Callable[[int, int, int, int, bool], None] | None = None  # handles a failed launch
 
 
-def make_entry(name: str, *args: Any) -> Entry:
+class NormEntry(NamedTuple):
+    """How calls of one form of a batch normalization, or of its gradients, are computed.
+
+    As in :class:`Entry`, launches compute them, or ``fill`` does. It takes the operator's arguments
+    in a tuple, and its results in another one, with None for those that are not wanted. ``beside``
+    says what gradients need beside x (``kernels/batchnorm/plan.py``).
+    """
+
+    scratch_bytes: int = 0
+    launches: Sequence[Any] = ()
+    fill: Callable[..., None] | None = None
+    trouble: Callable[[int, int, int, int, bool], None] | None = None
+    beside: str | None = None
+
+
+def make_entry(name: str, *args: Any) -> Entry | NormEntry:
     """Makes the entry for an operator's arguments, and for all arguments of the same form.
 
     Raises whatever the operator would.
     """
+    if name == "batch_norm_forward":
+        return _norm_entry(batchnorm.Arguments(*args))
+    if name == "batch_norm_backward":
+        return _norm_grad_entry(batchnorm.GradArguments(*args))
+    return _make_conv_entry(name, *args)
+
+
+def _norm_entry(given: batchnorm.Arguments) -> NormEntry:
+    """Makes an entry for tensors that lie as ``batchnorm.ready_forward`` takes them."""
+    batchnorm.check_forward(given)
+    if any(map(_wants_gradient, given[:4])):
+        autograd.wait_at_exit(given.x.device.index)
+    entry = NormEntry(fill=batchnorm.fill_forward_cpu)
+    if given.x.is_cuda and given.x.numel():
+        entry = _launched(batchnorm.ready_forward(given))
+    return entry._replace(beside=beside(given.activation, given.slope, given.residual is not None))
+
+
+def _norm_grad_entry(given: batchnorm.GradArguments) -> NormEntry:
+    batchnorm.check_backward(given)
+    autograd.wait_at_exit(given.x.device.index)
+    if given.x.is_cuda and given.x.numel():
+        return _launched(batchnorm.ready_backward(given))
+    return NormEntry(fill=batchnorm.fill_backward_cpu)
+
+
+def _launched(ready: cuda.Ready) -> NormEntry:
+    launches = ready.launches
+    return NormEntry(ready.scratch_bytes, launches.description, None, launches.trouble)
+
+
+def _make_conv_entry(name: str, *args: Any) -> Entry:
     operator = OPERATORS[name]
     given = operator.arguments(*args)
     result = operator.describe(operator.known, *given)

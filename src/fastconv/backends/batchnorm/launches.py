@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastconv import native
 from fastconv.backends import cuda
 from fastconv.backends.cuda import Ready
 from fastconv.jit import launch
@@ -89,10 +90,10 @@ class Call(NamedTuple):
 
 
 class Running(NamedTuple):
-    """How the statistics of a batch are used, beside normalizing with it."""
+    """Which statistics a forward pass normalizes with: see ``plan.Statistics``."""
 
     eps: float
-    momentum: float
+    momentum: float | None
     dtype: torch.dtype
 
     @property
@@ -109,8 +110,7 @@ class Gradients(NamedTuple):
     residual: bool
 
 
-def ready_forward(call: Call, running: Running | None) -> Ready:
-    """Returns the launches of a forward pass, with given statistics if ``running`` is None."""
+def ready_forward(call: Call, running: Running) -> Ready:
     return _ready_forward(call, running)
 
 
@@ -123,9 +123,8 @@ MOST_READY = 1024
 
 
 @lru_cache(MOST_READY)
-def _ready_forward(call: Call, running: Running | None) -> Ready:
-    statistics = None if running is None else running.planned_for
-    made = plan.forward(call.planned_for, statistics, cuda.gpu(call.gpu))
+def _ready_forward(call: Call, running: Running) -> Ready:
+    made = plan.forward(call.planned_for, running.planned_for, cuda.gpu(call.gpu))
     return _loaded(made, FORWARD, call.gpu)
 
 
@@ -136,5 +135,6 @@ def _ready_backward(call: Call, wanted: Gradients) -> Ready:
 
 
 def _loaded(made: Plan, names: tuple[str, ...], index: int) -> Ready:
+    native.start_build()
     loaded = launch.load_launches(made.launches, torch.device("cuda", index), names)
     return Ready(loaded, made.scratch_bytes, made.family, made.packs)

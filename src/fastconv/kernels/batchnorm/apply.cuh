@@ -8,6 +8,11 @@ namespace batchnorm {
 
 constexpr int kUnroll = C::adds ? 2 : 4;  // vectors of a thread in flight, of each tensor
 
+// The vectors of one place.
+struct Operands {
+  Elements x, residual;
+};
+
 }  // namespace batchnorm
 }  // namespace fastconv
 
@@ -27,25 +32,20 @@ extern "C" __global__ void __launch_bounds__(fastconv::batchnorm::kMostThreads,
   Walk walk(sizes, part);
   const Channels own(sizes, part, walk);
   const Normalization normalized(own, mean, invstd, weight, bias);
-  while (walk.more()) {
-    Place places[kUnroll];
-    Elements elements[kUnroll], added[kUnroll];
+  const auto load_at = [&](const Place& place) {
+    Operands operands;
+    operands.x = load(x, place, Scalar{});
+    if constexpr (C::adds) operands.residual = load(residual, place, Scalar{});
+    return operands;
+  };
+  walk_over<Operands, kUnroll>(walk, load_at, [&](const Place& place, const Operands& operands) {
+    Elements found;
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      places[u] = walk.next();
-      elements[u] = load(x, places[u], Scalar{});
-      if constexpr (C::adds) added[u] = load(residual, places[u], Scalar{});
+    for (int e = 0; e < kVector; ++e) {
+      Acc number = normalized(operands.x.element[e], kWide ? 0 : e);
+      if constexpr (C::adds) number += fastconv::widen(operands.residual.element[e]);
+      found.element[e] = fastconv::narrow<Scalar>(C::activation::of(number));
     }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (!places[u].exists()) continue;
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) {
-        Acc number = normalized(elements[u].element[e], kWide ? 0 : e);
-        if constexpr (C::adds) number += fastconv::widen(added[u].element[e]);
-        elements[u].element[e] = fastconv::narrow<Scalar>(C::activation::of(number));
-      }
-      store(y, places[u], elements[u]);
-    }
-  }
+    store(y, place, found);
+  });
 }

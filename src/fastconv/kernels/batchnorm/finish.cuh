@@ -1,5 +1,5 @@
 // Merges what the blocks of statistics.cuh or grad_sums.cuh leave in the workspace, channel by
-// channel and in a fixed order.
+// channel and in a fixed order; or takes the running statistics.
 //
 // A block has kChannels channels. Each of its threads merges every kSteps-th share of one channel;
 // lanes of a warp, then warps, are added up.
@@ -98,6 +98,21 @@ extern "C" __global__ void __launch_bounds__(fastconv::batchnorm::kThreads)
                                           : Acc(1) / static_cast<Acc>(*batches);
   move(running_mean + channel, first + shift, momentum);
   move(running_var + channel, squares / static_cast<Acc>(count - 1.0), momentum);
+}
+
+// Takes running statistics for those of a batch, as evaluation does. A thread has one channel.
+extern "C" __global__ void __launch_bounds__(fastconv::batchnorm::kThreads)
+    batchnorm_finish_running(const Config::Running* __restrict__ running_mean,
+                             const Config::Running* __restrict__ running_var,
+                             Config::Acc* __restrict__ mean, Config::Acc* __restrict__ invstd,
+                             int channels, int eps_low, int eps_high) {
+  using namespace fastconv::batchnorm;
+  const int channel = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
+  if (channel >= channels) return;
+  const Acc variance = fastconv::widen(running_var[channel]);
+  const Acc eps = static_cast<Acc>(wide(eps_low, eps_high));
+  mean[channel] = fastconv::widen(running_mean[channel]);
+  invstd[channel] = Acc(1) / square_root(variance + eps);
 }
 
 // Shares have (sum of gradients, sum of gradients times x - mean), which lie in the workspace

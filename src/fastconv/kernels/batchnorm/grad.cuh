@@ -23,13 +23,6 @@ constexpr int kUnroll = 2;  // vectors of a thread in flight, of each tensor
 struct Operands {
   Elements grad, x, beside;
 
-  __device__ __forceinline__ void load_all(const Scalar* grads, const Scalar* xs,
-                                           const Scalar* besides, const Place& place) {
-    grad = load(grads, place, Scalar{});
-    x = load(xs, place, Scalar{});
-    if constexpr (kReadsBeside) beside = load(besides, place, Scalar{});
-  }
-
   // The gradient of element e before the activation.
   template <class Activation = C::activation>
   __device__ __forceinline__ Acc grad_before(const Normalization& normalized, int e) const {
@@ -45,6 +38,15 @@ struct Operands {
     }
   }
 };
+
+__device__ __forceinline__ Operands load_all(const Scalar* grad, const Scalar* x,
+                                             const Scalar* beside, const Place& place) {
+  Operands operands;
+  operands.grad = load(grad, place, Scalar{});
+  operands.x = load(x, place, Scalar{});
+  if constexpr (kReadsBeside) operands.beside = load(beside, place, Scalar{});
+  return operands;
+}
 
 }  // namespace batchnorm
 }  // namespace fastconv

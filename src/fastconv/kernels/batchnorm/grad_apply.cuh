@@ -34,28 +34,19 @@ extern "C" __global__ void __launch_bounds__(fastconv::batchnorm::kMostThreads,
       products[i] = from[channels + own.channel[i]];
     }
   }
-  while (walk.more()) {
-    Place places[kUnroll];
-    Operands operands[kUnroll];
+  const auto load_at = [&](const Place& place) { return load_all(grad, x, beside, place); };
+  walk_over<Operands, kUnroll>(walk, load_at, [&](const Place& place, const Operands& operands) {
+    Elements found;
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      places[u] = walk.next();
-      operands[u].load_all(grad, x, beside, places[u]);
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (!places[u].exists()) continue;
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) {
-        const int i = kWide ? 0 : e;
-        Acc found = operands[u].grad_before(normalized, e);
-        if constexpr (C::centers) {
-          const Acc centered = normalized.centered(operands[u].x.element[e], i);
-          found = fma(-centered, products[i], found - means[i]);
-        }
-        operands[u].grad.element[e] = fastconv::narrow<Scalar>(found * normalized.scale[i]);
+    for (int e = 0; e < kVector; ++e) {
+      const int i = kWide ? 0 : e;
+      Acc number = operands.grad_before(normalized, e);
+      if constexpr (C::centers) {
+        const Acc centered = normalized.centered(operands.x.element[e], i);
+        number = fma(-centered, products[i], number - means[i]);
       }
-      store(grad_x, places[u], operands[u].grad);
+      found.element[e] = fastconv::narrow<Scalar>(number * normalized.scale[i]);
     }
-  }
+    store(grad_x, place, found);
+  });
 }

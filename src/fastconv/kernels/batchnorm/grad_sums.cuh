@@ -27,31 +27,22 @@ extern "C" __global__ void __launch_bounds__(fastconv::batchnorm::kMostThreads,
   const Channels own(sizes, part, walk);
   const Normalization normalized(own, mean, invstd, weight, bias);
   Sums sums = {};
-  while (walk.more()) {
-    Place places[kUnroll];
-    Operands operands[kUnroll];
+  const auto load_at = [&](const Place& place) { return load_all(grad, x, beside, place); };
+  walk_over<Operands, kUnroll>(walk, load_at, [&](const Place& place, const Operands& operands) {
+    Elements stored;
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      places[u] = walk.next();
-      operands[u].load_all(grad, x, beside, places[u]);
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (!places[u].exists()) continue;
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) {
-        const int i = kWide ? 0 : e;
-        Acc before = operands[u].grad_before(normalized, e);
-        if constexpr (C::stores) {
-          operands[u].grad.element[e] = fastconv::narrow<Scalar>(before);
-          before = fastconv::widen(operands[u].grad.element[e]);
-        }
-        sums[0][i] += before;
-        sums[1][i] = fma(before, normalized.centered(operands[u].x.element[e], i), sums[1][i]);
+    for (int e = 0; e < kVector; ++e) {
+      const int i = kWide ? 0 : e;
+      Acc before = operands.grad_before(normalized, e);
+      if constexpr (C::stores) {
+        stored.element[e] = fastconv::narrow<Scalar>(before);
+        before = fastconv::widen(stored.element[e]);
       }
-      if constexpr (C::stores) store(grad_residual, places[u], operands[u].grad);
+      sums[0][i] += before;
+      sums[1][i] = fma(before, normalized.centered(operands.x.element[e], i), sums[1][i]);
     }
-  }
+    if constexpr (C::stores) store(grad_residual, place, stored);
+  });
   Acc* const partials =
       static_cast<Acc*>(scratch) + 2ll * (part.share + 1) * channels + part.channel;
   add_up(sums, sizes, part, [&](int channel, Acc sum, Acc product) {

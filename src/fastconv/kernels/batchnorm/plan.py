@@ -7,7 +7,7 @@ All sizes are arguments, so that a network's layers run the same few kernels.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
@@ -116,10 +116,14 @@ def beside(activation: str, slope: float, residual: bool) -> str | None:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a forward pass does with the statistics of a batch, beside normalizing with them."""
+    """Which statistics a forward pass normalizes with.
+
+    They are those of the batch, towards which the running ones move by ``momentum``. Without a
+    momentum, they are the running ones.
+    """
 
     eps: float
-    momentum: float
+    momentum: float | None
     running: str  # name of the element type of the running statistics
 
 
@@ -142,21 +146,21 @@ class Tile:
         return round_up(self.lanes * self.at_once, 32)
 
 
-def forward(norm: Normalization, statistics: Statistics | None, gpu: Gpu) -> Plan:
-    """Plans the output, with the statistics of the batch or with given ones.
+def forward(norm: Normalization, statistics: Statistics, gpu: Gpu) -> Plan:
+    """Plans the output, and the statistics that it is normalized with.
 
     Tensors are x, residual, weight, bias, running_mean, running_var, batches, mean, invstd and y.
     """
     _check(norm)
     tile = tile_of(norm)
-    launches: tuple[Launch, ...] = (_apply(norm, tile, gpu),)
-    scratch = 0
-    if statistics is not None:
-        sums = _walk(norm, tile, gpu, FORWARD_BLOCKS, "statistics", {}, ("x", "scratch"))
-        shares = sums.grid[0] // tile.tiles
-        scratch = 3 * shares * norm.channels * norm.sum_bytes
-        launches = (sums, _finish_statistics(norm, statistics, shares), *launches)
-    return Plan(launches, scratch, FAMILY, _why(norm, tile))
+    apply, why = _apply(norm, tile, gpu), _why(norm, tile)
+    if statistics.momentum is None:
+        return Plan((_finish_running(norm, statistics), apply), 0, FAMILY, why)
+    sums = _walk(norm, tile, gpu, FORWARD_BLOCKS, "statistics", {}, ("x", "scratch"))
+    shares = sums.grid[0] // tile.tiles
+    finish = _finish_statistics(norm, statistics, statistics.momentum, shares)
+    scratch = 3 * shares * norm.channels * norm.sum_bytes
+    return Plan((sums, finish, apply), scratch, FAMILY, why)
 
 
 def backward(
@@ -327,9 +331,18 @@ def _walk(
     )
 
 
-def _finish_statistics(norm: Normalization, statistics: Statistics, shares: int) -> Launch:
+def _finish_running(norm: Normalization, statistics: Statistics) -> Launch:
+    tensors = ("running_mean", "running_var", "mean", "invstd")
+    arguments: tuple[Argument, ...] = (*tensors, norm.channels, *halves(statistics.eps))
+    launch = _finish(norm, "running", norm.parameter, statistics.running, arguments)
+    return replace(launch, grid=_grid(ceil_div(norm.channels, FINISHING_THREADS)), shared_bytes=0)
+
+
+def _finish_statistics(
+    norm: Normalization, statistics: Statistics, momentum: float, shares: int
+) -> Launch:
     tensors = ("scratch", "running_mean", "running_var", "batches", "mean", "invstd")
-    numbers = (norm.count, statistics.eps, statistics.momentum)
+    numbers = (norm.count, statistics.eps, momentum)
     halved = [half for one in numbers for half in halves(one)]
     arguments: tuple[Argument, ...] = (*tensors, norm.channels, shares, *halved)
     return _finish(norm, "statistics", norm.parameter, statistics.running, arguments)
@@ -344,7 +357,7 @@ def _finish_grads(norm: Normalization, shares: int) -> Launch:
 def _finish(
     norm: Normalization, name: str, parameter: str, running: str, arguments: tuple[Argument, ...]
 ) -> Launch:
-    constants: dict[str, Constant] = {  # both kernels are in one file, which names both types
+    constants: dict[str, Constant] = {  # all kernels are in one file, which names both types
         "Acc": norm.sum_scalar,
         "Parameter": parameter,
         "Running": running,

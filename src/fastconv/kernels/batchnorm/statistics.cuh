@@ -31,26 +31,16 @@ extern "C" __global__ void __launch_bounds__(fastconv::batchnorm::kMostThreads,
   for (int i = 0; i < kColumns; ++i) firsts[i] = x[first_of(sizes, part, own.channel[i])];
 
   Sums sums = {};
-  while (walk.more()) {
-    Place places[kUnroll];
-    Elements elements[kUnroll];
+  const auto load_at = [&](const Place& place) { return load(x, place, firsts[0]); };
+  walk_over<Elements, kUnroll>(walk, load_at, [&](const Place&, const Elements& elements) {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      places[u] = walk.next();
-      elements[u] = load(x, places[u], firsts[0]);
+    for (int e = 0; e < kVector; ++e) {
+      const int i = kWide ? 0 : e;
+      const Acc difference = widen(elements.element[e]) - widen(firsts[i]);
+      sums[0][i] += difference;
+      sums[1][i] = fma(difference, difference, sums[1][i]);
     }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (!places[u].exists()) continue;
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) {
-        const int i = kWide ? 0 : e;
-        const Acc difference = widen(elements[u].element[e]) - widen(firsts[i]);
-        sums[0][i] += difference;
-        sums[1][i] = fma(difference, difference, sums[1][i]);
-      }
-    }
-  }
+  });
 
   const Acc count = static_cast<Acc>(count_of(sizes, part));
   Acc* const partials = static_cast<Acc*>(scratch) + 3ll * part.share * channels + part.channel;

@@ -200,6 +200,25 @@ __device__ __forceinline__ void store(Scalar* to, const Place& place, const Elem
   }
 }
 
+// Walks over a thread's vectors, kUnroll of them in flight: `load_at` loads what a place has, as an
+// `Operands`, and `use` is called for each place that has elements.
+template <class Operands, int kUnroll, class Load, class Use>
+__device__ __forceinline__ void walk_over(Walk& walk, const Load& load_at, const Use& use) {
+  while (walk.more()) {
+    Place places[kUnroll];
+    Operands operands[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      places[u] = walk.next();
+      operands[u] = load_at(places[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (places[u].exists()) use(places[u], operands[u]);
+    }
+  }
+}
+
 // The channel of each of a thread's columns.
 struct Channels {
   int channel[kColumns];

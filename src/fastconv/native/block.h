@@ -1,0 +1,263 @@
+// Eager calls of batch_norm_act and conv_bn_act: which of them the native path serves, and their
+// autograd nodes.
+#pragma once
+
+#include "autograd.h"
+#include "norm.h"
+
+namespace fastconv::host {
+
+// --- Nodes ---------------------------------------------------------------------------------------
+
+// What a backward pass has to know of a normalization beside its tensors, as a node keeps it.
+struct NormOptions {
+  bool of_batch, residual;
+  int64_t activation;
+  double slope, eps;
+
+  static constexpr size_t kNumbers = 5;
+
+  static NormOptions of(const Norm& call) {
+    return {call.training, call.residual.defined(), call.activation, call.slope, call.eps};
+  }
+
+  std::vector<int64_t> numbers() const {
+    return {of_batch, residual, activation, std::bit_cast<int64_t>(slope),
+            std::bit_cast<int64_t>(eps)};
+  }
+
+  static NormOptions of(const int64_t* n) {
+    return {bool(n[0]), bool(n[1]), n[2], std::bit_cast<double>(n[3]), std::bit_cast<double>(n[4])};
+  }
+};
+
+// The tensors that a node of a normalization saves, in this order.
+struct SavedNorm {
+  Tensor x, beside, weight, bias, mean, invstd;
+
+  static constexpr size_t kTensors = 6;
+
+  static SavedNorm of(const Tensor* saved) {
+    return {saved[0], saved[1], saved[2], saved[3], saved[4], saved[5]};
+  }
+};
+
+// Which gradients of a normalization are wanted.
+struct NormNeeds {
+  bool x, residual, weight, bias;
+
+  bool any() const { return x || residual || weight || bias; }
+};
+
+// Compute gradients where PyTorch's dispatcher has to see them: functions of ops/batchnorm.py.
+inline std::function<NormGradients(const Tensor& grad, const SavedNorm&, const NormOptions&,
+                                   const NormNeeds&)>
+    dispatch_norm_gradients;
+
+// The same for a convolution with a normalization; the first three are those of the convolution.
+struct BlockGradients {
+  Gradients conv;
+  NormGradients norm;
+};
+inline std::function<BlockGradients(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                    const Tensor& bias, const Geometry&, const SavedNorm&,
+                                    const NormOptions&, const std::array<bool, 6>& needs)>
+    dispatch_block_gradients;
+
+inline NormGradients norm_gradients(const Tensor& grad, const SavedNorm& saved,
+                                    const NormOptions& options, const NormNeeds& needs) {
+  return run(NormGrad{grad, saved.x, saved.beside, saved.weight, saved.bias, saved.mean,
+                      saved.invstd, options.of_batch, options.residual, options.activation,
+                      options.slope, needs.x, needs.weight || needs.bias, needs.residual});
+}
+
+// Computes the gradients of a convolution that are wanted, below autograd.
+inline Gradients conv_gradients(const Backward& call, bool needs_input, bool needs_weight,
+                                bool needs_bias) {
+  Gradients found;
+  if (needs_input && needs_weight) {
+    found = run(call);
+  } else if (needs_input) {
+    found.input = run(call.of_input()).first;
+  } else if (needs_weight) {
+    Results both = run(call.of_weight());
+    found.weight = std::move(both.first);
+    found.bias = std::move(both.bias_grad);
+  }
+  if (needs_bias && !needs_weight) found.bias = sum_of_positions(call.grad);
+  return found;
+}
+
+inline BlockGradients block_gradients(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                      const Geometry& geometry, const SavedNorm& saved,
+                                      const NormOptions& options,
+                                      const std::array<bool, 6>& needs) {
+  const auto [needs_input, needs_weight, needs_bias, needs_residual, needs_scale, needs_shift] =
+      needs;
+  const bool needs_conv = needs_input || needs_weight || needs_bias;
+  BlockGradients found;
+  found.norm =
+      norm_gradients(grad, saved, options, {needs_conv, needs_residual, needs_scale, needs_shift});
+  if (needs_conv) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const Backward call{found.norm.x, input, weight, geometry, false, needs_bias && needs_weight};
+    found.conv = conv_gradients(call, needs_input, needs_weight, needs_bias);
+  }
+  return found;
+}
+
+// They have the names of the nodes in Python, so far as there are any.
+
+struct BatchNorm {
+  static constexpr auto kName = "FastconvBatchNormBackward";
+  static constexpr bool is_traceable = true;
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    if (!grads[0].defined()) return variable_list(4);
+    const auto tensors = context->get_saved_variables();
+    const SavedNorm saved = SavedNorm::of(tensors.data());
+    const auto numbers = context->saved_data["options"].toIntVector();
+    const NormOptions options = NormOptions::of(numbers.data());
+    const NormNeeds needs{context->needs_input_grad(0), context->needs_input_grad(1),
+                          context->needs_input_grad(2), context->needs_input_grad(3)};
+    const c10::impl::ExcludeDispatchKeyGuard uncast(c10::autocast_dispatch_keyset);
+    const bool dispatches =
+        has_to_dispatch(grads[0], saved.x, saved.beside, saved.weight, saved.bias);
+    NormGradients found = dispatches ? dispatch_norm_gradients(grads[0], saved, options, needs)
+                                     : norm_gradients(grads[0], saved, options, needs);
+    if (!needs.weight) found.weight.reset();
+    if (!needs.bias) found.bias.reset();
+    return {found.x, found.residual, found.weight, found.bias};
+  }
+};
+
+struct ConvBNAct {
+  static constexpr auto kName = "FastconvConvBNActBackward";
+  static constexpr bool is_traceable = true;
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    if (!grads[0].defined()) return variable_list(6);
+    const auto tensors = context->get_saved_variables();
+    const Tensor &input = tensors[0], &weight = tensors[1], &bias = tensors.back();
+    const SavedNorm saved = SavedNorm::of(tensors.data() + 2);
+    auto numbers = context->saved_data["options"].toIntVector();
+    const NormOptions options = NormOptions::of(numbers.data() + Geometry::kNumbers);
+    numbers.resize(Geometry::kNumbers);
+    const Geometry geometry = Geometry::of(numbers);
+    std::array<bool, 6> needs;
+    for (size_t i = 0; i < needs.size(); ++i) needs[i] = context->needs_input_grad(i);
+    const c10::impl::ExcludeDispatchKeyGuard uncast(c10::autocast_dispatch_keyset);
+    const bool dispatches = has_to_dispatch(grads[0], input, weight, bias, saved.x, saved.beside,
+                                            saved.weight, saved.bias);
+    BlockGradients found =
+        dispatches ? dispatch_block_gradients(grads[0], input, weight, bias, geometry, saved,
+                                              options, needs)
+                   : block_gradients(grads[0], input, weight, geometry, saved, options, needs);
+    if (!needs[4]) found.norm.weight.reset();
+    if (!needs[5]) found.norm.bias.reset();
+    return {found.conv.input,    found.conv.weight, found.conv.bias,
+            found.norm.residual, found.norm.weight, found.norm.bias};
+  }
+};
+
+// Records a call: computes it by `compute`, which gives the output and the tensors to save.
+template <class Function, class Compute, class... Tensors>
+Tensor record_call(std::vector<int64_t> options, const Compute& compute,
+                   const Tensors&... differentiable) {
+  const NodePointer pointer = new_node<Node<Function>, NodePointer>();
+  auto& node = static_cast<Node<Function>&>(*pointer);
+  node.is_variable_input_ = std::vector<bool>(sizeof...(differentiable), true);
+  node.set_ctx_grad_fn(pointer);
+  node.set_next_edges(torch::autograd::collect_next_edges(differentiable...));
+  node.ctx_.set_materialize_grads(false);
+  node.ctx_.saved_data["options"] = std::move(options);
+  auto [output, saved] = compute();
+  node.ctx_.save_for_backward(std::move(saved));
+  torch::autograd::set_history(output, pointer);
+  node.output_info_.emplace_back(output);
+  node.save_variables_to_ctx();
+  return output;
+}
+
+inline Tensor record(const Norm& call) {
+  const auto compute = [&] {
+    const Normalized made = run(call);
+    return std::pair(
+        made.y, variable_list{call.x, made.beside, call.weight, call.bias, made.mean, made.invstd});
+  };
+  return record_call<BatchNorm>(NormOptions::of(call).numbers(), compute, call.x, call.residual,
+                                call.weight, call.bias);
+}
+
+// The normalization's x is the convolution's output.
+inline Tensor record(const Call& conv, const Norm& norm) {
+  std::vector<int64_t> options = conv.geometry.numbers();
+  for (const int64_t number : NormOptions::of(norm).numbers()) options.push_back(number);
+  const auto compute = [&] {
+    Norm call = norm;
+    call.x = run(conv).first;
+    const Normalized made = run(call);
+    return std::pair(
+        made.y, variable_list{conv.first, conv.second, call.x, made.beside, call.weight, call.bias,
+                              made.mean, made.invstd, conv.third});
+  };
+  return record_call<ConvBNAct>(std::move(options), compute, conv.first, conv.second, conv.third,
+                                norm.residual, norm.weight, norm.bias);
+}
+
+// --- Eager calls ---------------------------------------------------------------------------------
+
+inline bool has_dense_statistics(const Norm& call) {
+  return (!call.running_mean.defined() || call.running_mean.is_contiguous()) &&
+         (!call.running_var.defined() || call.running_var.is_contiguous());
+}
+
+// Computes a normalization; returns nothing if the dispatcher has to see the call.
+inline std::optional<Tensor> normalize(Norm call) {
+  const auto keys = keys_of(call.x, call.residual, call.weight, call.bias, call.running_mean,
+                            call.running_var, call.batches);
+  const auto casts = keys & c10::autocast_dispatch_keyset;
+  if (!is_plain(keys - casts) || has_tangent(call.x, call.residual, call.weight, call.bias) ||
+      !has_dense_statistics(call) || call.x.dim() < 2) {
+    return {};
+  }
+  const c10::impl::ExcludeDispatchKeyGuard cast_already(casts);
+  if (!casts.empty() && call.residual.defined() && call.residual.is_floating_point()) {
+    call.residual = call.residual.to(call.x.scalar_type());
+  }
+  const bool seen = keys.has_any(c10::autograd_dispatch_keyset);  // false in inference mode
+  const bool recorded = seen && is_recorded(call.x, call.residual, call.weight, call.bias);
+  return recorded ? record(call) : run(call).y;
+}
+
+// Computes a convolution and the normalization of its output in training; returns nothing if the
+// dispatcher has to see the call.
+inline std::optional<Tensor> convolve_and_normalize(Call conv, Norm norm) {
+  const auto keys = keys_of(conv.first, conv.second, conv.third, norm.residual, norm.weight,
+                            norm.bias, norm.running_mean, norm.running_var, norm.batches);
+  const auto casts = keys & c10::autocast_dispatch_keyset;
+  if (!is_plain(keys - casts) || !has_dense_statistics(norm) || conv.first.is_complex() ||
+      has_tangent(conv.first, conv.second, conv.third, norm.residual, norm.weight, norm.bias)) {
+    return {};
+  }
+  const c10::impl::ExcludeDispatchKeyGuard cast_already(casts);
+  if (!casts.empty()) {
+    const auto device = conv.first.device().type();
+    const auto type = at::autocast::get_autocast_dtype(device);
+    for (Tensor* tensor : {&conv.first, &conv.second, &conv.third}) {
+      if (at::autocast::is_eligible(*tensor, device)) *tensor = tensor->to(type);
+    }
+    if (norm.residual.defined() && norm.residual.is_floating_point()) {
+      norm.residual = norm.residual.to(conv.first.scalar_type());
+    }
+  }
+  const bool seen = keys.has_any(c10::autograd_dispatch_keyset);  // false in inference mode
+  const bool recorded = seen && is_recorded(conv.first, conv.second, conv.third, norm.residual,
+                                            norm.weight, norm.bias);
+  if (recorded) return record(conv, norm);
+  conv.frozen = store.period;
+  norm.x = run(conv).first;
+  return run(norm).y;
+}
+
+}  // namespace fastconv::host

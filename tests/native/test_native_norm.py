@@ -1,0 +1,511 @@
+"""Batch normalization on the native host path, alone and behind a convolution.
+
+Calls run a copy of the library, with a table of its own. ``api/test_batchnorm.py`` tests results
+with both host paths.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastconv
+from fastconv import native
+from fastconv.ops.entries import NormEntry, make_entry
+from native.driver import Driver, Trouble
+from native.helpers import Host, noted_warnings
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the native host path is Linux's")
+
+FORWARD, BACKWARD = "batch_norm_forward", "batch_norm_backward"
+SUBSETS = [which for n in (1, 2, 6) for which in itertools.combinations(range(6), n)]
+
+
+def in_python() -> Any:
+    """A context in which Python serves calls."""
+    return mock.patch.multiple(native, conv2d=None, batch_norm_act=None, conv_bn_act=None)
+
+
+class Operands:
+    """Leaves for one block: input, weight, bias, residual, and weight and bias of the norm."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, last: bool = False) -> None:
+        torch.manual_seed(0)
+        sizes = ((3, 4, 6, 5), (6, 4, 3, 3), (6,), (3, 6, 4, 3), (6,), (6,))
+        self.leaves = [torch.randn(size, dtype=dtype) for size in sizes]
+        if last:
+            self.leaves[0] = self.leaves[0].to(memory_format=torch.channels_last)
+        for leaf in self.leaves:
+            leaf.requires_grad_()
+        self.mean, self.var = torch.zeros(6, dtype=dtype), torch.ones(6, dtype=dtype)
+
+    def block(self, **options: Any) -> Tensor:
+        input, weight, bias, residual, scale, shift = self.leaves
+        given: dict[str, Any] = {"activation": "relu", "residual": residual, "training": True}
+        return fastconv.conv_bn_act(
+            input, weight, bias, self.mean, self.var, scale, shift, **{**given, **options}
+        )
+
+    def norm(self, **options: Any) -> Tensor:
+        """The normalization alone; the convolution's tensors have no part in it."""
+        *_, residual, scale, shift = self.leaves
+        given: dict[str, Any] = {"activation": "silu", "training": True}
+        return fastconv.batch_norm_act(
+            residual, self.mean, self.var, scale, shift, **{**given, **options}
+        )
+
+
+def results(make: Callable[[Operands], Tensor], *of: Any) -> list[Tensor]:
+    """The output, running statistics and all gradients of a call."""
+    operands = Operands(*of)
+    output = make(operands)
+    grad = torch.randn(output.shape, generator=torch.manual_seed(1)).to(output.dtype)
+    found = torch.autograd.grad(output, operands.leaves, grad, materialize_grads=True)
+    return [output.detach(), operands.mean, operands.var, *found]
+
+
+def check_same(make: Callable[[Operands], Tensor], *of: Any) -> None:
+    found = results(make, *of)
+    with in_python():
+        expected = results(make, *of)
+    for one, other in zip(found, expected, strict=True):
+        # The rules that lay tensors out are the same, so strides are.
+        assert (one.dtype, one.stride()) == (other.dtype, other.stride())
+        assert torch.equal(one, other)
+
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "plain": {"residual": None},
+    "residual": {},
+    "silu": {"activation": "silu"},
+    "slope": {"activation": ("leaky_relu", -0.5)},
+    "identity": {"activation": None},
+    "momentum": {"momentum": 0.7, "eps": 1e-3},
+    "average": {"momentum": None, "num_batches_tracked": torch.tensor(3)},
+}
+
+
+class TestResults:
+    """They are, bit for bit, those of Python: also the gradients' memory formats."""
+
+    @pytest.fixture(autouse=True)
+    def _convolutions_by_python(self, host: Host) -> None:
+        """The library's kernels for CPUs add up in another order than Python's operations."""
+
+    @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+    @pytest.mark.parametrize("options", BLOCKS.values(), ids=BLOCKS)
+    def test_blocks(self, host: Host, options: dict[str, Any], last: bool) -> None:
+        check_same(lambda operands: operands.block(**options), torch.float32, last)
+        assert host.operators == ["forward", FORWARD, BACKWARD, "input_grad", "weight_grad"]
+
+    @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+    def test_norms(self, host: Host, dtype: torch.dtype, training: bool) -> None:
+        check_same(lambda operands: operands.norm(training=training), dtype)
+        assert host.operators == [FORWARD, BACKWARD]
+
+    @pytest.mark.parametrize("shape", [(4, 6), (4, 6, 5), (2, 6, 3, 2, 2)], ids=str)
+    def test_other_ranks(self, host: Host, shape: tuple[int, ...]) -> None:
+        x = torch.randn(shape)
+        for given in (x, x.movedim(1, -1).contiguous().movedim(-1, 1)):
+            output = fastconv.batch_norm_act(given, None, None, training=True)
+            assert output.stride() == given.stride()
+            with in_python():
+                assert torch.equal(
+                    fastconv.batch_norm_act(given, None, None, training=True), output
+                )
+        assert set(host.operators) == {FORWARD}
+
+    def test_layouts_that_differ(self, host: Host) -> None:
+        """Residual and gradient have other formats than x, or none."""
+
+        def block(operands: Operands) -> Tensor:
+            _, _, _, residual, *_ = operands.leaves
+            last = residual.to(memory_format=torch.channels_last)
+            return operands.block(residual=last, activation="silu").transpose(1, 2) * 2
+
+        check_same(block)
+
+        def norm(operands: Operands) -> Tensor:
+            x = operands.leaves[3].transpose(2, 3)
+            return fastconv.batch_norm_act(x, None, None, training=True, activation="relu")
+
+        check_same(norm)
+
+    @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+    def test_autocast(self, host: Host, last: bool) -> None:
+        def block(operands: Operands) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return operands.block()
+
+        check_same(block, torch.float32, last)
+        assert host.operators == ["forward", FORWARD, BACKWARD, "input_grad", "weight_grad"]
+
+        def norm(operands: Operands) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                half = operands.leaves[3].bfloat16()
+                return fastconv.batch_norm_act(
+                    half, None, None, residual=half.float(), training=True
+                )
+
+        check_same(norm)
+
+    def test_modules_and_frozen_statistics(self, host: Host) -> None:
+        def train() -> list[Tensor]:
+            torch.manual_seed(0)
+            net = nn.Sequential(*(fastconv.ConvBNAct2d(4, 4, 3, padding=1) for _ in range(3)))
+            net[1].bn.eval()
+            images = torch.randn(2, 4, 6, 5)
+            for _ in range(2):
+                net(images).square().sum().backward()
+            return [*net.state_dict().values(), *(one.grad for one in net.parameters())]
+
+        found = train()
+        with in_python():
+            assert all(map(torch.equal, found, train()))
+
+
+class TestGradients:
+    @pytest.mark.parametrize("how", ["grad", "leaves"])
+    @pytest.mark.parametrize("wanted", SUBSETS, ids=str)
+    def test_only_what_is_wanted(self, host: Host, wanted: tuple[int, ...], how: str) -> None:
+        operands = Operands()
+        whole = torch.autograd.grad(operands.block().square().sum(), operands.leaves)
+        host.filled.clear()
+        if how == "leaves":
+            for number, leaf in enumerate(operands.leaves):
+                leaf.requires_grad_(number in wanted)
+        chosen = [operands.leaves[number] for number in wanted]
+        found = torch.autograd.grad(operands.block().square().sum(), chosen)
+        for number, one in zip(wanted, found, strict=True):
+            torch.testing.assert_close(one, whole[number])
+        passes = {0: "input_grad", 1: "weight_grad"}
+        expected = [name for number, name in passes.items() if number in wanted]
+        assert host.filled == ["forward", FORWARD, BACKWARD, *expected]
+
+    def test_second_derivatives(self, host: Host) -> None:
+        """Through the convolution as well, whose output is computed again for that."""
+
+        def second() -> list[Tensor]:
+            operands = Operands(torch.float64)
+            loss = operands.block(activation="silu").square().sum()
+            first = torch.autograd.grad(loss, operands.leaves, create_graph=True)
+            total = sum(one.square().sum() for one in first)
+            assert isinstance(total, Tensor)
+            return [*first, *torch.autograd.grad(total, operands.leaves)]
+
+        found = second()
+        with in_python():
+            torch.testing.assert_close(found, second())
+
+    def test_retained_graph(self, host: Host) -> None:
+        operands = Operands()
+        loss = operands.block().sum()
+        first = torch.autograd.grad(loss, operands.leaves, retain_graph=True)
+        assert all(map(torch.equal, first, torch.autograd.grad(loss, operands.leaves)))
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            torch.autograd.grad(loss, operands.leaves)
+
+    @pytest.mark.parametrize("changed", [0, 1, 3, 4], ids=str)
+    def test_changes_in_place(self, host: Host, changed: int) -> None:
+        operands = Operands()
+        loss = operands.block(activation="silu").sum()
+        with torch.no_grad():
+            operands.leaves[changed].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    def test_an_output_changed_in_place(self, host: Host) -> None:
+        """With a residual, the activation's gradient is computed from the output."""
+        operands = Operands()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            operands.block().mul_(2).sum().backward()
+        operands.block(residual=None).mul_(2).sum().backward()
+
+    def test_mapped(self, host: Host) -> None:
+        operands = Operands()
+        output = operands.block()
+        grads = torch.randn(3, *output.shape)
+        found = torch.autograd.grad(
+            output, operands.leaves, grads, is_grads_batched=True, retain_graph=True
+        )
+        for number, grad in enumerate(grads):
+            expected = torch.autograd.grad(output, operands.leaves, grad, retain_graph=True)
+            torch.testing.assert_close([one[number] for one in found], list(expected))
+
+
+class TestPyTorch:
+    """PyTorch's tools see a call as they see one of PyTorch's functions."""
+
+    def test_node(self, host: Host) -> None:
+        operands = Operands()
+        names = [type(output.grad_fn).__name__ for output in (operands.block(), operands.norm())]
+        assert names == ["FastconvConvBNActBackward", "FastconvBatchNormBackward"]
+
+    def test_hooks(self, host: Host) -> None:
+        operands, seen = Operands(), []
+        output = operands.block()
+        output.register_hook(lambda grad: seen.append("tensor") or grad * 2)
+        output.grad_fn.register_prehook(lambda _: seen.append("before"))
+        output.grad_fn.register_hook(lambda *_: seen.append("after"))
+        output.sum().backward()
+        assert seen == ["tensor", "before", "after"]
+        shift = operands.leaves[5].grad
+        (once,) = torch.autograd.grad(operands.block().sum(), operands.leaves[5])
+        assert torch.equal(shift, 2 * once)
+
+    def test_saved_tensors_hooks(self, host: Host) -> None:
+        """Such hooks may store tensors elsewhere, in any layout."""
+        packed: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> int:
+            packed.append(tensor.detach().clone())
+            return len(packed) - 1
+
+        def unpack(number: int) -> Tensor:
+            return packed[number].repeat_interleave(2, -1)[..., ::2]
+
+        operands = Operands(torch.float32, True)
+        expected = torch.autograd.grad(operands.block().sum(), operands.leaves)
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            output = operands.block().sum()
+        assert len(packed) == 9  # as many as Python's two nodes save, and the convolution's bias
+        found = torch.autograd.grad(output, operands.leaves)
+        torch.testing.assert_close(found, expected)
+
+    def test_checkpoints(self, host: Host) -> None:
+        layer = fastconv.ConvBNAct2d(4, 6, 3)
+        images = torch.randn(2, 4, 7, 7, requires_grad=True)
+        (expected,) = torch.autograd.grad(layer(images).square().sum(), images)
+        output = torch.utils.checkpoint.checkpoint(layer, images, use_reentrant=False)
+        with in_python():  # a library that is loaded in between saves the same tensors
+            (found,) = torch.autograd.grad(output.square().sum(), images)
+        torch.testing.assert_close(found, expected)
+
+    def test_anomaly_mode(self, host: Host) -> None:
+        operands = Operands()
+        with pytest.warns(UserWarning, match="Anomaly Detection"):
+            anomaly = torch.autograd.detect_anomaly()
+        with anomaly, noted_warnings() as words:
+            output = operands.block()
+            with pytest.raises(RuntimeError, match="'FastconvConvBNActBackward' returned nan"):
+                output.backward(torch.full_like(output, torch.nan))
+        assert "in test_anomaly_mode" in words[0], "where forward was called"
+
+    def test_versions_count_what_is_written(self, host: Host) -> None:
+        operands = Operands()
+        for make in (operands.block, operands.norm):
+            before = operands.mean._version, operands.var._version
+            make()
+            assert operands.mean._version > before[0]
+            assert operands.var._version > before[1]
+        before = operands.mean._version, operands.var._version
+        operands.norm(training=False)
+        assert (operands.mean._version, operands.var._version) == before
+
+    def test_inference_mode(self, host: Host) -> None:
+        operands = Operands()
+        with torch.inference_mode():
+            assert operands.block().is_inference()
+            assert operands.norm(training=False).is_inference()
+        with torch.no_grad():
+            assert not operands.block().requires_grad
+        assert set(host.operators) == {"forward", FORWARD}
+
+    def test_profiler(self, host: Host) -> None:
+        operands = Operands()
+        with torch.profiler.profile() as profile:
+            operands.block().sum().backward()
+        names = {event.key for event in profile.key_averages()}
+        expected = {"forward", FORWARD, BACKWARD, "backward"}
+        assert {f"fastconv::{name}" for name in expected} <= names
+
+    def test_compiled_autograd(self, host: Host) -> None:
+        from torch._dynamo import compiled_autograd
+
+        def gradients(compiled: bool) -> list[Tensor]:
+            operands = Operands()
+            context = compiled_autograd._enable(torch.compile(backend="eager"))
+            with context if compiled else nullcontext():
+                (operands.block() + operands.norm()).square().sum().backward()
+            return [leaf.grad for leaf in operands.leaves]
+
+        torch.compiler.reset()
+        torch.testing.assert_close(gradients(True), gradients(False))
+
+    @pytest.mark.parametrize("by", ["functional", "module"])
+    def test_compile(self, host: Host, by: str) -> None:
+        layer = fastconv.ConvBNAct2d(4, 6, 3)
+        operands = Operands()
+        call = operands.block if by == "functional" else lambda: layer(operands.leaves[0])
+        expected = call()
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(), expected)
+        assert host.operators == ["forward", FORWARD]
+
+
+class TestDeclined:
+    """What the dispatcher has to see, or what is unusual, Python serves."""
+
+    def _declines(self, host: Host, call: Callable[[], Any]) -> None:
+        count = len(host.asked)
+        call()
+        assert FORWARD not in host.operators[count:]
+
+    def test_transforms_and_tangents(self, host: Host) -> None:
+        operands = Operands()
+        x = operands.leaves[0].detach()
+
+        def function(x: Tensor) -> Tensor:
+            weight = operands.leaves[1].detach()
+            return fastconv.conv_bn_act(x, weight, None, None, None, training=True)
+
+        self._declines(host, lambda: torch.vmap(function)(x[None]))
+        self._declines(host, lambda: torch.func.jvp(function, (x,), (x,)))
+        self._declines(host, lambda: torch.func.grad(lambda x: function(x).sum())(x))
+
+    def test_strided_statistics(self, host: Host) -> None:
+        operands = Operands()
+        operands.mean, operands.var = torch.zeros(6, 2)[:, 0], torch.ones(6, 2)[:, 0]
+        self._declines(host, operands.block)
+        self._declines(host, operands.norm)
+        assert operands.mean.any()
+
+    def test_evaluation_of_blocks(self, host: Host) -> None:
+        """It folds the normalization into the convolution."""
+        self._declines(host, lambda: Operands().block(training=False))
+
+    def test_subclasses_and_modes(self, host: Host) -> None:
+        class Own(Tensor):
+            pass
+
+        operands = Operands()
+        x = operands.leaves[3].detach().as_subclass(Own)
+        self._declines(host, lambda: fastconv.batch_norm_act(x, None, None, training=True))
+
+        seen: list[Any] = []
+
+        class Mode(torch.overrides.TorchFunctionMode):
+            def __torch_function__(
+                self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                seen.append(function)
+                return function(*args, **(kwargs or {}))
+
+        with Mode():
+            operands.norm()
+            operands.block()
+        assert {fastconv.batch_norm_act, fastconv.conv_bn_act} <= set(seen)
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"momentum": None}, "momentum is None"),
+            ({"activation": "elu"}, "activation should be None"),
+            ({"residual": torch.randn(3, 6, 4, 2)}, "residual of the input's size"),
+            ({"residual": torch.randn(1)}, "residual of the input's size"),
+        ],
+        ids=str,
+    )
+    def test_errors_are_pythons(self, host: Host, options: dict[str, Any], words: str) -> None:
+        for make in (Operands().block, Operands().norm):
+            with pytest.raises((RuntimeError, ValueError), match=words):
+                make(**options)
+
+
+class TestLaunches:
+    """What is launched, seen by a driver that only records; CPU tensors have the null stream."""
+
+    TENSORS = tuple(("tensor", number) for number in range(12))
+
+    @pytest.fixture(autouse=True)
+    def _launched(self, host: Host, driver: Driver) -> None:
+        self.driver = driver
+        count = {FORWARD: 11, BACKWARD: 12}
+        functions = {FORWARD: 0xF0, BACKWARD: 0xF1}
+        driver.signatures = {functions[name]: "p" * size for name, size in count.items()}
+        self.troubles: list[Any] = []
+
+        def trouble(*what: Any) -> None:
+            self.troubles.append(what)
+            raise Trouble
+
+        def answer(name: str, *args: Any) -> Any:
+            entry = make_entry(name, *args)
+            if not isinstance(entry, NormEntry):
+                return entry
+            launch = (functions[name], (5, 6, 7), 64, 0, False, self.TENSORS[: count[name]])
+            return entry._replace(launches=[launch], scratch_bytes=64, fill=None, trouble=trouble)
+
+        host.answer = answer
+
+    def test_addresses(self, host: Host) -> None:
+        operands, batches = Operands(), torch.tensor(2)
+        *_, x, weight, bias = operands.leaves
+        residual = torch.randn_like(x).requires_grad_()
+        output = operands.norm(residual=residual, momentum=None, num_batches_tracked=batches)
+        given = (x, residual, weight, bias, operands.mean, operands.var, batches)
+        ((*_, forward),) = self.driver.launched
+        assert forward[:7] == [one.data_ptr() for one in given]
+        assert forward[9] == output.data_ptr()
+        assert len(set(forward)) == 11
+        grad = torch.randn_like(x)
+        found = torch.autograd.grad(output, (x, residual, weight, bias), grad)
+        *_, backward = self.driver.launched[-1]
+        tensors = (grad, x, residual, weight, bias)
+        assert backward[:5] == [one.data_ptr() for one in tensors]
+        assert backward[5:7] == forward[7:9], "the statistics of the forward pass"
+        assert backward[7:11] == [one.data_ptr() for one in found]
+        assert len(set(backward)) == 12
+
+    def test_absent_tensors(self, host: Host) -> None:
+        x = torch.randn(2, 6, 4, 4, requires_grad=True)
+        output = fastconv.batch_norm_act(x, None, None, training=True)
+        (found,) = torch.autograd.grad(output, x, torch.ones_like(x))
+        (*_, forward), (*_, backward) = self.driver.launched
+        assert [number for number, one in enumerate(forward) if not one] == [1, 2, 3, 4, 5, 6]
+        assert [number for number, one in enumerate(backward) if not one] == [2, 3, 4, 8, 9, 10]
+        assert backward[7] == found.data_ptr()
+
+    def test_copies(self, host: Host) -> None:
+        """Tensors of x's size that are laid out otherwise are copied; others are not."""
+        x = torch.randn(2, 6, 4, 4).to(memory_format=torch.channels_last)
+        for residual, same in ((x, True), (x.contiguous(), False), (x.transpose(2, 3), False)):
+            self.driver.launched.clear()
+            fastconv.batch_norm_act(x, None, None, training=True, residual=residual)
+            ((*_, forward),) = self.driver.launched
+            assert forward[0] == x.data_ptr()
+            assert (forward[1] == residual.data_ptr()) == same
+
+    def test_errors(self, host: Host) -> None:
+        operands = Operands()
+        output = operands.norm()
+        for call in (operands.norm, lambda: output.sum().backward()):
+            self.driver.launch_statuses = [1]
+            with pytest.raises(Trouble):
+                call()
+            assert self.troubles.pop() == (0, -1, 0, 1, False)
+
+    def test_forms(self, host: Host) -> None:
+        """Entries are made once for each form."""
+        operands = Operands()
+        for _ in range(2):
+            operands.norm()
+        assert host.operators == [FORWARD]
+        forms: tuple[dict[str, Any], ...] = (
+            {"momentum": 0.2}, {"eps": 1e-3}, {"activation": "relu"}, {"training": False},
+            {"activation": ("leaky_relu", 0.3)}, {"activation": ("leaky_relu", 0.4)},
+            {"residual": torch.randn(3, 6, 4, 3)},
+        )  # fmt: skip
+        for number, form in enumerate(forms):
+            for _ in range(2):
+                operands.norm(**form)
+            assert len(host.asked) == 2 + number
