@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from effort import ALL
 from fastconv import native, timing
 from fastconv.backends import cpu, cuda
+from fastconv.backends.batchnorm import launches
 from fastconv.bench import limits, row_timing
 from fastconv.jit import launch, loading
 from fastconv.kernels import plans
@@ -212,6 +213,9 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Iterable[Loads]:
     monkeypatch.setattr(preparation, "_GPU", "cpu")
     monkeypatch.setattr(cuda, "gpu", lambda index: H200)
     monkeypatch.setattr(native, "start_build", lambda: None)
-    cuda._ready.cache_clear()
+    caches = (cuda._ready, launches.ready)
+    for cache in caches:
+        cache.cache_clear()
     yield found
-    cuda._ready.cache_clear()
+    for cache in caches:
+        cache.cache_clear()

@@ -42,7 +42,7 @@ from fastconv.network.preparation import (
     prepare,
     preparing,
 )
-from fastconv.network.report import MeasuredLayer, Optimization
+from fastconv.network.report import MeasuredBlock, MeasuredLayer, Optimization
 from fastconv.transposed import conv_transpose1d, conv_transpose2d, conv_transpose3d
 
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "GpuUnavailable",
     "LaunchError",
     "LayerPadding",
+    "MeasuredBlock",
     "MeasuredLayer",
     "Optimization",
     "PaddingLike",

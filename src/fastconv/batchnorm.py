@@ -4,7 +4,7 @@
 # cannot pickle them as strings.
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from fastconv.functional import conv2d
 from fastconv.geometry import Activation, IntOrPair, LayerPadding, PaddingLike, activation_of
 from fastconv.layers import PaddingMode
 from fastconv.modules import Conv2d
-from fastconv.ops import batchnorm
+from fastconv.ops import batchnorm_schema
 from fastconv.problem import Epilogue
 
 
@@ -105,7 +105,7 @@ def batch_norm_act(
             if num_batches_tracked is None:
                 raise ValueError("num_batches_tracked should be given where momentum is None")
             batches = num_batches_tracked
-    output: Tensor = batchnorm.forward(
+    output: Tensor = batchnorm_schema.forward(
         input, residual, weight, bias, running_mean, running_var, batches, training, momentum, eps,
         name, slope,
     )[0]  # fmt: skip
@@ -263,6 +263,105 @@ def _tensor(layer: nn.Module, of: Mapping[str, Tensor | None], name: str) -> Any
     return of[name] if name in of else getattr(layer, name)
 
 
+class _Statistics(NamedTuple):
+    """What a call of a BatchNorm layer normalizes with, and what it updates."""
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    training: bool
+    momentum: float | None
+    num_batches_tracked: Tensor | None
+
+    @classmethod
+    def counted(cls, bn: Any) -> "_Statistics":
+        """Those of the layer's next call, which is counted as the layer itself does."""
+        buffers = bn._buffers
+        mean, var = _tensor(bn, buffers, "running_mean"), _tensor(bn, buffers, "running_var")
+        batches = _tensor(bn, buffers, "num_batches_tracked")
+        if bn.training and bn.track_running_stats and batches is not None:
+            batches.add_(1)
+        training = bn.training or (mean is None and var is None)
+        if bn.training and not bn.track_running_stats:
+            mean = var = None
+        # Without a count, PyTorch takes a momentum of None to be zero.
+        momentum = 0.0 if bn.momentum is None and batches is None else bn.momentum
+        return cls(mean, var, training, momentum, batches)
+
+
+def bn_act(
+    bn: Any,
+    input: Tensor,
+    residual: Tensor | None = None,
+    activation: Activation | None = None,
+    adds_in_place: bool = False,
+) -> Tensor:
+    """Computes what a BatchNorm layer does, an addition and an activation, together.
+
+    ``fastconv.optimize`` puts it in the place of these operations. The result is that of PyTorch's,
+    for any residual that they take: one of another size or type is added by PyTorch, out of place
+    or in place as in the model.
+
+    Args:
+        bn: a ``torch.nn.BatchNorm1d`` to ``BatchNorm3d``.
+        input: what it is called with.
+        residual: what is added to its result.
+        activation: as for ``fastconv.conv2d``.
+        adds_in_place: whether the model adds in place.
+
+    Returns:
+        The result of the activation.
+    """
+    bn._check_input_dim(input)
+    if residual is not None and (residual.dtype, residual.shape) != (input.dtype, input.shape):
+        output = bn_act(bn, input)
+        output = output.add_(residual) if adds_in_place else output + residual
+        return applied(output, None, Epilogue(*activation_of(activation)))
+    of = _Statistics.counted(bn)
+    return batch_norm_act(
+        input, of.running_mean, of.running_var, bn.weight, bn.bias, of.training, of.momentum,
+        bn.eps, activation=activation, residual=residual,
+        num_batches_tracked=of.num_batches_tracked,
+    )  # fmt: skip
+
+
+def conv_of_bn_act(
+    conv: Any,
+    bn: Any,
+    input: Tensor,
+    residual: Tensor | None = None,
+    activation: Activation | None = None,
+    adds_in_place: bool = False,
+) -> Tensor:
+    """Computes a ``fastconv.Conv2d`` and then :func:`bn_act`, in one call where it can.
+
+    Running statistics are not folded into the convolution: the result is that of its layers.
+    """
+    of_batch = bn.training or bn.running_mean is None
+    if not of_batch or input.dim() != 4 or not _is_added_alike(conv, input, residual):
+        return bn_act(bn, conv.forward(input), residual, activation, adds_in_place)
+    of = _Statistics.counted(bn)
+    input, padding = conv._padded(input)
+    return conv_bn_act(
+        input, conv.weight, conv.bias, of.running_mean, of.running_var, bn.weight, bn.bias,
+        conv.stride, padding, conv.dilation, conv.groups, training=True, momentum=of.momentum,
+        eps=bn.eps, activation=activation, residual=residual,
+        num_batches_tracked=of.num_batches_tracked, precision=conv.precision,
+    )  # fmt: skip
+
+
+def _is_added_alike(conv: Any, input: Tensor, residual: Tensor | None) -> bool:
+    """Whether a residual, if it can be added at all, has the convolution's size and type."""
+    if residual is None:
+        return True
+    device, dtype = input.device.type, input.dtype
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    sizes = (input.shape[0], conv.out_channels)
+    # A side of one element would be broadcast.
+    same = residual.shape[:2] == sizes and residual.dim() == 4 and 1 not in residual.shape[2:]
+    return same and residual.dtype == dtype
+
+
 class ConvBNAct2d(nn.Module):
     """A convolution, batch normalization, an addition where there is one, and an activation.
 
@@ -351,22 +450,15 @@ class ConvBNAct2d(nn.Module):
         bn: Any = self._modules["bn"]
         if not _computes(conv, Conv2d) or not _computes(bn, nn.BatchNorm2d):
             return applied(bn(conv(input)), residual, Epilogue(*activation_of(self.activation)))
-        buffers = bn._buffers
-        mean, var = _tensor(bn, buffers, "running_mean"), _tensor(bn, buffers, "running_var")
-        batches = _tensor(bn, buffers, "num_batches_tracked")
-        if bn.training and bn.track_running_stats and batches is not None:
-            batches.add_(1)
-        training = bn.training or (mean is None and var is None)
-        if bn.training and not bn.track_running_stats:
-            mean = var = None
+        of = _Statistics.counted(bn)
         input, padding = conv._padded(input)
         ours, theirs = conv._parameters, bn._parameters
         return conv_bn_act(
-            input, _tensor(conv, ours, "weight"), _tensor(conv, ours, "bias"), mean, var,
-            _tensor(bn, theirs, "weight"), _tensor(bn, theirs, "bias"), conv.stride, padding,
-            conv.dilation, conv.groups, training=training, momentum=bn.momentum, eps=bn.eps,
-            activation=self.activation, residual=residual, num_batches_tracked=batches,
-            precision=conv.precision,
+            input, _tensor(conv, ours, "weight"), _tensor(conv, ours, "bias"), of.running_mean,
+            of.running_var, _tensor(bn, theirs, "weight"), _tensor(bn, theirs, "bias"), conv.stride,
+            padding, conv.dilation, conv.groups, training=of.training, momentum=of.momentum,
+            eps=bn.eps, activation=self.activation, residual=residual,
+            num_batches_tracked=of.num_batches_tracked, precision=conv.precision,
         )  # fmt: skip
 
     def _get_name(self) -> str:

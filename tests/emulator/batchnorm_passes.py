@@ -10,10 +10,10 @@ from torch import Tensor
 from batchnorm_cases import EPS, Case, Tensors
 from emulator.driver import run_both_orders
 from fastconv.backends.batchnorm import launches
-from fastconv.backends.batchnorm.launches import Call
 from fastconv.kernels.batchnorm import plan
 from fastconv.kernels.family import Gpu, Plan
 from fastconv.kernels.gpus import H200
+from fastconv.ops.batchnorm_schema import Arguments, GradArguments, backward_need, forward_need
 
 
 class Run(NamedTuple):
@@ -43,10 +43,12 @@ def forward_run(
 ) -> Run:
     """A forward pass in training; it fills y, mean, invstd, and updates running statistics."""
     y = _like(tensors.x)
-    options = (tensors.weight, case.activation, case.slope, case.residual)
-    call = Call.of(tensors.x, *options, tensors.residual, y)
-    running = launches.Running(EPS, 0.1, case.parameter)
-    made = plan.forward(call.planned_for, running.planned_for, gpu)
+    arguments = Arguments(
+        tensors.x, tensors.residual, tensors.weight, tensors.bias, tensors.running_mean,
+        tensors.running_var, batches, True, 0.1, EPS, case.activation, case.slope,
+    )  # fmt: skip
+    need = forward_need(arguments, launches.alignment_of(tensors.x, tensors.residual, y))
+    made = plan.forward(need.call.planned_for, need.of.planned_for, gpu)
     given = (
         tensors.x, tensors.residual, tensors.weight, tensors.bias, tensors.running_mean,
         tensors.running_var, batches, _sums(case), _sums(case), y,
@@ -63,9 +65,14 @@ def backward_run(
     stores = wanted.residual and case.activation != "identity"
     grad_x = _like(tensors.x)
     grad_residual = _like(tensors.x) if stores else None
-    options = (tensors.weight, case.activation, case.slope, case.residual)
-    call = Call.of(tensors.x, *options, tensors.grad, beside, grad_x, grad_residual)
-    made = plan.backward(call.planned_for, *wanted, gpu)
+    arguments = GradArguments(
+        tensors.grad, tensors.x, beside, tensors.weight, tensors.bias, forward.tensors["mean"],
+        forward.tensors["invstd"], wanted.of_batch, case.residual, case.activation, case.slope,
+        wanted.x, wanted.parameters, wanted.residual,
+    )  # fmt: skip
+    aligned = launches.alignment_of(tensors.x, tensors.grad, beside, grad_x, grad_residual)
+    need = backward_need(arguments, aligned)
+    made = plan.backward(need.call.planned_for, *need.of, gpu)
     parameters = [torch.full((case.channels,), torch.nan, dtype=case.parameter) for _ in range(2)]
     given = (
         tensors.grad, tensors.x, beside, tensors.weight, tensors.bias, forward.tensors["mean"],

@@ -40,12 +40,9 @@ class Emulated(NamedTuple):
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(launches, "_loaded", lambda made, names, _: Emulated(made, names))
     monkeypatch.setattr(cuda, "gpu", lambda _: H200)
-    caches = (launches._ready_forward, launches._ready_backward)
-    for cache in caches:
-        cache.cache_clear()
+    launches.ready.cache_clear()
     yield
-    for cache in caches:
-        cache.cache_clear()
+    launches.ready.cache_clear()
 
 
 CASES = [
@@ -163,4 +160,4 @@ def test_averages_of_all_batches_wait_for_nothing() -> None:
     batchnorm._forward_cuda(tensors.x, None, None, None, *running, *options)
     reference(exact, "identity", momentum=0.25)
     check_close(tensors.running_mean, exact.running_mean, case.dtype, "running mean")
-    assert launches._ready_forward.cache_info().currsize == 1
+    assert launches.ready.cache_info().currsize == 1

@@ -141,8 +141,9 @@ struct ConvBNAct {
     const Tensor &input = tensors[0], &weight = tensors[1], &bias = tensors.back();
     const SavedNorm saved = SavedNorm::of(tensors.data() + 2);
     auto numbers = context->saved_data["options"].toIntVector();
-    const NormOptions options = NormOptions::of(numbers.data() + Geometry::kNumbers);
-    numbers.resize(Geometry::kNumbers);
+    const size_t of_geometry = numbers.size() - NormOptions::kNumbers;
+    const NormOptions options = NormOptions::of(numbers.data() + of_geometry);
+    numbers.resize(of_geometry);
     const Geometry geometry = Geometry::of(numbers);
     std::array<bool, 6> needs;
     for (size_t i = 0; i < needs.size(); ++i) needs[i] = context->needs_input_grad(i);

@@ -113,7 +113,7 @@ def _nonfinite_difference(expected: Tensor, found: Tensor) -> str | None:
 
 def _finite(tensor: Tensor) -> Tensor:
     """The tensor in double precision, with zeros for NaN and infinities."""
-    wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    wide = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
     return torch.where(wide.isfinite(), wide, 0)
 
 
@@ -225,3 +225,104 @@ def _terms(layer: Any) -> int:
         axes = zip(taps, layer.stride, layer.dilation, strict=True)
         taps = [math.ceil(size * step / math.lcm(by, step)) for size, by, step in axes]
     return math.prod((layer.in_channels // layer.groups, *taps))
+
+
+# --- A BatchNorm, and what was fused with it ------------------------------------------------------
+
+
+def norm_disagreement(
+    norm: Any,
+    input: Tensor,
+    residual: Tensor | None,
+    activation: Any,
+    expected: Tensor,
+    found: Tensor,
+    statistics: Mapping[str, Tensor],
+    before: Mapping[str, Tensor],
+) -> str | None:
+    """How a fused BatchNorm differs from its parts, if by more than rounding explains.
+
+    An element's scale is the magnitudes of all that is added up: the input's, times what it is
+    multiplied by, the mean's, the bias, the residual and the result.
+
+    Args:
+        norm: the BatchNorm, after the call by its parts.
+        input: what it was called with.
+        residual: what was added.
+        activation: as for ``fastconv.conv2d``.
+        expected: the result of the parts.
+        found: the result of the block.
+        statistics: the buffers that the block has left, by name.
+        before: those before.
+    """
+    if _form_text(expected) != _form_text(found):
+        return f"{_form_text(found)} instead of {_form_text(expected)}"
+    if not expected.numel():
+        return None
+    if (words := _nonfinite_difference(expected, found)) is not None:
+        return words
+    axes = (0, *range(2, input.dim()))
+    of_batch = norm.training or norm.running_mean is None
+    wide = torch.promote_types(input.dtype, torch.float32)
+    with torch.no_grad():
+        if of_batch:
+            variance, mean = torch.var_mean(input.to(wide), axes, correction=0)
+        else:
+            variance, mean = before["running_var"].to(wide), before["running_mean"].to(wide)
+        per_channel = math.sqrt(expected.numel() / expected.shape[1])
+        unit = _ROUNDING[expected.dtype] + per_channel * _ROUNDING[wide]
+        words = _statistics_disagreement(norm, statistics, mean, variance, unit)
+        if words is not None:
+            return words
+        slope = abs(activation[1]) if isinstance(activation, tuple) else 1.0
+        factor = (variance + norm.eps).rsqrt()
+        if norm.weight is not None:
+            factor = factor * norm.weight.abs()
+        shift = mean.abs() * factor
+        if norm.bias is not None:
+            shift = shift + norm.bias.abs()
+        images = max(1, _CHUNK * len(expected) // expected.numel())
+        tensors = expected, found, input, residual
+        parts = [(None,) * len(expected) if one is None else one.split(images) for one in tensors]
+        for theirs, ours, of, more in zip(*parts, strict=False):
+            shape = (-1, *(1 for _ in of.shape[2:]))
+            scale = _finite(of).abs() * _finite(factor).view(shape) + _finite(shift).view(shape)
+            scale = scale + _finite(theirs).abs()
+            if more is not None:
+                scale = scale + _finite(more).abs()
+            words = _beyond(_finite(theirs) - _finite(ours), scale, unit * max(_SLOPE, slope))
+            if words is not None:
+                return words
+    return None
+
+
+def _beyond(difference: Tensor, scale: Tensor, unit: float) -> str | None:
+    """How differences exceed what rounding can do, given their scales."""
+    error, tiny = difference.abs(), torch.finfo(torch.float32).smallest_normal
+    overall = scale.square().mean().sqrt()
+    excess = float((error / ((scale + overall) * unit + tiny)).max()) / _ELEMENT_FACTOR
+    share = float(error.norm() / (scale.norm() * unit + tiny)) / _NORM_FACTOR
+    if max(excess, share) <= 1:
+        return None
+    how = "as a whole" if share > 1 else "in an element"
+    return f"{max(excess, share):.2g} times what rounding can do, {how}"
+
+
+def _statistics_disagreement(
+    norm: Any, found: Mapping[str, Tensor], mean: Tensor, variance: Tensor, unit: float
+) -> str | None:
+    """How running statistics differ from those of PyTorch's, if by more than rounding explains."""
+    # The mean of a channel's magnitudes is not larger than this.
+    size = (mean.square() + variance).sqrt()
+    scales = {"running_mean": size, "running_var": size.square()}
+    for name, ours in found.items():
+        theirs = getattr(norm, name)
+        if not ours.is_floating_point():
+            words = None if torch.equal(ours, theirs) else f"{ours} instead of {theirs}"
+        elif (words := _nonfinite_difference(theirs, ours)) is None:
+            scale = _finite(scales[name]) + _finite(theirs).abs()
+            of_type = max(unit, _ROUNDING[theirs.dtype])
+            words = _beyond(_finite(theirs) - _finite(ours), scale, of_type)
+        if words is not None:
+            return f"{name}: {words}"
+    return None

@@ -121,6 +121,10 @@ class Call:
             _precision.override(),
         )
 
+    def trial(self, layer: nn.Module, device: torch.device) -> Trial:
+        """The call with random data, of a layer that is called so."""
+        return Trial(self, layer, device)
+
     @property
     def dtype(self) -> torch.dtype:
         """The type in which the call is computed."""
@@ -362,12 +366,12 @@ def convolved(
     return found
 
 
-def plans(call: Call, layer: nn.Module, device: torch.device) -> dict[cuda.Need, Plan]:
+def plans(call: Any, layer: nn.Module, device: torch.device) -> dict[preparation.Need, Plan]:
     """The plans of all passes of a call, whose kernels begin to be compiled."""
     with FakeTensorMode():
-        trial = Trial(call, layer, device)
+        trial = call.trial(layer, device)
     needs = preparation.needs_of(trial.ours_forward, (trial.input, trial.residual), {})
-    return {need: cuda.plan_and_compile(need) for need in needs}
+    return {need: preparation.plan_and_compile(need) for need in needs}
 
 
 # --- Timed ----------------------------------------------------------------------------------------
@@ -412,14 +416,18 @@ def is_clear(samples: Sequence[Sequence[float]]) -> bool:
 
 
 class Clock:
-    """Measures calls and models; tests without a GPU replace :data:`clock`."""
+    """Measures calls and models; tests without a GPU replace :data:`clock`.
 
-    def first(self, trial: Trial) -> None:
+    A trial is a :class:`Trial`, or a block's
+    :class:`~fastconv.network.norm_calls.NormTrial`.
+    """
+
+    def first(self, trial: Any) -> None:
         """Lets PyTorch choose its algorithm for a call, which takes long if it tries several."""
         trial.pytorchs()
         timing.synchronize(trial.input.device)
 
-    def call(self, trial: Trial) -> Times:
+    def call(self, trial: Any) -> Times:
         """The GPU time of a call, without the host's."""
         runs = trial.pytorchs, trial.ours
         return Times.of(*timing.take_turns(runs, trial.input.device, CALL_EFFORT, is_clear))

@@ -20,6 +20,7 @@ from fastconv.network.exchange import (
 )
 from fastconv.network.fusion import FOLDED
 from fastconv.network.report import REPORT, attached, left_lines
+from fastconv.network.training_graph import detach, has_other_class
 from fastconv.ops.devices import BACKENDS
 from fastconv.ops.schema import DTYPES
 
@@ -202,7 +203,15 @@ def restore(model: Model) -> Model:
             f"become part of {named}{' ...' if len(fused) > 4 else ''}. It is a copy, and the "
             "model that it was made of is as it was"
         )
+    wrapped = [name for name, module in model.named_modules() if has_other_class(module)]
+    if wrapped:
+        raise ValueError(
+            f"restore() cannot give {wrapped[0] or 'the model'} its own class back: since it was "
+            "optimized, another one was derived from it. Restore the model before it is wrapped"
+        )
     exchange_marked_back(model)
+    for module in model.modules():
+        detach(module)
     for module in model.modules():
         for report in (REPORT, _REPORT):
             vars(module).pop(report, None)

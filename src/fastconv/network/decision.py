@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from fastconv.network import fusion, measurement, ranks
+from torch import nn
+
+from fastconv.network import block_comparison, fusion, measurement, ranks
 from fastconv.network.calls import Times
 from fastconv.network.inspection import (
     Inspection,
@@ -13,7 +17,7 @@ from fastconv.network.inspection import (
     inspected,
 )
 from fastconv.network.proposal import Proposal, proposed, unchanged
-from fastconv.network.report import MeasuredLayer, rows
+from fastconv.network.report import MeasuredBlock, MeasuredLayer, block_rows, rows
 from fastconv.network.snapshot import same_random_numbers
 from fastconv.network.subject import Subject
 
@@ -28,42 +32,53 @@ def left_alone(subject: Subject, reason: str) -> Decision:
     return proposal, _report(subject, proposal, (), None)
 
 
-def decided(subject: Subject, fuse: bool) -> Decision:
+def decided(subject: Subject, fuse: bool, inplace: bool) -> Decision:
     """Measures the model and decides; the model is as it was afterwards."""
     subject.snapshot.record({"model": subject.model})
     try:
         with same_random_numbers():
-            return _decided(subject, fuse)
+            return _decided(subject, fuse, inplace)
     finally:
         subject.snapshot.put_back()
 
 
-def _decided(subject: Subject, fuse: bool) -> Decision:
+def _decided(subject: Subject, fuse: bool, inplace: bool) -> Decision:
     layers = exchangeable_layers(subject)
-    mine = ranks.in_each(lambda: inspected(subject, layers, fuse))
+    mine = ranks.in_each(lambda: inspected(subject, layers, fuse, inplace))
     ranks.same_in_all("has the layers " + ", ".join(layers), sorted(layers))
-    shared = ranks.gathered(lambda: {name: site.words for name, site in mine.sites.items()})
-    graph, sites = mine.graph, mine.sites
+    shared = ranks.gathered(
+        lambda: (
+            {name: site.words for name, site in mine.sites.items()},
+            {name: block.words for name, block in mine.blocks.items()},
+        )
+    )
     if any(other != shared[0] for other in shared):
         subject.notes.append("not fused: the graphs of processes differ in what can be fused")
-        graph, sites = None, {}
+        mine = replace(mine, graph=None, sites={}, regions=[])
+    graph, sites = mine.graph, mine.sites
     seen = dict(mine.seen)
     if graph is not None:
         for name, site in sites.items():
             seen[name] = [fusion.with_followers(seen[name][0], site, graph)]
+    of_blocks = {name: mine.norm_calls[name] for name in mine.blocks}
     # Rank 0 decides. Its calls may be other ones than this process's, but its layers are the same.
-    judged, found = ranks.from_rank_0(
-        lambda: (seen, measurement.layer_times(subject, layers, seen))
+    judged, judged_blocks, found = ranks.from_rank_0(
+        lambda: (
+            seen,
+            of_blocks,
+            measurement.layer_times(subject, layers | mine.norms, {**seen, **of_blocks}),
+        )
     )
-    ours = [
-        name
-        for name, of_one in judged.items()
-        if measurement.gains([found[call] for call in of_one])
-    ]
+    ours = _gaining(judged, found)
+    blocks = _gaining(judged_blocks, found)
     proposal = proposed(subject.model, layers, ours, graph, sites, seen)
+    proposal = proposal.with_blocks(mine.regions, blocks)
     whole: Times | None = None
     if proposal.changes:
-        needed = {call: layers[name] for name in ours for call in seen.get(name, ())}
+        needed: dict[measurement.AnyCall, nn.Module] = {
+            call: layers[name] for name in ours for call in seen.get(name, ())
+        }
+        needed |= {call: mine.norms[name] for name in blocks for call in of_blocks.get(name, ())}
         ranks.in_each(lambda: measurement.load_chosen(subject, needed))
         troubles = ranks.gathered(lambda: _trouble(subject, proposal, mine))
         trouble = next(filter(None, troubles), None)
@@ -72,32 +87,49 @@ def _decided(subject: Subject, fuse: bool) -> Decision:
             whole = ranks.from_rank_0(
                 lambda: measurement.model_times(subject, proposal, judged, mine.structure)
             )
-            if not whole.gains and proposal.model is not subject.model:
+            if not whole.gains and (proposal.model is not subject.model or proposal.blocks):
                 trouble = "the model as a whole is not faster when fused"
         if trouble is not None:
             subject.notes.append(f"not fused: {trouble}")
             subject.snapshot.put_back()
-            return _decided(subject, fuse=False)
+            return _decided(subject, fuse=False, inplace=inplace)
         if whole is not None and not whole.gains:
             subject.notes.append("the model as a whole is not faster: it was left as it was")
             proposal = unchanged(subject.model)
     words = {name: site.words for name, site in sites.items()}
     measured = tuple(rows(judged, found, proposal.ours, words))
-    return proposal, _report(subject, proposal, measured, whole)
+    followed = {name: block.words for name, block in mine.blocks.items()}
+    measured_blocks = tuple(block_rows(judged_blocks, found, proposal.blocks, followed))
+    return proposal, _report(subject, proposal, measured, whole, measured_blocks)
+
+
+def _gaining(
+    of: Mapping[str, Sequence[measurement.AnyCall]], found: Mapping[Any, Times | str]
+) -> list[str]:
+    """The names of layers or blocks that are faster by fastconv."""
+    return [name for name, one in of.items() if measurement.gains([found[call] for call in one])]
 
 
 def _trouble(subject: Subject, proposal: Proposal, inspection: Inspection) -> str | None:
     """What is wrong with a fused model's results, if anything."""
-    if proposal.fused is None:
+    if proposal.fused is None and not proposal.blocks:
         return None
     with subject.timed("comparing"):
+        if proposal.fused is None:
+            trouble = block_comparison.disagreement(subject, proposal)
+            subject.snapshot.put_back()
+            return trouble
         result, trouble = proposal.fused.disagreement(subject.result)
         subject.snapshot.put_back()
         return graph_disagreement(inspection.expected, result, inspection.unsteady) or trouble
 
 
 def _report(
-    subject: Subject, proposal: Proposal, layers: tuple[MeasuredLayer, ...], whole: Times | None
+    subject: Subject,
+    proposal: Proposal,
+    layers: tuple[MeasuredLayer, ...],
+    whole: Times | None,
+    blocks: tuple[MeasuredBlock, ...] = (),
 ) -> dict[str, Any]:
     return {
         "layers": layers,
@@ -110,4 +142,5 @@ def _report(
         "measured": subject.measured,
         "notes": tuple(subject.notes),
         "task_seconds": dict(subject.task_seconds),
+        "blocks": blocks,
     }

@@ -12,11 +12,13 @@ from torch import nn
 
 from fastconv import native, tables
 from fastconv.network import calls, preparation
-from fastconv.network.calls import Call, Times, Trial
-from fastconv.network.exchange import exchange, exchanged_back
-from fastconv.network.preparation import is_gpu
+from fastconv.network.calls import Call, Times
+from fastconv.network.norm_calls import NormCall
 from fastconv.network.proposal import Proposal
 from fastconv.network.subject import Plans, Subject
+
+AnyCall = Call | NormCall
+"""The call of a convolution, or of a block's BatchNorm."""
 
 _BY_GPU_TIME = (
     "the whole model was measured by the GPU's time alone, as the native host path was still being "
@@ -25,13 +27,13 @@ _BY_GPU_TIME = (
 
 
 def layer_times(
-    subject: Subject, layers: Mapping[str, nn.Module], seen: Mapping[str, Sequence[Call]]
-) -> dict[Call, Times | str]:
-    """The times of each call, or why there are none."""
+    subject: Subject, layers: Mapping[str, nn.Module], seen: Mapping[str, Sequence[AnyCall]]
+) -> dict[AnyCall, Times | str]:
+    """The times of each call of a layer or a block, or why there are none."""
     of = {call: layers[name] for name, of_one in seen.items() for call in of_one}
-    found: dict[Call, Times | str] = {}
+    found: dict[AnyCall, Times | str] = {}
     for call, layer in of.items():
-        stored = calls.stored_times(repr(call), _device(layer))
+        stored = calls.stored_times(repr(call), _device(layer, subject))
         if stored is not None:
             found[call] = stored
     missing = {call: layer for call, layer in of.items() if call not in found}
@@ -40,7 +42,7 @@ def layer_times(
     # The host path is built by the time the whole model is measured, or soon after.
     native.start_build()
     with subject.timed("planning"):
-        failed, plans = _planned(missing)
+        failed, plans = _planned(missing, subject)
         subject.plans |= plans
     found |= failed
     # PyTorch tries its algorithms out while fastconv's kernels are compiled in the background.
@@ -48,7 +50,7 @@ def layer_times(
         show = subject.shower("PyTorch has called {} of {} layers")
         for number, (call, layer) in enumerate(missing.items(), 1):
             with suppress(Exception):  # the measurement raises it again
-                calls.clock.first(Trial(call, layer, _device(layer)))
+                calls.clock.first(call.trial(layer, _device(layer, subject)))
             show(number, len(missing))
     with subject.timed("compiling"):
         found |= _compiled(plans, subject.shower("compiled {} of {} kernels"))
@@ -56,10 +58,10 @@ def layer_times(
         show = subject.shower("measured {} of {} layers")
         for number, (call, layer) in enumerate(missing.items(), 1):
             if call not in found:
-                found[call] = _measured(call, layer)
+                found[call] = _measured(call, layer, _device(layer, subject))
                 subject.measured += isinstance(found[call], Times)
             show(number, len(missing))
-    if any(_device(layer).type == "cuda" for layer in missing.values()):
+    if any(_device(layer, subject).type == "cuda" for layer in missing.values()):
         torch.cuda.empty_cache()
     return found
 
@@ -70,12 +72,12 @@ def gains(found: Sequence[Times | str]) -> bool:
     return len(times) == len(found) and Times.sum(times).gains
 
 
-def load_chosen(subject: Subject, of: Mapping[Call, nn.Module]) -> None:
+def load_chosen(subject: Subject, of: Mapping[AnyCall, nn.Module]) -> None:
     """Loads the kernels of the chosen layers, also in processes that have not measured."""
     with subject.timed("loading"):
         plans: Plans = {}
         for call, layer in of.items():
-            plans |= subject.plans.get(call) or calls.plans(call, layer, _device(layer))
+            plans |= subject.plans.get(call) or calls.plans(call, layer, _device(layer, subject))
         preparation.load_kernels(plans, subject.shower("loaded {} of {} kernels"))
 
 
@@ -90,7 +92,7 @@ def model_times(
         seen: the calls of each layer, by its name.
         structure: a hash of the operators that the model calls.
     """
-    device = next(one.device for one in subject.model.parameters() if is_gpu(one.device))
+    device = subject.device
     # Without the native host path fastconv's layers take more host time than PyTorch's, with it
     # less. Until it is built, the GPU's time decides.
     with_host = not native.under_way()
@@ -102,6 +104,7 @@ def model_times(
     about = {
         "fused": proposal.model is not subject.model,
         "folded": proposal.folded,
+        "blocks": sorted(proposal.blocks),
         "with host": with_host,
         "by native": native.conv2d is not None,
         "structure": structure,
@@ -112,10 +115,10 @@ def model_times(
     what = f"model, {hashlib.sha256(repr(about).encode()).hexdigest()}"
     times = calls.stored_times(what, device)
     if times is None:
-        with subject.timed("measuring the whole model"), exchanged_back(proposal.plain):
+        with subject.timed("measuring the whole model"), proposal.undone():
             times = calls.clock.model(
                 [lambda: subject.run(subject.model), lambda: subject.run(proposal.model)],
-                [lambda: exchange(proposal.plain, back=True), lambda: exchange(proposal.plain)],
+                [proposal.undo, proposal.apply],
                 device,
                 with_host,
             )
@@ -123,25 +126,29 @@ def model_times(
     return times
 
 
-def _device(layer: nn.Module) -> torch.device:
-    return next(layer.parameters()).device
+def _device(layer: nn.Module, subject: Subject) -> torch.device:
+    """The device of a layer; a BatchNorm without any tensor is taken to be on the model's."""
+    found = next((one.device for one in (*layer.parameters(), *layer.buffers())), None)
+    return subject.device if found is None else found
 
 
-def _planned(of: Mapping[Call, nn.Module]) -> tuple[dict[Call, str], dict[Call, Plans]]:
+def _planned(
+    of: Mapping[AnyCall, nn.Module], subject: Subject
+) -> tuple[dict[AnyCall, str], dict[AnyCall, Plans]]:
     """Plans calls and begins to compile their kernels; errors of calls that cannot be planned."""
-    failed: dict[Call, str] = {}
-    plans: dict[Call, Plans] = {}
+    failed: dict[AnyCall, str] = {}
+    plans: dict[AnyCall, Plans] = {}
     for call, layer in of.items():
         try:
-            plans[call] = calls.plans(call, layer, _device(layer))
+            plans[call] = calls.plans(call, layer, _device(layer, subject))
         except Exception as error:  # the layer then stays PyTorch's
             failed[call] = tables.error_line(error)
     return failed, plans
 
 
-def _compiled(plans: Mapping[Call, Plans], show: preparation.Show) -> dict[Call, str]:
+def _compiled(plans: Mapping[AnyCall, Plans], show: preparation.Show) -> dict[AnyCall, str]:
     """Compiles kernels side by side; the result has the errors of calls for which it failed."""
-    failed: dict[Call, str] = {}
+    failed: dict[AnyCall, str] = {}
     try:
         preparation.load_kernels({n: p for each in plans.values() for n, p in each.items()}, show)
     except Exception:  # which call it belongs to shows when each is compiled by itself
@@ -153,13 +160,13 @@ def _compiled(plans: Mapping[Call, Plans], show: preparation.Show) -> dict[Call,
     return failed
 
 
-def _measured(call: Call, layer: nn.Module) -> Times | str:
+def _measured(call: AnyCall, layer: nn.Module, device: torch.device) -> Times | str:
     """Measures a call and stores its times; the error if that fails."""
-    device = _device(layer)
     try:
-        times = calls.clock.call(Trial(call, layer, device))
+        times = calls.clock.call(call.trial(layer, device))
     except Exception as error:  # such as out of memory
         return tables.error_line(error)
-    sizes = " ".join("x".join(map(str, form.shape)) for form in (call.input, call.weight))
+    forms = (call.input, call.weight) if isinstance(call, Call) else (call.input,)
+    sizes = " ".join("x".join(map(str, form.shape)) for form in forms)
     calls.store_times(repr(call), f"a {call.kind}, {sizes}", device, times)
     return times

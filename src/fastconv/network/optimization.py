@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from fastconv.network import ranks
 from fastconv.network.decision import decided, left_alone
 from fastconv.network.dry_run import tensors_of
-from fastconv.network.exchange import Model, copied, exchange_for_good
+from fastconv.network.exchange import Model, copied
 from fastconv.network.preparation import is_gpu
 from fastconv.network.report import REPORT, Optimization
 from fastconv.network.subject import Subject, cloned
@@ -43,6 +43,11 @@ def optimize(
     class becomes ``fastconv.Conv2d``, or that of its kind. Layers of classes that are derived from
     PyTorch's are left as they are. A layer that is called with other sizes later keeps its choice.
 
+    In training, each BatchNorm is also measured with the addition and the activation behind it, and
+    computed by ``fastconv.batch_norm_act`` where that gains. The model keeps its modules,
+    parameters, hooks and state dict: modules whose ``forward`` has such blocks get a class derived
+    from their own. ``fuse=False`` leaves them.
+
     In inference, in ``eval`` mode, a copy is also fused: by ``torch.fx``, BatchNorms are folded
     into weights, and activations and additions become part of kernels. The result is then a
     ``torch.fx.GraphModule`` for inference alone, without the other methods and attributes of the
@@ -60,7 +65,7 @@ def optimize(
         *example: what it will be called with.
         inplace: change the model itself instead of a copy. An optimizer that was made before holds
             the parameters of the model, not those of a copy.
-        fuse: whether to fuse in inference.
+        fuse: whether to fuse, in inference and in training.
         progress: whether to show on stderr how far it is; by default, if that is a terminal.
         **named: the example's arguments by name.
 
@@ -105,9 +110,9 @@ def optimize(
     if reason is not None:
         proposal, report = left_alone(subject, reason)
     else:
-        proposal, report = decided(subject, fuse=fuse and not inplace)
+        proposal, report = decided(subject, fuse=fuse, inplace=inplace)
     # The model changes only here: if anything before raises, it stays as it was.
-    exchange_for_good(proposal.plain)
+    proposal.apply_for_good()
     seconds = time.perf_counter() - start
     setattr(proposal.model, REPORT, Optimization(**report, seconds=seconds))
     return cast(Model, proposal.model)

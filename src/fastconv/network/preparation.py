@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastconv import tables
 from fastconv.backends import cuda
+from fastconv.backends.batchnorm import launches
 from fastconv.jit import loading
-from fastconv.kernels.family import Kernel, Plan
+from fastconv.kernels.family import ALIGNMENT, Kernel, Plan
 from fastconv.network.dry_run import (
     DryRun,
     NeedsData,
@@ -25,7 +26,7 @@ from fastconv.network.dry_run import (
     calling_frame,
     tensors_of,
 )
-from fastconv.ops import devices, gradients
+from fastconv.ops import batchnorm_schema, devices, gradients
 from fastconv.ops.schema import OPERATORS, Operator, backward
 from fastconv.problem import Epilogue, Problem
 
@@ -74,6 +75,7 @@ class Preparation:
         kernels: how many distinct kernels all passes have.
         new_kernels: how many of them were not loaded before.
         seconds: how long it took.
+        norms: how many distinct passes of ``fastconv.batch_norm_act`` there are beside ``passes``.
 
     Examples:
         >>> report = fastconv.prepare(fastconv.Conv2d(3, 8, 3), torch.empty(2, 3, 9, 9))
@@ -85,9 +87,10 @@ class Preparation:
     kernels: int
     new_kernels: int
     seconds: float
+    norms: int = 0
 
     def __str__(self) -> str:
-        if not self.passes:
+        if not self.passes and not self.norms:
             return "no convolution of fastconv's on a GPU: there was nothing to prepare"
         rows: list[tuple[str, ...]] = [("pass", "input", "weight", "type", "kernels of", "calls")]
         for one in self.passes:
@@ -95,8 +98,9 @@ class Preparation:
                                                      one.problem.weight_shape))  # fmt: skip
             dtype = str(one.dtype).removeprefix("torch.")
             rows.append((one.label, *sizes, dtype, one.family, str(one.calls)))
+        norms = f"{self.norms} passes of batch normalization, " if self.norms else ""
         total = (
-            f"{len(self.passes)} passes of {sum(one.calls for one in self.passes)} calls, "
+            f"{len(self.passes)} passes of {sum(one.calls for one in self.passes)} calls, {norms}"
             f"{self.kernels} kernels, {self.new_kernels} of them new, {self.seconds:.1f} s"
         )
         return "\n".join((*tables.lines(rows), total))
@@ -213,22 +217,34 @@ def preparing(*, progress: bool | None = None) -> Iterator[Preparing]:
 
 def _prepared(needs: Needs, start: float, progress: bool | None) -> Preparation:
     """Plans, compiles and loads what passes need; the work began at the time ``start``."""
-    plans = {need: cuda.plan_and_compile(need) for need in needs}
+    plans = {need: plan_and_compile(need) for need in needs}
     kernels, new = load_kernels(plans, progress_shower("compiled {} of {} kernels", progress))
     passes = (
         PreparedPass(
             need.plan.__name__, need.problem, need.dtype, plan.family, needs[need], need.epilogue
         )
         for need, plan in plans.items()
+        if isinstance(need, cuda.Need)
     )
-    return Preparation(tuple(passes), kernels, new, time.perf_counter() - start)
+    norms = sum(isinstance(need, launches.Need) for need in needs)
+    return Preparation(tuple(passes), kernels, new, time.perf_counter() - start, norms)
+
+
+def plan_and_compile(need: Need) -> Plan:
+    """Plans a pass and starts to compile its kernels in the background."""
+    if isinstance(need, cuda.Need):
+        return cuda.plan_and_compile(need)
+    plan = launches.planned(need)
+    kernels = (one.kernel for one in plan.launches)
+    loading.compile_ahead(kernels, cuda.gpu(need.device).architecture, need.device)
+    return plan
 
 
 Show = Callable[[int, int], None]
 """Shows how much is done, the first argument, of how much there is to do."""
 
 
-def load_kernels(plans: Mapping[cuda.Need, Plan], show: Show | None = None) -> tuple[int, int]:
+def load_kernels(plans: Mapping[Need, Plan], show: Show | None = None) -> tuple[int, int]:
     """Compiles the plans' kernels side by side and loads them.
 
     Returns:
@@ -239,7 +255,10 @@ def load_kernels(plans: Mapping[cuda.Need, Plan], show: Show | None = None) -> t
         kernels[need.device].update((one.kernel, None) for one in plan.launches)
     new = sum(loading.load(of, device, show) for device, of in kernels.items())
     for need, plan in plans.items():
-        cuda.ready(need, plan)
+        if isinstance(need, cuda.Need):
+            cuda.ready(need, plan)
+        else:
+            launches.ready(need)
     return sum(map(len, kernels.values())), new
 
 
@@ -267,7 +286,10 @@ def is_gpu(device: torch.device) -> bool:
     return device.type == _GPU
 
 
-Needs = Counter[cuda.Need]
+Need = cuda.Need | launches.Need
+"""What a pass of a convolution or of a normalization has to compute."""
+
+Needs = Counter[Need]
 """What the passes of a network have to compute, and how often."""
 
 
@@ -307,6 +329,10 @@ class _Recorder(TorchDispatchMode):
         elif function is backward:
             for name, part in gradients.parts(*args):
                 self._record(OPERATORS[name], *part)
+        elif function in _NORMS and is_gpu(args[0].device) and args[0].numel():
+            need = _NORMS[function](*args)
+            if need is not None:
+                self.needs[need] += 1
         return function(*args, **kwargs)
 
     def _record(self, operator: Operator, *args: Any, **kwargs: Any) -> None:
@@ -319,3 +345,13 @@ class _Recorder(TorchDispatchMode):
 
 
 _OPERATORS = {operator.call: operator for operator in OPERATORS.values()}
+
+# Allocators align tensors as kernels can take advantage of.
+_NORMS: dict[Any, Callable[..., launches.Need | None]] = {
+    batchnorm_schema.forward: lambda *args: batchnorm_schema.forward_need(
+        batchnorm_schema.Arguments(*args), ALIGNMENT
+    ),
+    batchnorm_schema.backward: lambda *args: batchnorm_schema.backward_need(
+        batchnorm_schema.GradArguments(*args), ALIGNMENT
+    ),
+}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from fastconv.network import fusion
 from fastconv.network.calls import Call
+from fastconv.network.exchange import exchange, exchange_for_good, exchanged_back
+from fastconv.network.regions import Region
 from fastconv.network.sites import Site
 from fastconv.network.tracing import Traced
+from fastconv.network.training_graph import TrainingGraph, attach, detach
 
 
 @dataclass(frozen=True)
@@ -22,16 +26,56 @@ class Proposal:
     plain: Sequence[nn.Module]  # those of them whose class is all that changes
     folded: int  # how many BatchNorms are folded into weights
     fused: fusion.Fused | None = None  # the graph while its sites are compared with their parts
+    blocks: Collection[str] = ()  # names of BatchNorms that are computed with what follows
+    graphs: Mapping[nn.Module, TrainingGraph] = field(default_factory=dict)  # by their regions
 
     @property
     def changes(self) -> bool:
-        return bool(self.ours or self.folded)
+        return bool(self.ours or self.folded or self.blocks)
+
+    def apply(self) -> None:
+        """Changes the classes of modules."""
+        exchange(self.plain)
+        for module, graph in self.graphs.items():
+            attach(module, graph)
+
+    def undo(self) -> None:
+        for module in self.graphs:
+            detach(module)
+        exchange(self.plain, back=True)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Makes the model as it was at its end, whatever the block does."""
+        try:
+            yield
+        finally:
+            self.undo()
+
+    def apply_for_good(self) -> None:
+        """Makes the model so until it is restored."""
+        exchange_for_good(self.plain)
+        for module, graph in self.graphs.items():
+            attach(module, graph)
 
     def finished(self) -> Proposal:
         """The proposal with a graph of fused layers alone."""
         if self.fused is None:
             return self
         return replace(self, model=self.fused.finished(), fused=None)
+
+    def with_blocks(self, regions: Sequence[Region], chosen: Collection[str]) -> Proposal:
+        """The proposal with these blocks, named by their BatchNorms, in their regions."""
+        if not chosen:
+            return self
+        with exchanged_back(self.plain):
+            exchange(self.plain)  # blocks of convolutions that are fastconv's include these
+            graphs = {
+                region.module: region.training_graph(chosen)
+                for region in regions
+                if not region.blocks.keys().isdisjoint(chosen)
+            }
+        return replace(self, blocks=chosen, graphs=graphs)
 
 
 def unchanged(model: nn.Module) -> Proposal:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
 from fastconv import tables
 from fastconv.network.calls import Call, Times
+from fastconv.network.norm_calls import NormCall
 from fastconv.problem import is_channels_last
 
 _Report = TypeVar("_Report")
@@ -80,6 +81,39 @@ class MeasuredLayer(NamedTuple):
         return self.calls * (share * times.ours + (1 - share) * times.theirs)
 
 
+class MeasuredBlock(NamedTuple):
+    """BatchNorms of a model in training that are called alike: one row of a report's ``blocks``.
+
+    A block is a BatchNorm with the addition and the activation behind it. Where it is fastconv's,
+    it also has the convolution before it if that is.
+
+    Attributes:
+        call: sizes, types and memory formats, and which gradients the call needs.
+        followed_by: what is computed with the BatchNorm: "addition, relu".
+        names: the names of the BatchNorms.
+        calls: how many calls these are in one step of the model.
+        times: as in ``fastconv.MeasuredLayer``, without those of the convolution.
+        fused: the names of those that are fastconv's now.
+        why: the reason in words.
+
+    Examples:
+        >>> device = "cuda" if torch.cuda.is_available() else "cpu"
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+        >>> images = torch.randn(2, 3, 9, 9, device=device)
+        >>> report = fastconv.Optimization.of(fastconv.optimize(model.to(device), images))
+        >>> for row in report.blocks:
+        ...     print(row.names, row.followed_by, row.times, row.why)
+    """
+
+    call: NormCall
+    followed_by: str
+    names: tuple[str, ...]
+    calls: int
+    times: Times | None
+    fused: tuple[str, ...]
+    why: str
+
+
 @dataclass(frozen=True)
 class Optimization:
     """What ``fastconv.optimize`` has measured and done. Printed, it is a table.
@@ -96,6 +130,7 @@ class Optimization:
         notes: what else there is to say, in sentences.
         seconds: how long it took.
         task_seconds: how long planning, compiling, measuring and so on took of that.
+        blocks: a row for each distinct call of a BatchNorm with what follows it, in training.
 
     Examples:
         >>> model = torch.nn.Conv2d(3, 8, 3).to("cuda" if torch.cuda.is_available() else "cpu")
@@ -116,6 +151,7 @@ class Optimization:
     notes: tuple[str, ...]
     seconds: float
     task_seconds: Mapping[str, float] = field(default_factory=dict)
+    blocks: tuple[MeasuredBlock, ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module) -> Optimization:
@@ -135,8 +171,11 @@ class Optimization:
         return attached(model, REPORT, cls)
 
     def __str__(self) -> str:
-        lines = [*self._table(), *self._totals(), *left_lines(self.left), *self.notes]
-        stored = sum(row.times is not None for row in self.layers) - self.measured
+        tables_of_both = (*self._table(), *self._table_of_blocks())
+        lines = [*tables_of_both, *self._totals(), *left_lines(self.left), *self.notes]
+        every = [*(row.times for row in self.layers), *(row.times for row in self.blocks)]
+        # What was measured for a fused model, which was not faster, is not among these.
+        stored = max(0, sum(times is not None for times in every) - self.measured)
         tasks = ", ".join(f"{name} {took:.1f}" for name, took in self.task_seconds.items())
         lines.append(
             f"{self.measured} distinct calls measured, {stored} known from earlier, "
@@ -154,6 +193,15 @@ class Optimization:
         rows = [heading, *map(_cells, self.layers)]
         return tables.lines(rows, right={7, 8, 9})
 
+    def _table_of_blocks(self) -> list[str]:
+        if not self.blocks:
+            return []
+        heading = (
+            "block", "input", "type", "passes", "with", "calls", "PyTorch ms", "fastconv ms",
+            "chosen", "why", "BatchNorms",
+        )  # fmt: skip
+        return tables.lines([heading, *map(_block_cells, self.blocks)], right={5, 6, 7})
+
     def _totals(self) -> list[str]:
         timed = [(row, row.times) for row in self.layers if row.times is not None]
         lines = []
@@ -170,6 +218,12 @@ class Optimization:
             lines.append(
                 f"{len(self.exchanged)} of {sum(row.layers for row in self.layers)} layers "
                 f"exchanged for fastconv's{folded}"
+            )
+        if self.blocks:
+            names = sum(len(row.names) for row in self.blocks)
+            fused = sum(len(row.fused) for row in self.blocks)
+            lines.append(
+                f"{fused} of {names} BatchNorms computed with what follows them, by fastconv"
             )
         if self.before_ms is not None and self.after_ms is not None:
             lines.append(
@@ -194,6 +248,20 @@ def _cells(row: MeasuredLayer) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def _block_cells(row: MeasuredBlock) -> tuple[str, ...]:
+    call = row.call
+    backward = f", gradients of {' '.join(call.gradients)}" if call.gradients else ""
+    ms = ("", "") if row.times is None else (f"{row.times.theirs:.4f}", f"{row.times.ours:.4f}")
+    chosen = "fastconv" if row.fused else "PyTorch"
+    shape, stride, dtype = call.input
+    last = "channels-last" if len(shape) > 3 and is_channels_last(shape, stride) else "contiguous"
+    names = ", ".join(row.names[:3]) + (" ..." if len(row.names) > 3 else "")
+    return (
+        call.kind, "x".join(map(str, shape)), f"{str(dtype).removeprefix('torch.')} {last}",
+        f"forward{backward}", row.followed_by, str(row.calls), *ms, chosen, row.why, names,
+    )  # fmt: skip
+
+
 def _format(call: Call) -> str:
     """The memory format of a call's input: "nhwc" or "nchw", of a sequence "nlc" or "ncl".
 
@@ -211,7 +279,7 @@ def _format(call: Call) -> str:
 
 def rows(
     seen: Mapping[str, Sequence[Call]],
-    found: Mapping[Call, Times | str],
+    found: Mapping[Any, Times | str],
     ours: Collection[str],
     words: Mapping[str, str],
 ) -> Iterator[MeasuredLayer]:
@@ -245,3 +313,24 @@ def _why(times: Times | str) -> str:
     if times.ours < times.theirs:
         return "gains no more than times vary"
     return f"takes {times.ours / times.theirs:.2f} times as long"
+
+
+def block_rows(
+    seen: Mapping[str, Sequence[NormCall]],
+    found: Mapping[Any, Times | str],
+    fused: Collection[str],
+    words: Mapping[str, str],
+) -> Iterator[MeasuredBlock]:
+    """The report's rows of blocks, one for each distinct call; arguments as for :func:`rows`."""
+    for call in dict.fromkeys(call for of_one in seen.values() for call in of_one):
+        names = tuple(name for name, of_one in seen.items() if call in of_one)
+        times = found[call]
+        yield MeasuredBlock(
+            call,
+            words.get(names[0], ""),
+            names,
+            sum(seen[name].count(call) for name in names),
+            None if isinstance(times, str) else times,
+            tuple(name for name in names if name in fused),
+            _why(times),
+        )

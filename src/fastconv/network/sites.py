@@ -94,24 +94,24 @@ def _site(
 ) -> Site:
     """The site of a convolution; additions in ``taken`` belong to other sites."""
     site = Site(node)
-    follower = _only_reader(site.tip, graph)
+    follower = only_reader(site.tip, graph)
     if follower is not None and call.is_batched and _is_foldable(follower, call.axes, modules):
         site = replace(site, norm=follower)
-        follower = _only_reader(site.tip, graph)
+        follower = only_reader(site.tip, graph)
     if follower is not None and follower not in taken:
         residual = _residual(follower, site, graph)
         if residual is not None and is_one_kernel(call, Epilogue(residual=True)):
             site = replace(site, addition=follower, residual=residual)
-            follower = _only_reader(site.tip, graph)
+            follower = only_reader(site.tip, graph)
     if follower is not None:
-        activation = _activation(follower, site.tip, modules)
+        activation = activation_at(follower, site.tip, modules)
         epilogue = Epilogue(*activation_of(activation), site.addition is not None)
         if activation is not None and is_one_kernel(call, epilogue):
             site = replace(site, act=follower, activation=activation)
     return site
 
 
-def _only_reader(node: Node, graph: Traced) -> Node | None:
+def only_reader(node: Node, graph: Traced) -> Node | None:
     """The only node that reads another's result, if its own result has that shape and type."""
     readers = list(node.users)
     if len(readers) != 1:
@@ -127,7 +127,7 @@ def _is_foldable(node: Node, axes: int, modules: Mapping[str, nn.Module]) -> boo
         return False
     module: Any = modules.get(str(node.target))
     return (
-        type(module) is _NORMS[axes]
+        type(module) is NORMS[axes]
         and not module.training
         and module.running_mean is not None
         and module.running_var is not None
@@ -137,30 +137,45 @@ def _is_foldable(node: Node, axes: int, modules: Mapping[str, nn.Module]) -> boo
 
 def _residual(node: Node, site: Site, graph: Traced) -> Node | None:
     """The other operand of an addition, if the site's kernel can add it."""
+    residual = added(node, site.tip, graph)
+    # The convolution moves to the place of the addition: its operands must not change before.
+    return None if residual is None or writes_between(site.node, node, graph.writers) else residual
+
+
+def added(node: Node, tip: Node, graph: Traced) -> Node | None:
+    """The other operand, if a node adds a tensor of the same size and type to ``tip``."""
     adds = (operator.add, operator.iadd, torch.add) if node.op == "call_function" else ()
     if not (node.target in adds or (node.op == "call_method" and node.target in ("add", "add_"))):
         return None
     if len(node.args) != 2 or node.kwargs:
         return None
     first, second = node.args
-    if node.target in (operator.iadd, "add_") and first is not site.tip:
+    if node.target in IN_PLACE and first is not tip:
         return None  # it adds in place to the residual, which others may read
-    residual = second if first is site.tip else first
-    if not isinstance(residual, Node) or residual is site.tip:
+    residual = second if first is tip else first
+    if not isinstance(residual, Node) or residual is tip:
         return None
-    mine, other = (graph.forms.get(one) for one in (site.tip, residual))
+    mine, other = (graph.forms.get(one) for one in (tip, residual))
     if not mine or not other or (mine.shape, mine.dtype) != (other.shape, other.dtype):
         return None
-    # The convolution moves to the place of the addition: its operands must not change before.
-    between = site.node.next
-    while between is not node:
-        if between in graph.writers:
-            return None
-        between = between.next
     return residual
 
 
-_NORMS: dict[int, Any] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+IN_PLACE = (operator.iadd, "add_")
+"""Additions to the first operand in place."""
+
+
+def writes_between(first: Node, last: Node, writers: Collection[Node]) -> bool:
+    """Whether one of the nodes between two writes to a tensor that was there before."""
+    between = first.next
+    while between is not last:
+        if between in writers:
+            return True
+        between = between.next
+    return False
+
+
+NORMS: dict[int, Any] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 _MODULES: dict[type[nn.Module], ActivationName] = {
     nn.ReLU: "relu",
     nn.ReLU6: "relu6",
@@ -196,7 +211,7 @@ _GELUS: dict[Any, ActivationName] = {"none": "gelu", "tanh": "gelu_tanh"}
 _ARGUMENTS = {"leaky_relu": ("negative_slope", "inplace")}
 
 
-def _activation(node: Node, source: Node, modules: Mapping[str, nn.Module]) -> Activation | None:
+def activation_at(node: Node, source: Node, modules: Mapping[str, nn.Module]) -> Activation | None:
     """The activation that a node applies to its source, if kernels have it."""
     if not node.args or node.args[0] is not source:
         return None

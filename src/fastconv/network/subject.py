@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fastconv import timing
-from fastconv.backends import cuda
 from fastconv.kernels.family import Plan
 from fastconv.network import preparation
-from fastconv.network.calls import Call
 from fastconv.network.dry_run import tensors_of
 from fastconv.network.snapshot import Snapshot, same_random_numbers
 from fastconv.network.tensor_record import is_same
@@ -24,7 +22,7 @@ from fastconv.network.tensor_record import is_same
 # The seed of calls whose results are compared. Any number would do.
 _SEED = 1729
 
-Plans = dict[cuda.Need, Plan]
+Plans = dict[preparation.Need, Plan]
 """The plans of all passes of a call."""
 
 
@@ -40,8 +38,13 @@ class Subject:
     notes: list[str] = field(default_factory=list)  # for the report
     measured: int = 0  # calls whose times are new
     task_seconds: dict[str, float] = field(default_factory=dict)  # planning, compiling, ...
-    plans: dict[Call, Plans] = field(default_factory=dict)  # those that have been made
+    plans: dict[Any, Plans] = field(default_factory=dict)  # those that have been made
     snapshot: Snapshot = field(default_factory=lambda: Snapshot(values=True))
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU of the model's first parameter on one."""
+        return next(one.device for one in self.model.parameters() if preparation.is_gpu(one.device))
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -57,7 +60,7 @@ class Subject:
         """A function that shows progress, if it should be shown."""
         return preparation.progress_shower(words, self.progress) or (lambda done, total: None)
 
-    def result(self, model: nn.Module, anew: bool = True, other: bool = False) -> Any:
+    def result(self, model: Callable[..., Any], anew: bool = True, other: bool = False) -> Any:
         """Calls a model, always with the same random numbers.
 
         Args:
@@ -84,7 +87,7 @@ class Subject:
         }
         return {"result": result, "arguments": (example, named), "state": left}
 
-    def more_results(self, model: nn.Module) -> tuple[Any, Any, dict[str, object]]:
+    def more_results(self, model: Callable[..., Any]) -> tuple[Any, Any, dict[str, object]]:
         """Calls a model twice more; results may depend on what earlier calls have left.
 
         Returns:

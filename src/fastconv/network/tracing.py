@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.modules.module as _hooks
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Interpreter, Node, Tracer
+from torch.fx import Graph, GraphModule, Interpreter, Node, Proxy, Tracer
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
@@ -46,15 +47,27 @@ class _Tracer(Tracer):
     """
 
     # Unpickling a graph makes its tracer without arguments.
-    def __init__(self, devices: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        devices: Collection[str] = (),
+        inlined: Collection[str] | None = None,
+        in_place: bool = False,
+    ) -> None:
         super().__init__()
+        self._in_place = in_place
         self._devices = devices
+        self._inlined = inlined
         self._around = _settings(devices)
         self.lost: str | None = None  # a setting that the model changes for a part of itself
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         whole = kind_of(m) is not None or has_hooks(m)
+        if self._inlined is not None and module_qualified_name not in self._inlined:
+            whole = True
         return whole or super().is_leaf_module(m, module_qualified_name)
+
+    def proxy(self, node: Node) -> Proxy:
+        return _InPlaceProxy(node, self) if self._in_place else super().proxy(node)
 
     def create_arg(self, a: Any) -> Any:
         """Keeps the type of OrderedDicts, in which segmentation models return results."""
@@ -68,6 +81,21 @@ class _Tracer(Tracer):
         changed = (name for name, value in self._around.items() if now[name] != value)
         self.lost = self.lost or next(changed, None)
         return node
+
+
+class _InPlaceProxy(Proxy):
+    """Keeps ``x += y`` as it is; for other proxies it is ``x = x + y``."""
+
+
+def _in_place_method(function: Callable[[Any, Any], Any]) -> Callable[[Proxy, Any], Proxy]:
+    def method(self: Proxy, other: Any) -> Proxy:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
+    setattr(_InPlaceProxy, f"__i{_name}__", _in_place_method(getattr(operator, f"i{_name}")))
 
 
 def _settings(devices: Collection[str]) -> dict[str, object]:
@@ -96,6 +124,7 @@ def _settings(devices: Collection[str]) -> dict[str, object]:
         "a dispatch mode": list(map(id, _get_current_dispatch_mode_stack())),
         "a transform of torch.func": torch._C._functorch.maybe_current_level(),
         "a CUDA stream": _stream(),
+        "hooks of saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
     }  # fmt: skip
 
 
@@ -137,12 +166,39 @@ def traced(model: nn.Module, example: Any, named: Any, before: Snapshot) -> Trac
         raise Untraceable("the model has hooks, or a forward other than its class's")
     if _hooks._global_forward_hooks or _hooks._global_forward_pre_hooks:
         raise Untraceable("global hooks of modules are registered")
+    return traced_part(model, example, named, before)
+
+
+def traced_part(
+    model: nn.Module,
+    example: Any,
+    named: Any,
+    before: Snapshot,
+    inlined: Collection[str] | None = None,
+    in_place: bool = False,
+) -> Traced:
+    """The graph of a module's ``forward``; hooks of the module itself are no part of it.
+
+    Args:
+        model: the module.
+        example: its arguments by position, which may be fake tensors.
+        named: its arguments by name.
+        before: what the module is put back to.
+        inlined: names of those of its modules whose ``forward`` becomes part of the graph; None for
+            all that have no hooks.
+        in_place: whether the graph has ``x += y`` as it is, instead of ``x = x + y``.
+
+    Raises:
+        Untraceable: there is no graph.
+    """
     try:
         given = inspect.signature(model.forward).bind(*example, **named)
         given.apply_defaults()
         # Arguments without tensors may decide branches: the graph has them as constants.
         fixed = {name: value for name, value in given.arguments.items() if not tensors_of(value)}
-        tracer = _Tracer({one.device.type for one in tensors_of((example, named))})
+        tracer = _Tracer(
+            {one.device.type for one in tensors_of((example, named))}, inlined, in_place
+        )
         try:
             graph = tracer.trace(model, fixed)
             _name_placeholders(graph, list(given.signature.parameters))

@@ -12,7 +12,7 @@ from fastconv.backends import cuda
 from fastconv.backends.cpu.plans import CpuPlan, Pass, plan
 from fastconv.kernels import planner
 from fastconv.kernels.batchnorm.plan import beside
-from fastconv.ops import autograd, batchnorm, devices, hooks
+from fastconv.ops import autograd, batchnorm, batchnorm_schema, devices, hooks
 from fastconv.ops.arguments import Arguments, TransposedArguments, WeightGradArguments
 from fastconv.ops.schema import OPERATORS, Operator, Result
 
@@ -60,15 +60,15 @@ def make_entry(name: str, *args: Any) -> Entry | NormEntry:
     Raises whatever the operator would.
     """
     if name == "batch_norm_forward":
-        return _norm_entry(batchnorm.Arguments(*args))
+        return _norm_entry(batchnorm_schema.Arguments(*args))
     if name == "batch_norm_backward":
-        return _norm_grad_entry(batchnorm.GradArguments(*args))
+        return _norm_grad_entry(batchnorm_schema.GradArguments(*args))
     return _make_conv_entry(name, *args)
 
 
-def _norm_entry(given: batchnorm.Arguments) -> NormEntry:
+def _norm_entry(given: batchnorm_schema.Arguments) -> NormEntry:
     """Makes an entry for tensors that lie as ``batchnorm.ready_forward`` takes them."""
-    batchnorm.check_forward(given)
+    batchnorm_schema.check_forward(given)
     if any(map(_wants_gradient, given[:4])):
         autograd.wait_at_exit(given.x.device.index)
     entry = NormEntry(fill=batchnorm.fill_forward_cpu)
@@ -77,8 +77,8 @@ def _norm_entry(given: batchnorm.Arguments) -> NormEntry:
     return entry._replace(beside=beside(given.activation, given.slope, given.residual is not None))
 
 
-def _norm_grad_entry(given: batchnorm.GradArguments) -> NormEntry:
-    batchnorm.check_backward(given)
+def _norm_grad_entry(given: batchnorm_schema.GradArguments) -> NormEntry:
+    batchnorm_schema.check_backward(given)
     autograd.wait_at_exit(given.x.device.index)
     if given.x.is_cuda and given.x.numel():
         return _launched(batchnorm.ready_backward(given))

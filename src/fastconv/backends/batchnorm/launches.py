@@ -6,7 +6,7 @@ What follows from shapes, types and alignment is decided once and cached.
 from __future__ import annotations
 
 from functools import lru_cache
-from math import gcd, prod
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -46,32 +46,6 @@ class Call(NamedTuple):
     alignment: int
     gpu: int  # its index
 
-    @classmethod
-    def of(
-        cls,
-        x: Tensor,
-        weight: Tensor | None,
-        activation: str,
-        slope: float,
-        residual: bool,
-        *others: Tensor | None,
-    ) -> Call:
-        """Describes a normalization of x; ``others`` are all other tensors of its shape."""
-        addresses = (one.data_ptr() for one in (x, *others) if one is not None)
-        return cls(
-            x.shape[0],
-            x.shape[1],
-            prod(x.shape[2:]),
-            not x.is_contiguous(),
-            x.dtype,
-            x.dtype if weight is None else weight.dtype,
-            activation,
-            slope,
-            residual,
-            gcd(ALIGNMENT, *addresses),
-            x.device.index,
-        )
-
     @property
     def planned_for(self) -> Normalization:
         """The call in the planner's terms."""
@@ -87,6 +61,11 @@ class Call(NamedTuple):
             self.residual,
             self.alignment,
         )
+
+
+def alignment_of(*tensors: Tensor | None) -> int:
+    """The bytes that divide the addresses of all these tensors: a call's alignment."""
+    return gcd(ALIGNMENT, *(one.data_ptr() for one in tensors if one is not None))
 
 
 class Running(NamedTuple):
@@ -110,28 +89,38 @@ class Gradients(NamedTuple):
     residual: bool
 
 
-def ready_forward(call: Call, running: Running) -> Ready:
-    return _ready_forward(call, running)
+class Need(NamedTuple):
+    """All that the plan and the launches of a pass depend on.
+
+    ``of`` is a ``Running`` for a forward pass, and ``Gradients`` for a backward pass.
+    """
+
+    call: Call
+    of: Running | Gradients
+
+    @property
+    def device(self) -> int:
+        """The GPU's index."""
+        return self.call.gpu
 
 
-def ready_backward(call: Call, wanted: Gradients) -> Ready:
-    return _ready_backward(call, wanted)
+def planned(need: Need) -> Plan:
+    """Returns the plan of a pass."""
+    call, of = need
+    if isinstance(of, Gradients):
+        return plan.backward(call.planned_for, *of, cuda.gpu(call.gpu))
+    return plan.forward(call.planned_for, of.planned_for, cuda.gpu(call.gpu))
 
 
-MOST_READY = 1024
-"""The most passes of each kind whose launches are cached."""
+MOST_READY = 2048
+"""The most passes whose launches are cached."""
 
 
 @lru_cache(MOST_READY)
-def _ready_forward(call: Call, running: Running) -> Ready:
-    made = plan.forward(call.planned_for, running.planned_for, cuda.gpu(call.gpu))
-    return _loaded(made, FORWARD, call.gpu)
-
-
-@lru_cache(MOST_READY)
-def _ready_backward(call: Call, wanted: Gradients) -> Ready:
-    made = plan.backward(call.planned_for, *wanted, cuda.gpu(call.gpu))
-    return _loaded(made, BACKWARD, call.gpu)
+def ready(need: Need) -> Ready:
+    """Makes the launches of a pass."""
+    names = BACKWARD if isinstance(need.of, Gradients) else FORWARD
+    return _loaded(planned(need), names, need.call.gpu)
 
 
 def _loaded(made: Plan, names: tuple[str, ...], index: int) -> Ready:

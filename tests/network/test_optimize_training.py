@@ -1,0 +1,345 @@
+"""What ``optimize`` fuses in training, and models that would break it. A CPU is the GPU."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fastconv
+from fastconv.network import training_graph
+from fastconv.ops import batchnorm_schema
+from network.helpers import EXAMPLE, Block, Clock, ResNet, ours, report, times
+
+pytestmark = pytest.mark.usefixtures("clock")
+
+IMAGES = torch.randn(4, 3, 9, 9)
+
+
+def _calls(run: Callable[[], Any]) -> Counter[str]:
+    """How often our operators of batch normalization are called, by name."""
+    found: Counter[str] = Counter()
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if function in (batchnorm_schema.forward, batchnorm_schema.backward):
+                found[function._schema.name.removeprefix("fastconv::batch_norm_")] += 1
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        run()
+    return found
+
+
+def _step(model: nn.Module, *args: Any, **kwargs: Any) -> list[Tensor]:
+    """Output, gradients and buffers of a step."""
+    torch.manual_seed(3)
+    model.zero_grad()
+    output = model(*args, **kwargs)
+    output.float().square().mean().backward()
+    grads = [one.grad for one in model.parameters() if one.grad is not None]
+    return [
+        output.detach().clone(),
+        *(g.clone() for g in grads),
+        *(b.clone() for b in model.buffers()),
+    ]
+
+
+def _is_fused(model: nn.Module, *args: Any) -> int:
+    return _calls(lambda: model(*args))["forward"]
+
+
+def _same(model: nn.Module, *examples: Tensor) -> nn.Module:
+    """The optimized model, whose steps have to give what those of the model do."""
+    model.train()
+    optimized = fastconv.optimize(model, examples[0])
+    for example in examples:
+        for found, expected in zip(_step(optimized, example), _step(model, example), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    return optimized
+
+
+def test_a_residual_network(clock: Clock) -> None:
+    model = ResNet()
+    keys = list(model.state_dict())
+    tree = [name for name, _ in model.named_modules()]
+    optimized = _same(model, EXAMPLE, torch.randn(3, 3, 12, 8))
+    assert _calls(lambda: _step(optimized, EXAMPLE)) == {"forward": 7, "backward": 7}
+    assert [type(one).__name__ for one in optimized.layers] == ["Block"] * 3
+    assert all(isinstance(one, Block) for one in optimized.layers)
+    assert list(optimized.state_dict()) == keys
+    assert [name for name, _ in optimized.named_modules()] == tree
+    found = report(optimized)
+    followed = {name: row.followed_by for row in found.blocks for name in row.fused}
+    assert followed["layers.0.bn2"] == "addition, relu"
+    assert followed["layers.1.downsample.1"] == ""
+    assert len(followed) == 7
+    assert "7 of 7 BatchNorms computed with what follows them" in str(found)
+    assert not any("BatchNorm" in call.kind for call in clock.seen)
+
+
+def test_checkpoints_copies_pickles_and_eval() -> None:
+    model = ResNet().train()
+    optimized = fastconv.optimize(model, EXAMPLE)
+    optimized.load_state_dict(model.state_dict())
+    for one in (copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized))):
+        assert _is_fused(one, EXAMPLE) == 7
+        one.layers[0].bn1.weight.data.zero_()  # the copy has parameters of its own
+        torch.testing.assert_close(_step(optimized, EXAMPLE), _step(model, EXAMPLE))
+        model.load_state_dict(optimized.state_dict())
+        assert not torch.equal(one(EXAMPLE), optimized(EXAMPLE))
+        model.load_state_dict(optimized.state_dict())
+    assert _is_fused(optimized.eval(), EXAMPLE) == 0
+    torch.testing.assert_close(optimized(EXAMPLE), model.eval()(EXAMPLE), rtol=1e-4, atol=1e-4)
+    assert _is_fused(optimized.train(), EXAMPLE) == 7
+    restored = fastconv.restore(optimized)
+    assert [type(one) for one in restored.layers] == [Block] * 3
+    assert _is_fused(restored, EXAMPLE) == 0
+    assert not any(name.startswith("_fastconv") for one in restored.modules() for name in vars(one))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": None},
+        {"affine": False},
+        {"track_running_stats": False},
+        {"affine": False, "track_running_stats": False, "eps": 1e-2},
+    ],
+)
+def test_options_of_norms(options: dict[str, Any]) -> None:
+    optimized = _same(
+        nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, **options), nn.SiLU()), IMAGES, IMAGES
+    )
+    assert _is_fused(optimized, IMAGES) == 1
+
+
+def test_a_frozen_norm() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()).train()
+    model[1].eval()
+    model[1].running_mean.normal_()
+    optimized = fastconv.optimize(model, IMAGES)
+    torch.testing.assert_close(_step(optimized, IMAGES), _step(model, IMAGES), rtol=1e-4, atol=1e-5)
+    assert _is_fused(optimized, IMAGES) == 1
+    optimized[1].train(), model[1].train()
+    torch.testing.assert_close(_step(optimized, IMAGES), _step(model, IMAGES), rtol=1e-3, atol=1e-4)
+
+
+class Readers(nn.Module):
+    """The ReLU in place changes what is read besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.act = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.bn(self.conv(x))
+        after = self.act(before)
+        return after + 2 * before
+
+
+class Twice(nn.Module):
+    """The same BatchNorm normalizes two layers' outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.bn = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.bn(self.first(x))) + torch.relu(self.bn(self.second(x)))
+
+
+class Drops(nn.Module):
+    """Layers are skipped at random, as in stochastic depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.rand(1).item() < 0.5:
+            return x
+        return torch.relu(self.inner(x) + x)
+
+
+class Scheduled(nn.Module):
+    """Its forward reads an attribute that the training loop changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.scale = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.bn(self.conv(x))) * self.scale
+
+
+class Checks(nn.Module):
+    """Checkpointed layers, whose graph would keep what the checkpoint does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False) + 1
+
+
+class Asks(nn.Module):
+    """A branch that a graph's placeholders would take the wrong way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.relu(self.bn(self.conv(x)))
+        return out * 2 if isinstance(x, Tensor) else out
+
+
+@pytest.mark.parametrize(
+    ("kind", "fused"),
+    [(Readers, 1), (Twice, 0), (Scheduled, 1), (Checks, 1), (Asks, 0)],
+)
+def test_models_that_would_break_it(kind: type[nn.Module], fused: int) -> None:
+    optimized = _same(kind(), IMAGES, IMAGES.flip(0))
+    assert _is_fused(optimized, IMAGES) == fused
+
+
+def test_a_branch_taken_at_random_is_no_part_of_a_graph() -> None:
+    optimized = fastconv.optimize(Drops().train(), IMAGES)
+    results = [torch.equal(optimized(IMAGES), IMAGES) for _ in range(40)]
+    assert {True, False} == set(results)
+
+
+def test_attributes_that_change_later() -> None:
+    model = Scheduled().train()
+    optimized = fastconv.optimize(model, IMAGES)
+    assert _is_fused(optimized, IMAGES) == 1
+    before = optimized(IMAGES)
+    optimized.scale = 3.0
+    assert _is_fused(optimized, IMAGES) == 0
+    torch.testing.assert_close(optimized(IMAGES), 3 * before)
+    optimized.scale = 1.0
+    assert _is_fused(optimized, IMAGES) == 1
+
+
+@pytest.mark.parametrize("at", ["conv", "bn", ""])
+def test_hooks_that_are_registered_later_run(at: str) -> None:
+    optimized = fastconv.optimize(Scheduled().train(), IMAGES)
+    seen: list[str] = []
+    handle = optimized.get_submodule(at).register_forward_hook(lambda *_: seen.append(at))
+    optimized(IMAGES)
+    assert seen == [at]
+    handle.remove()
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *_: seen.append(type(module).__name__)
+    )
+    optimized(IMAGES)
+    handle.remove()
+    assert "BatchNorm2d" in seen
+    assert _is_fused(optimized, IMAGES) == 1
+
+
+def test_modules_that_are_exchanged_later_are_called() -> None:
+    optimized = fastconv.optimize(Scheduled().train(), IMAGES)
+    optimized.bn = nn.Identity()
+    assert _is_fused(optimized, IMAGES) == 0
+    torch.testing.assert_close(optimized(IMAGES), torch.relu(optimized.conv(IMAGES)))
+
+
+def test_other_kinds_of_norms_are_left_and_named() -> None:
+    class Own(nn.BatchNorm2d):
+        pass
+
+    model = nn.Sequential(
+        nn.Conv2d(3, 3, 1), Own(3), nn.ReLU(), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()
+    )
+    model[4].register_forward_hook(lambda *_: None)
+    optimized = _same(model, IMAGES)
+    assert _is_fused(optimized, IMAGES) == 0
+    left = report(optimized).left
+    assert left["1"] == "of another class, Own"
+    assert left["4"].startswith("with hooks")
+
+
+def test_sync_batch_norms_are_left() -> None:
+    found = fastconv.network.blocks.reason_to_leave_norm(nn.SyncBatchNorm(3))
+    assert found is not None
+    assert "several processes" in found
+
+
+def test_a_convolution_may_stay_pytorchs(clock: Clock) -> None:
+    clock.gains = lambda call: times(1, 2)
+    optimized = _same(ResNet(), EXAMPLE)
+    assert ours(optimized) == []
+    assert _is_fused(optimized, EXAMPLE) == 7
+
+
+def test_blocks_that_gain_nothing_are_left(clock: Clock) -> None:
+    clock.of_blocks = lambda call: times(2, 1) if call.residual else times(1, 2)
+    optimized = fastconv.optimize(ResNet().train(), EXAMPLE)
+    assert _is_fused(optimized, EXAMPLE) == 3
+    clock.of_blocks = lambda call: times(1, 2)
+    assert not any(map(training_graph.has_blocks, optimized.layers[0].children()))
+    alone = fastconv.optimize(ResNet().train(), EXAMPLE, fuse=False)
+    assert _is_fused(alone, EXAMPLE) == 0
+    assert not any(map(training_graph.has_blocks, alone.modules()))
+
+
+def test_a_whole_model_that_gains_nothing_is_tried_without_blocks(clock: Clock) -> None:
+    clock.wholes = [times(1, 2)]
+    optimized = fastconv.optimize(ResNet().train(), EXAMPLE)
+    assert _is_fused(optimized, EXAMPLE) == 0
+    assert ours(optimized)
+    assert "not fused: the model as a whole is not faster when fused" in str(report(optimized))
+
+
+def test_a_wrong_block_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = fastconv.network.block_comparison.bn_act
+    monkeypatch.setattr(fastconv.batchnorm, "batch_norm_act", lambda *a, **k: _wrong(*a, **k))
+    optimized = fastconv.optimize(Scheduled().train(), IMAGES)
+    assert right is fastconv.batchnorm.bn_act
+    assert "times what rounding can do" in str(report(optimized))
+    assert not training_graph.has_blocks(optimized)
+
+
+def _wrong(*args: Any, **named: Any) -> Tensor:
+    output = fastconv.functional.conv2d.__globals__["torch"].nn.functional.batch_norm(*args[:8])
+    return torch.relu(output) * 1.001
+
+
+@pytest.mark.parametrize("kind", ["1d", "3d"])
+def test_norms_of_sequences_and_volumes(kind: str) -> None:
+    conv, norm = getattr(nn, f"Conv{kind}"), getattr(nn, f"BatchNorm{kind}")
+    example = torch.randn(4, 3, *(6 for _ in range(int(kind[0]))))
+    optimized = _same(nn.Sequential(conv(3, 3, 3), norm(3), nn.LeakyReLU(0.2)), example)
+    assert _is_fused(optimized, example) == 1
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_autocast_that_differs_from_when_it_was_optimized(dtype: torch.dtype | None) -> None:
+    """Outside of autocast, the residual has another type than the BatchNorm's output."""
+    model = Block(3, 3).train()
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+        optimized = fastconv.optimize(model, IMAGES)
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found, expected = optimized(IMAGES), model(IMAGES)
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
+def test_compiled_models_run_their_own_code() -> None:
+    model = Scheduled().train()
+    optimized = fastconv.optimize(model, IMAGES)
+    compiled = torch.compile(optimized, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(IMAGES), model(IMAGES), rtol=1e-4, atol=1e-4)
