@@ -158,11 +158,9 @@ def _choice(direction: str, problem: Problem, operands: Operands, gpu: Gpu) -> _
     """
     limits.check_reach(problem, operands)
     problem = problem.without_idle_dilation
-    if problem.depth is not None:
-        return _of_volumes(problem, operands, gpu, direction == "input_grad")
     ways = _WAYS[direction](problem, operands)
     choices = list(_special(direction, problem, operands, gpu, ways))
-    most = sum(map(portable.image_cycles, ways[0]))
+    most = _portable_cycles(direction, problem, operands, ways[0])
     better = [one for one in choices if one.cycles < most]
     plain = [way for way in ways if not way[0].depth_to_space]
     if better:
@@ -180,19 +178,13 @@ def _choice(direction: str, problem: Problem, operands: Operands, gpu: Gpu) -> _
     return _least(choices)
 
 
-def _of_volumes(problem: Problem, operands: Operands, gpu: Gpu, is_reversed: bool) -> _Choice:
-    """The choice for volumes, which implicit GEMMs alone compute.
-
-    Raises:
-        Declined: no kernel can compute the pass, or the portable kernels take fewer cycles.
-    """
-    choices = list(_gemms(problem, operands, gpu, is_reversed))
-    if not choices:
-        raise Declined("such volumes")
-    least = _least(choices)
-    if least.cycles > portable.volume_cycles(problem, operands, is_reversed):
-        raise Declined("volumes of so few channels")
-    return least
+def _portable_cycles(
+    direction: str, problem: Problem, operands: Operands, way: list[Layer]
+) -> float:
+    """The estimated cycles of one SM for an image by the portable kernels."""
+    if problem.depth is None:
+        return sum(map(portable.image_cycles, way))
+    return portable.volume_cycles(problem, operands, direction == "input_grad")
 
 
 def _least(choices: list[_Choice]) -> _Choice:
@@ -216,9 +208,7 @@ def _special(
     """The kernels that take some layers only, and the halo kernel with residues as channels."""
     with suppress(Declined):
         yield _halo([way for way in ways if way[0].depth_to_space], gpu)
-    if problem.depth is not None:  # the others are for images
-        return
-    if len(ways[0]) == 1:
+    if len(ways[0]) == 1 and problem.depth is None:
         with suppress(Declined):
             few = few_outputs.walks_of(ways[0][0], gpu)
             one = partial(few_outputs.plan, few, gpu)
