@@ -104,11 +104,15 @@ CAUSAL = Conv("causal", (2, 24, 5, 3, 4), (40, 24, 3, 1, 2), (1,) * 3, (2, 0, 0,
 HALVED = Conv("3x3x3 down", (2, 16, 5, 7, 6), (24, 16, 3, 3, 3), (2,) * 3, (1,) * 6, (1,) * 3)
 MIXED = Conv("mixed", (2, 16, 9, 5, 8), (24, 16, 3, 2, 3), (2, 1, 3), (3, 2, 0, 1, 1, 2), (3, 2, 1))
 APART = Conv("gaps in depth", (3, 8, 9, 3, 4), (16, 8, 2, 1, 2), (4, 2, 1), (1, 0) * 3, (1,) * 3)
+# One residue of planes has a tap, which reads beyond its position.
+BEYOND = Conv(
+    "beyond", (2, 24, 4, 3, 4), (16, 24, 1, 3, 1), (3, 1, 2), (1, 0, 1, 1, 0, 1), (1,) * 3
+)
 EVERY_OTHER = Conv("pointwise planes", (2, 40, 5, 3, 5), (24, 40, 1, 1, 1), (2, 1, 2), (0,) * 6,
                    (1,) * 3)  # fmt: skip
 VOXELS = Conv("pointwise volumes", (3, 24, 3, 5, 2), (40, 24, 1, 1, 1), (1,) * 3, (0,) * 6,
               (1,) * 3)  # fmt: skip
-VOLUMES = (CUBE, CAUSAL, HALVED, MIXED, APART, EVERY_OTHER, VOXELS)
+VOLUMES = (CUBE, CAUSAL, HALVED, MIXED, APART, BEYOND, EVERY_OTHER, VOXELS)
 TILES = ((1, 64, 3), (2, 64, 1), (2, 128, 2), (2, 256, 1), (3, 192, 1), (4, 64, 1), (4, 128, 1))
 
 CASES = [

@@ -100,18 +100,21 @@ constexpr int kColumnResidues = C::transposed ? C::stride_width : 1;
 constexpr int kResidues = kPlaneResidues * kRowResidues * kColumnResidues;
 static_assert(!C::resident || kResidues * kColumnTiles == 1, "tiles have different weights");
 
-// The plane where the first position reads its first tap.
+// The plane where the first position reads its first tap. A residue without taps counts as reading
+// its own position, as in the tensor map's corners (`lower` of im2col.py).
 __host__ __device__ constexpr int lower_plane() {
   if (!C::transposed) return -Depth::padding;
-  bool found = false;
   int lower = 0;
   for (int residue = 0; residue < Depth::stride; ++residue) {
+    int least = 0;
+    bool found = false;
     for (int tap = 0; tap < Depth::kernel; ++tap) {
       const int reach = residue + Depth::padding - Depth::dilation * tap;
       if (reach % Depth::stride) continue;
-      if (!found || reach / Depth::stride < lower) lower = reach / Depth::stride;
+      if (!found || reach / Depth::stride < least) least = reach / Depth::stride;
       found = true;
     }
+    if (residue == 0 || least < lower) lower = least;
   }
   return lower;
 }
