@@ -30,6 +30,7 @@ def _arguments(case: Case, tensors: Tensors, training: bool = True) -> tuple[Any
     return tensors.x, tensors.residual, tensors.weight, tensors.bias, *running, *options
 
 
+@pytest.mark.usefixtures("host_path")
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_operators_pass_opcheck(case: Case, training: bool) -> None:
