@@ -4,40 +4,29 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import fastconv
 from fastconv.network import training_graph
 from fastconv.ops import batchnorm_schema
-from network.helpers import EXAMPLE, Block, Clock, ResNet, ours, report, times
+from network.helpers import EXAMPLE, Block, Clock, ResNet, norm_calls, ours, report, times
 
 pytestmark = pytest.mark.usefixtures("clock")
 
 IMAGES = torch.randn(4, 3, 9, 9)
 
 
-def _calls(run: Callable[[], Any]) -> Counter[str]:
-    """How often our operators of batch normalization are called, by name."""
-    found: Counter[str] = Counter()
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(
-            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if function in (batchnorm_schema.forward, batchnorm_schema.backward):
-                found[function._schema.name.removeprefix("fastconv::batch_norm_")] += 1
-            return function(*args, **(kwargs or {}))
-
-    with Watch():
-        run()
-    return found
+def _blocks() -> nn.Sequential:
+    """Two residual blocks, with five BatchNorms, in training."""
+    return nn.Sequential(Block(3, 4, 2), Block(4, 4)).train()
 
 
 def _step(model: nn.Module, *args: Any, **kwargs: Any) -> list[Tensor]:
@@ -55,7 +44,7 @@ def _step(model: nn.Module, *args: Any, **kwargs: Any) -> list[Tensor]:
 
 
 def _is_fused(model: nn.Module, *args: Any) -> int:
-    return _calls(lambda: model(*args))["forward"]
+    return norm_calls(lambda: model(*args))["forward"]
 
 
 def _same(model: nn.Module, *examples: Tensor) -> nn.Module:
@@ -73,7 +62,7 @@ def test_a_residual_network(clock: Clock) -> None:
     keys = list(model.state_dict())
     tree = [name for name, _ in model.named_modules()]
     optimized = _same(model, EXAMPLE, torch.randn(3, 3, 12, 8))
-    assert _calls(lambda: _step(optimized, EXAMPLE)) == {"forward": 7, "backward": 7}
+    assert norm_calls(lambda: _step(optimized, EXAMPLE)) == {"forward": 7, "backward": 7}
     assert [type(one).__name__ for one in optimized.layers] == ["Block"] * 3
     assert all(isinstance(one, Block) for one in optimized.layers)
     assert list(optimized.state_dict()) == keys
@@ -88,21 +77,21 @@ def test_a_residual_network(clock: Clock) -> None:
 
 
 def test_checkpoints_copies_pickles_and_eval() -> None:
-    model = ResNet().train()
+    model = _blocks()
     optimized = fastconv.optimize(model, EXAMPLE)
     optimized.load_state_dict(model.state_dict())
     for one in (copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized))):
-        assert _is_fused(one, EXAMPLE) == 7
-        one.layers[0].bn1.weight.data.zero_()  # the copy has parameters of its own
+        assert _is_fused(one, EXAMPLE) == 5
+        one[0].bn1.weight.data.zero_()  # the copy has parameters of its own
         torch.testing.assert_close(_step(optimized, EXAMPLE), _step(model, EXAMPLE))
         model.load_state_dict(optimized.state_dict())
         assert not torch.equal(one(EXAMPLE), optimized(EXAMPLE))
         model.load_state_dict(optimized.state_dict())
     assert _is_fused(optimized.eval(), EXAMPLE) == 0
     torch.testing.assert_close(optimized(EXAMPLE), model.eval()(EXAMPLE), rtol=1e-4, atol=1e-4)
-    assert _is_fused(optimized.train(), EXAMPLE) == 7
+    assert _is_fused(optimized.train(), EXAMPLE) == 5
     restored = fastconv.restore(optimized)
-    assert [type(one) for one in restored.layers] == [Block] * 3
+    assert [type(one) for one in restored] == [Block] * 2
     assert _is_fused(restored, EXAMPLE) == 0
     assert not any(name.startswith("_fastconv") for one in restored.modules() for name in vars(one))
 
@@ -279,25 +268,25 @@ def test_sync_batch_norms_are_left() -> None:
 
 def test_a_convolution_may_stay_pytorchs(clock: Clock) -> None:
     clock.gains = lambda call: times(1, 2)
-    optimized = _same(ResNet(), EXAMPLE)
+    optimized = _same(_blocks(), EXAMPLE)
     assert ours(optimized) == []
-    assert _is_fused(optimized, EXAMPLE) == 7
+    assert _is_fused(optimized, EXAMPLE) == 5
 
 
 def test_blocks_that_gain_nothing_are_left(clock: Clock) -> None:
     clock.of_blocks = lambda call: times(2, 1) if call.residual else times(1, 2)
-    optimized = fastconv.optimize(ResNet().train(), EXAMPLE)
-    assert _is_fused(optimized, EXAMPLE) == 3
+    optimized = fastconv.optimize(_blocks(), EXAMPLE)
+    assert _is_fused(optimized, EXAMPLE) == 2
     clock.of_blocks = lambda call: times(1, 2)
-    assert not any(map(training_graph.has_blocks, optimized.layers[0].children()))
-    alone = fastconv.optimize(ResNet().train(), EXAMPLE, fuse=False)
+    assert not any(map(training_graph.has_blocks, optimized[0].children()))
+    alone = fastconv.optimize(_blocks(), EXAMPLE, fuse=False)
     assert _is_fused(alone, EXAMPLE) == 0
     assert not any(map(training_graph.has_blocks, alone.modules()))
 
 
 def test_a_whole_model_that_gains_nothing_is_tried_without_blocks(clock: Clock) -> None:
     clock.wholes = [times(1, 2)]
-    optimized = fastconv.optimize(ResNet().train(), EXAMPLE)
+    optimized = fastconv.optimize(_blocks(), EXAMPLE)
     assert _is_fused(optimized, EXAMPLE) == 0
     assert ours(optimized)
     assert "not fused: the model as a whole is not faster when fused" in str(report(optimized))
@@ -338,8 +327,50 @@ def test_autocast_that_differs_from_when_it_was_optimized(dtype: torch.dtype | N
         torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
 
 
-def test_compiled_models_run_their_own_code() -> None:
-    model = Scheduled().train()
+def _compiled(model: Any, **options: Any) -> tuple[Any, CompileCounterWithBackend]:
+    """A model as ``torch.compile`` makes it in one graph, and a counter of graphs."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(model, backend=counter, fullgraph=True, **options), counter
+
+
+def _norms_in(graph: torch.fx.GraphModule) -> int:
+    return sum(node.target is batchnorm_schema.forward for node in graph.graph.nodes)
+
+
+def test_compiled_models_run_blocks() -> None:
+    """Also with batches of other sizes, for which a graph is made once."""
+    model = Block(3, 4, 2).train()
     optimized = fastconv.optimize(model, IMAGES)
-    compiled = torch.compile(optimized, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(IMAGES), model(IMAGES), rtol=1e-4, atol=1e-4)
+    compiled, counter = _compiled(optimized)
+    for size in (4, 3, 5):
+        images = torch.randn(size, 3, 9, 9)
+        for found, expected in zip(_step(compiled, images), _step(model, images), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert [_norms_in(graph) for graph in counter.graphs] == [3, 3]
+    assert int(optimized.bn1.num_batches_tracked) == 3
+
+
+def test_compiled_models_that_change() -> None:
+    """What a graph depends on is guarded: the model's own code is compiled where it changes."""
+    optimized = fastconv.optimize(Scheduled().train(), IMAGES)
+    compiled, counter = _compiled(optimized)
+    before = compiled(IMAGES)
+    optimized.scale = 3.0
+    torch.testing.assert_close(compiled(IMAGES), 3 * before)
+    assert [_norms_in(graph) for graph in counter.graphs] == [1, 0]
+    optimized.scale = 1.0
+    compiled(IMAGES)
+    assert counter.frame_count == 2
+    for change in (optimized.eval, optimized.train, optimized.bn.eval):
+        change()
+        torch.testing.assert_close(compiled(IMAGES), optimized(IMAGES))
+    optimized.bn = nn.Identity()
+    torch.testing.assert_close(compiled(IMAGES), torch.relu(optimized.conv(IMAGES)))
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_exported_models_have_their_own_code(strict: bool) -> None:
+    optimized = fastconv.optimize(Scheduled().train(), IMAGES)
+    program = torch.export.export(optimized, (IMAGES,), strict=strict)
+    assert _norms_in(program.graph_module) == 0
