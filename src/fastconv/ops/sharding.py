@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastconv.ops import batchnorm_schema
 from fastconv.ops.arguments import (
     BackwardArguments,
     ForwardArguments,
@@ -21,7 +22,6 @@ from fastconv.ops.arguments import (
     TransposedArguments,
     WeightGradArguments,
 )
-from fastconv.ops import batchnorm_schema
 from fastconv.ops.late import when_imported
 from fastconv.ops.schema import (
     OPERATORS,
