@@ -17,7 +17,8 @@
 namespace fastconv::host {
 
 // Those of schemas.py, given by build.py.
-constexpr std::array kSchemas = {FASTCONV_SCHEMAS}, kNormSchemas = {FASTCONV_NORM_SCHEMAS};
+constexpr std::array kSchemas = {FASTCONV_SCHEMAS};
+constexpr std::array kNormSchemas = {FASTCONV_NORM_SCHEMAS};
 constexpr auto kVariable = "FASTCONV_BUNDLE";
 
 // --- Bundles -------------------------------------------------------------------------------------
