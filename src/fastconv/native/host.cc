@@ -164,7 +164,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   make_entry = [](const Call& call, Precision precision) { return entry_of(call, precision); };
   module.def("set_make_entry",
              [](const py::object& function) { python_make_entry = function.inc_ref().ptr(); });
-  module.def("record_forms", &record_forms);
+  module.def("record_forms", [](const py::object& function) {
+    record_forms(function);
+    table<NormEntry>.forget();
+    table<NormGradEntry>.forget();
+  });
   module.def("register_operators", &register_operators);
   module.def("serve_operators", [](bool on) { serving = on; });
   module.def(
