@@ -193,6 +193,23 @@ class Checks(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False) + 1
 
 
+FACTOR = 2.0
+
+
+class Methods(nn.Module):
+    """Its forward calls another method, which reads a variable of the file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(self.bn(self.conv(x)))
+
+    def tail(self, x: Tensor) -> Tensor:
+        return torch.relu(x) * FACTOR
+
+
 class Asks(nn.Module):
     """A branch that a graph's placeholders would take the wrong way."""
 
@@ -207,7 +224,7 @@ class Asks(nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "fused"),
-    [(Readers, 1), (Twice, 0), (Scheduled, 1), (Checks, 1), (Asks, 0)],
+    [(Readers, 1), (Twice, 0), (Scheduled, 1), (Checks, 1), (Methods, 1), (Asks, 0)],
 )
 def test_models_that_would_break_it(kind: type[nn.Module], fused: int) -> None:
     optimized = _same(kind(), IMAGES, IMAGES.flip(0))
@@ -345,10 +362,16 @@ def _compiled(model: Any, backend: str) -> tuple[Any, CompileCounterWithBackend]
     return torch.compile(model, backend=counter, fullgraph=True), counter
 
 
+needs_compiled = pytest.mark.skipif(
+    not training_graph.COMPILED, reason="this PyTorch does not trace training graphs"
+)
+
+
 def _norms_in(graph: torch.fx.GraphModule) -> int:
     return sum(node.target is batchnorm_schema.forward for node in graph.graph.nodes)
 
 
+@needs_compiled
 def test_compiled_models_run_blocks() -> None:
     """Also with batches of other sizes, for which a graph is made once."""
     model = Scheduled().train()
@@ -362,8 +385,15 @@ def test_compiled_models_run_blocks() -> None:
     assert int(optimized.bn.num_batches_tracked) == 3
 
 
-def test_compiled_models_that_change() -> None:
+@needs_compiled
+def test_compiled_models_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a graph depends on is guarded: the model's own code is compiled where it changes."""
+    optimized = fastconv.optimize(Methods().train(), IMAGES)
+    compiled, counter = _compiled(optimized, "eager")
+    before = compiled(IMAGES)
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    torch.testing.assert_close(compiled(IMAGES), 1.5 * before)
+    assert [_norms_in(graph) for graph in counter.graphs] == [1, 0]
     optimized = fastconv.optimize(Scheduled().train(), IMAGES)
     compiled, counter = _compiled(optimized, "eager")
     before = compiled(IMAGES)

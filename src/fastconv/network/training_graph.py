@@ -27,6 +27,12 @@ from fastconv.network.reachable import ATOMS
 _GRAPH = "_fastconv_training_graph"
 """The attribute of a module that has its :class:`TrainingGraph`."""
 
+COMPILED = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
+"""Whether torch.compile can trace the comparisons that decide if a graph runs.
+
+In older versions of PyTorch, compiled models run their own code.
+"""
+
 _MISSING = object()
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType)
 
@@ -114,6 +120,8 @@ class Watched:
             return False
         for name, value in self.options.items():
             found = getattr(module, name, _MISSING)
+            if isinstance(found, types.MethodType):  # which is made anew each time
+                found = found.__func__
             if found is not value and not (type(found) is type(value) and found == value):
                 return False
         if self.children is not None and (
@@ -286,12 +294,12 @@ def _new(own_class: Any, *args: Any) -> nn.Module:
     return made
 
 
-def _is_exported() -> bool:
+def _records_own_code() -> bool:
     """Whether torch.export, torch.jit.trace or the like record the module's own code.
 
     torch.compile runs the graph: Dynamo traces the comparisons, too, and guards what they read.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if COMPILED and torch.compiler.is_dynamo_compiling():
         return torch.compiler.is_exporting()
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
@@ -302,7 +310,7 @@ def _class_with_blocks(own_class: Any) -> Any:
 
     @functools.wraps(own_class.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.training and not _is_exported():
+        if self.training and not _records_own_code():
             graph = vars(self).get(_GRAPH)
             if graph is not None and graph.holds(self, args, kwargs):
                 return graph.run(self, args, kwargs)
