@@ -27,7 +27,7 @@ from fastconv.network.reachable import ATOMS
 _GRAPH = "_fastconv_training_graph"
 """The attribute of a module that has its :class:`TrainingGraph`."""
 
-COMPILED = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
+COMPILED = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 """Whether torch.compile can trace the comparisons that decide if a graph runs.
 
 In older versions of PyTorch, compiled models run their own code.
