@@ -294,7 +294,13 @@ x, w = torch.randn(2, 4, 7, 6), torch.randn(6, 4, 3, 3, requires_grad=True)
 def step(x: Tensor, w: Tensor) -> Tensor:
     return forward(x.sin(), w, None, *geometry).relu()
 
+def norm(x: Tensor) -> Tensor:
+    rest = (*6 * (None,), True, 0.1, 1e-5, "relu", 0.0)
+    return torch.ops.fastconv.batch_norm_forward(x, *rest)[0]
+
 compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+compiled_norm = torch.compile(norm, backend="aot_eager", fullgraph=True)
+expected_norm = compiled_norm(x)
 
 def gradient() -> Tensor:
     return torch.autograd.grad(compiled(x, w).sum(), w)[0]
@@ -305,6 +311,7 @@ def call_all_the_time() -> None:
     try:
         while not done:
             assert torch.equal(forward(x, w, None, *geometry), expected)
+            assert torch.equal(norm(x), expected_norm)
     except BaseException as error:
         failed.append(error)
 
@@ -316,12 +323,14 @@ native.finish()
 assert native.conv2d is native.load()
 for _ in range(50):
     assert torch.equal(gradient(), before)
+    assert torch.equal(compiled_norm(x), expected_norm)
 done.append(True)
 for thread in threads:
     thread.join()
-print(failed, hasattr(forward(x, w, None, *geometry).grad_fn, "_forward_cls"))
+nodes = forward(x, w, None, *geometry).grad_fn, norm(w).grad_fn
+print(failed, *(hasattr(node, "_forward_cls") for node in nodes))
 """
-    assert run(program) == ["[] False"], "a node of Python's has the class"
+    assert run(program) == ["[] False False"], "a node of Python's has the class"
 
 
 @pytest.mark.parametrize("mode", ["enable_grad", "no_grad", "inference_mode"])
