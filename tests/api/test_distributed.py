@@ -220,6 +220,59 @@ def _all_others(mesh: DeviceMesh) -> dict[str, list[tuple[Any, Tensor]]]:
     return found
 
 
+NORMS: dict[str, tuple[bool, list[Placement], Placement, list[Placement]]] = {
+    # Whether it is in training, placements of input, residual, weight and bias, that of running
+    # statistics, and those of the output and of the gradients.
+    "channels": (
+        True,
+        [SECOND, SECOND, FIRST, FIRST],
+        FIRST,
+        [SECOND, SECOND, SECOND, FIRST, FIRST],
+    ),
+    # Statistics are those of all images, which DTensor gathers.
+    "images": (True, [FIRST, FIRST, ALL, ALL], ALL, 5 * [ALL]),
+    "images, in evaluation": (False, [FIRST, FIRST, ALL, ALL], ALL, 3 * [FIRST] + 2 * [PART]),
+    # Running statistics stay where they are.
+    "channels, but no statistics": (True, [SECOND, SECOND, ALL, ALL], ALL, [ALL]),
+    "statistics alone": (True, [ALL, ALL, ALL, ALL], FIRST, [SECOND]),
+}
+
+
+def _norm_leaves() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    shapes = (4, 6, 3, 2), (4, 6, 3, 2), (6,), (6,)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def _normalized(
+    training: bool, leaves: Sequence[Tensor], running: Sequence[Tensor]
+) -> list[Tensor]:
+    """Running statistics, the output and the gradients of all leaves."""
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    input, residual, weight, bias = leaves
+    output = fastconv.batch_norm_act(
+        input, *running, weight, bias, training, activation="relu", residual=residual
+    )
+    gradients = torch.autograd.grad(output.square().sum(), leaves)
+    return [*running, output.detach(), *gradients]
+
+
+def _all_normalized(mesh: DeviceMesh) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (training, placements, of_running, _) in NORMS.items():
+        pairs = zip(_norm_leaves(), placements, strict=True)
+        leaves = [distribute_tensor(leaf, mesh, [place]) for leaf, place in pairs]
+        running = [
+            distribute_tensor(one, mesh, [of_running]) for one in (torch.zeros(6), torch.ones(6))
+        ]
+        results: list[Any] = _normalized(training, leaves, running)
+        found[name] = [(one.placements, one.full_tensor()) for one in results]
+    partial = [DTensor.from_local(one, mesh, [PART]) for one in (torch.zeros(6), torch.ones(6))]
+    with pytest.raises(RuntimeError) as error:
+        _normalized(True, leaves, partial)
+    return {**found, "error": str(error.value)}
+
+
 Distributed = dict[str, list[list[tuple[Any, Tensor]]]]
 """Placements and values of all results, by the name of the distribution."""
 
@@ -240,7 +293,7 @@ WRAPS = {"replicated": _replicated, "sharded": _sharded}
 Results = dict[str, dict[str, list[Tensor]]]
 """Results of training, by the name of the wrapper and by whose convolutions are used."""
 Others = dict[str, list[tuple[Any, Tensor]]]
-Computed = tuple[Results, Distributed, dict[str, tuple[Any, Tensor]], Others]
+Computed = tuple[Results, Distributed, dict[str, tuple[Any, Tensor]], Any, Others]
 
 
 def _process(rank: int, folder: Path) -> None:
@@ -258,7 +311,8 @@ def _process(rank: int, folder: Path) -> None:
         }
         mesh = init_device_mesh("cpu", (PROCESSES,))
         distributed = _all_distributed(mesh)
-        computed: Computed = results, distributed, _all_fused(mesh), _all_others(mesh)
+        fused, normalized = _all_fused(mesh), _all_normalized(mesh)
+        computed: Computed = results, distributed, fused, normalized, _all_others(mesh)
     finally:
         dist.destroy_process_group()
     torch.save(computed, folder / f"{rank}.pt")
@@ -304,7 +358,7 @@ def test_distributed_tensors(name: str, computed: list[Computed]) -> None:
 def test_distributed_epilogues(name: str, computed: list[Computed]) -> None:
     options, placements, expected_placement = FUSED[name]
     expected = _fused(_fused_leaves(options, len(placements)), **options)
-    for _, _, fused, _ in computed:
+    for _, _, fused, *_ in computed:
         found, value = fused[name]
         assert found == (expected_placement,)
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-4)
@@ -317,3 +371,21 @@ def test_other_convolutions(name: str, computed: list[Computed]) -> None:
         found, values = zip(*others[name], strict=True)
         assert list(found) == [(placement,) for placement in OTHERS[name][-1]]
         torch.testing.assert_close(list(values), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_distributed_norms(name: str, computed: list[Computed]) -> None:
+    training, _, of_running, expected_placements = NORMS[name]
+    expected = _normalized(training, _norm_leaves(), [torch.zeros(6), torch.ones(6)])
+    for *_, normalized, _ in computed:
+        found, values = zip(*normalized[name], strict=True)
+        assert list(found[:2]) == 2 * [(of_running,)]
+        count = len(expected_placements)
+        assert list(found[2 : 2 + count]) == [(placement,) for placement in expected_placements]
+        torch.testing.assert_close(list(values), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_running_statistics_that_would_not_be_updated(computed: list[Computed]) -> None:
+    for *_, normalized, _ in computed:
+        assert "batch_norm_forward updates running statistics in place" in normalized["error"]
+        assert "running_mean is distributed as (Partial(sum),)" in normalized["error"]

@@ -266,6 +266,74 @@ def test_compiled_network(mode: str, training: bool) -> None:
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 
+class Blocks(nn.Module):
+    """Convolutions with batch normalization; one averages all batches, one adds a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = fastconv.ConvBNAct2d(3, 32, 3, 2, padding=1)
+        self.second = fastconv.ConvBNAct2d(32, 32, 3, padding=1, momentum=None, activation="silu")
+        self.last = fastconv.Conv2d(32, 5, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        found = self.first(images)
+        output: Tensor = self.last(self.second(found, residual=found))
+        return output
+
+
+@needs_inductor
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+def test_compiled_blocks(mode: str, last: bool) -> None:
+    """Replayed graphs update running statistics and the number of batches in each step."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    format = torch.channels_last if last else torch.contiguous_format
+    made: Any = Blocks()
+    network = made.to(CUDA, memory_format=format)
+    eager = copy.deepcopy(network)
+    compiled = torch.compile(network, mode=mode, fullgraph=True)
+    for _ in range(5):  # Compiled, warmed up, captured, replayed twice.
+        images = torch.randn(4, 3, 32, 40, device=CUDA).to(memory_format=format)
+        found = _gradients(compiled, network, images)
+        expected = _gradients(eager, eager, images)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            list(network.buffers()), list(eager.buffers()), rtol=1e-4, atol=1e-5
+        )
+    assert int(network.second.bn.num_batches_tracked) == 5
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+@pytest.mark.usefixtures("_poison")
+def test_norm_operators_are_pythons(last: bool) -> None:
+    """Bit for bit, with the same strides."""
+    layer = Layer((8, 64, 28, 29), 64, (1, 1), HALF, last=last)
+    x, residual, grad = (layer.images() for _ in range(3))
+    weight, bias = torch.rand(2, 64, device=CUDA)
+
+    def results() -> list[Tensor]:
+        found: list[Tensor] = []
+        for training, activation in ((True, "relu"), (True, "identity"), (False, "silu")):
+            running = [torch.zeros(64, device=CUDA), torch.ones(64, device=CUDA)]
+            options = (None, training, 0.1, 1e-5, activation, 0.0)
+            y, mean, invstd = torch.ops.fastconv.batch_norm_forward(
+                x, residual, weight, bias, *running, *options
+            )
+            beside = {"relu": y, "silu": residual}.get(activation)
+            grads = torch.ops.fastconv.batch_norm_backward(
+                grad, x, beside, weight, bias, mean, invstd, training, True, activation, 0.0,
+                *3 * (True,),
+            )  # fmt: skip
+            found += [y, mean, invstd, *running, *grads]
+        return found
+
+    found = results()
+    native.serve_operators(False)
+    _assert_same(found, results())
+
+
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_inductor)])
 def test_profiler(compiled: bool) -> None:
     """Profiles have our operators by name, with shapes, and the GPU time of their kernels."""

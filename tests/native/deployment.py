@@ -127,7 +127,8 @@ def recording() -> Iterator[None]:
     """Has C++ serve operators, and leaves the host path, which recording sets, as it was."""
     native.serve_operators(True)
     try:
-        with mock.patch.object(native, "conv2d", native.conv2d):
+        names = ("conv2d", "batch_norm_act", "conv_bn_act")
+        with mock.patch.multiple(native, **{name: getattr(native, name) for name in names}):
             yield
     finally:
         native.serve_operators(False)

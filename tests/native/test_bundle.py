@@ -152,6 +152,15 @@ def _names(form: Form, answer: dict[str, Any]) -> dict[str, int]:
     }  # fmt: skip
 
 
+def test_batch_normalization_is_refused() -> None:
+    """In training it is an operator of its own; in evaluation, part of a convolution."""
+    layer, images = fastconv.ConvBNAct2d(3, 4, 3), torch.randn(2, 3, 6, 6)
+    with pytest.raises(ExportError, match="fastconv::batch_norm_forward cannot be bundled"):
+        record(layer, images)
+    with torch.no_grad():
+        assert [form.operator for form in record(layer.eval(), images)] == ["fused"]
+
+
 class TestLaunching:
     def test_launches_are_those_planned(
         self, calls: Calls, cases: dict[str, Case], forms: dict[str, Form], path: Path

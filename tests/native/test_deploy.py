@@ -102,6 +102,15 @@ class TestLibrary:
     def test_all_activations_are_compared(self) -> None:
         assert tuple(deployed_cases.ACTIVATIONS) == ACTIVATIONS
 
+    def test_batch_normalization_names_itself(self, deployed: Deployed) -> None:
+        program = (
+            f"import torch\ntorch.ops.load_library({str(deployed.library)!r})\n"
+            "x, rest = torch.randn(2, 3, 4), (True, 0.1, 1e-5, 'relu', 0.0)\n"
+            "torch.ops.fastconv.batch_norm_forward(x, *6 * (None,), *rest)"
+        )
+        ended = run(sys.executable, "-c", program)
+        assert "does not compute fastconv::batch_norm_forward: export" in ended.stderr
+
     def test_after_python_it_serves_nothing(self, deployed: Deployed) -> None:
         """Python's fastconv goes on to serve calls in a process that loads the library later."""
         program = (

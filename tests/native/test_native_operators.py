@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fastconv
 from fastconv import native
-from fastconv.ops import autograd, devices
+from fastconv.ops import autograd, batchnorm, devices
 from native.helpers import Compiler, run, tensors
 
 pytestmark = [
@@ -43,14 +44,16 @@ def python_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls that reach Python's kernels, in whatever way."""
     calls: list[str] = []
 
-    def noted(level: str) -> None:
-        calls.append(level)
+    def noted(name: str) -> None:
+        calls.append(name)
 
     # The library holds the kernels themselves, so what they call is watched.
-    for name, level in (("recorded", "autograd"), ("_below_autograd", "below")):
-        function = getattr(autograd, name)
+    watched = ((autograd, "recorded"), (autograd, "_below_autograd"))
+    of_norms = ("recorded", "_below_autograd", "new_forward", "new_backward")
+    for file, name in (*watched, *((batchnorm, name) for name in of_norms)):
+        function = getattr(file, name)
         monkeypatch.setattr(
-            autograd, name, lambda *a, f=function, n=level, **k: (noted(n), f(*a, **k))[1]
+            file, name, lambda *a, f=function, n=name, **k: (noted(n), f(*a, **k))[1]
         )
     return calls
 
@@ -140,6 +143,100 @@ def test_backward(is_transposed: bool, bias: bool, python_calls: list[str]) -> N
     assert python_calls
 
 
+NORM = torch.ops.fastconv.batch_norm_forward.default
+NORM_GRAD = torch.ops.fastconv.batch_norm_backward.default
+NORMS = {
+    # The activation, whether it is in training, the gradients that are wanted, and types.
+    "relu": ("relu", True, (True, True, True), torch.float32),
+    "of x": ("relu", True, (True, False, False), torch.float32),
+    "identity": ("identity", True, (True, True, True), torch.bfloat16),
+    "nothing": ("silu", False, (False, False, False), torch.float64),
+    "evaluation": ("silu", False, (False, True, True), torch.bfloat16),
+}
+
+
+def _norm(
+    activation: str, training: bool, wanted: tuple[bool, ...], dtype: torch.dtype, last: bool
+) -> list[Tensor]:
+    """All results of both operators, with what the first one writes."""
+    torch.manual_seed(0)
+    x, residual, grad = torch.randn(3, 4, 6, 3, 5, dtype=dtype).unbind()
+    if last:
+        x = x.to(memory_format=torch.channels_last)
+    parameter = torch.promote_types(dtype, torch.float32)
+    weight, bias, *running = torch.rand(4, 6, dtype=parameter)
+    options = (None, training, 0.1, 1e-5, activation, 0.0)
+    y, mean, invstd = NORM(x, residual, weight, bias, *running, *options)
+    other = {"relu": y, "silu": residual}.get(activation)
+    of_batch = (training, True, activation, 0.0, *wanted)
+    grads = NORM_GRAD(grad, x, other, weight, bias, mean, invstd, *of_batch)
+    return [y, mean, invstd, *running, *grads]
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize("name", NORMS)
+def test_norms(name: str, last: bool, python_calls: list[str]) -> None:
+    """Bits, types and strides are those of Python's kernels."""
+    native.load()
+    found = _norm(*NORMS[name], last)
+    assert not python_calls
+    native.serve_operators(False)
+    expected = _norm(*NORMS[name], last)
+    assert {"new_forward", "new_backward"} <= set(python_calls)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+        assert torch.equal(one, other)
+
+
+def test_recorded_norms(python_calls: list[str]) -> None:
+    native.load()
+    x, weight = torch.randn(3, 6, 2, 2, requires_grad=True), torch.rand(6, requires_grad=True)
+    running = torch.zeros(6), torch.ones(6)
+    plain = (None, True, 0.1, 1e-5, "tanh", 0.0)
+    y, mean, invstd = NORM(x, None, weight, None, *running, *plain)
+    assert y.grad_fn is not None
+    assert y.grad_fn.name() == "FastconvBatchNormBackward"
+    assert not mean.requires_grad
+    assert not invstd.requires_grad
+    assert min(one._version for one in running) > 0
+    (found,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    assert python_calls, "which is differentiated again"
+    running = torch.zeros(6), torch.ones(6)
+    expected = torch.tanh(torch.nn.functional.batch_norm(x, *running, weight, None, True))
+    torch.testing.assert_close(found, torch.autograd.grad(expected.square().sum(), x)[0])
+    before = [one._version for one in running]
+    with torch.inference_mode():
+        NORM(x, None, weight, None, *running, None, False, *plain[2:])
+    assert before == [one._version for one in running]
+
+
+def test_norms_that_python_takes(python_calls: list[str]) -> None:
+    """Strided statistics, no elements, and what is wrong, whose errors are Python's."""
+    native.load()
+    x, plain = torch.randn(3, 6, 2, 2), (None, True, 0.1, 1e-5)
+    strided = [torch.zeros(6, 2)[:, 0] for _ in range(2)]
+    NORM(x, None, None, None, *strided, *plain, "relu", 0.0)
+    assert python_calls
+    assert strided[0].any()
+    assert NORM(x[:0], None, None, None, None, None, *plain, "relu", 0.0)[0].shape == (0, 6, 2, 2)
+    mean, batches = torch.zeros(6), torch.tensor(1.0)
+    wrong: list[tuple[Any, str]] = [
+        ((x, None, None, None, None, None, *plain, "swish", 0.0), "activation should be"),
+        ((x, None, mean[1:], None, None, None, *plain, "relu", 0.0), "weight should contain 6"),
+        ((x, None, None, None, mean, None, *plain, "relu", 0.0), "given together"),
+        ((x, None, None, None, mean, mean, batches, *plain[1:], "relu", 0.0), "torch.int64"),
+        ((x, x[1:], None, None, None, None, *plain, "relu", 0.0), "residual"),
+    ]
+    for arguments, words in wrong:
+        with pytest.raises((ValueError, RuntimeError), match=words):
+            NORM(*arguments)
+    with pytest.raises(ValueError, match="mean should have shape"):
+        NORM_GRAD(x, x, None, None, None, mean[1:], mean, True, False, "relu", 0.0, *3 * (True,))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = NORM(torch.empty(3, 6), None, None, None, None, None, *plain, "relu", 0.0)[0]
+    assert isinstance(fake, torch._subclasses.FakeTensor)
+
+
 def test_nodes_call_one_operator() -> None:
     """A profiler, of which eager calls inform the dispatcher, sees both gradients as one call."""
     native.load()
@@ -181,6 +278,7 @@ def test_kernels_are_handed_over_by_name() -> None:
         cpu, cuda, recorded = native._kernels[name]
         assert (cpu, cuda) == devices.kernels(name)
         assert recorded is autograd.kernels[name]
+    assert native._kernels.items() >= batchnorm.KERNELS.items()
 
 
 def test_taking_over(fake: Compiler) -> None:
@@ -196,7 +294,13 @@ x, w = torch.randn(2, 4, 7, 6), torch.randn(6, 4, 3, 3, requires_grad=True)
 def step(x: Tensor, w: Tensor) -> Tensor:
     return forward(x.sin(), w, None, *geometry).relu()
 
+def norm(x: Tensor) -> Tensor:
+    rest = (*6 * (None,), True, 0.1, 1e-5, "relu", 0.0)
+    return torch.ops.fastconv.batch_norm_forward(x, *rest)[0]
+
 compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+compiled_norm = torch.compile(norm, backend="aot_eager", fullgraph=True)
+expected_norm = compiled_norm(x)
 
 def gradient() -> Tensor:
     return torch.autograd.grad(compiled(x, w).sum(), w)[0]
@@ -207,6 +311,7 @@ def call_all_the_time() -> None:
     try:
         while not done:
             assert torch.equal(forward(x, w, None, *geometry), expected)
+            assert torch.equal(norm(x), expected_norm)
     except BaseException as error:
         failed.append(error)
 
@@ -218,12 +323,14 @@ native.finish()
 assert native.conv2d is native.load()
 for _ in range(50):
     assert torch.equal(gradient(), before)
+    assert torch.equal(compiled_norm(x), expected_norm)
 done.append(True)
 for thread in threads:
     thread.join()
-print(failed, hasattr(forward(x, w, None, *geometry).grad_fn, "_forward_cls"))
+nodes = forward(x, w, None, *geometry).grad_fn, norm(w).grad_fn
+print(failed, *(hasattr(node, "_forward_cls") for node in nodes))
 """
-    assert run(program) == ["[] False"], "a node of Python's has the class"
+    assert run(program) == ["[] False False"], "a node of Python's has the class"
 
 
 @pytest.mark.parametrize("mode", ["enable_grad", "no_grad", "inference_mode"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastconv
 from fastconv.fused import Fused
@@ -17,6 +19,7 @@ from fastconv.network import calls
 from fastconv.network.calls import Call, Times
 from fastconv.network.norm_calls import NormCall, NormTrial
 from fastconv.network.report import Optimization
+from fastconv.ops import batchnorm_schema
 
 EXAMPLE = torch.randn(2, 3, 10, 10)
 SEQUENCES = torch.randn(2, 3, 10)
@@ -163,6 +166,23 @@ class Vocoder(nn.Module):
         x = torch.tanh(self.smooth(x) + x)
         x = torch.relu(self.look(x.unflatten(-1, (5, -1))))
         return torch.sigmoid(self.widen_norm(self.widen(x)))
+
+
+def norm_calls(run: Callable[[], Any]) -> Counter[str]:
+    """How often our operators of batch normalization are called, by name."""
+    found: Counter[str] = Counter()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if function in (batchnorm_schema.forward, batchnorm_schema.backward):
+                found[function._schema.name.removeprefix("fastconv::batch_norm_")] += 1
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        run()
+    return found
 
 
 DISTINCT = 5  # how many distinct calls its layers have

@@ -11,6 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import fastconv
 from fastconv.network import calls
@@ -18,6 +21,7 @@ from fastconv.network.calls import Times
 from network.helpers import (
     EXAMPLE,
     Clock,
+    norm_calls,
     ours,
     report,
     stand_in,
@@ -108,6 +112,68 @@ def _different_examples(rank: int, folder: Path) -> list[Any]:
             except Exception as error:
                 found.append(str(error))
     return found
+
+
+class Residual(nn.Module):
+    """A convolution, BatchNorm, addition and activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.conv(x)) + x)
+
+
+def _sharded(model: Any) -> nn.Module:
+    for block in model:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def _with_blocks(rank: int, folder: Path) -> list[Any]:
+    """For each wrapper: the blocks that run, and results of training with them and without."""
+    stand_in(folder / f"cache{rank}", setattr)
+    monkeypatch = pytest.MonkeyPatch()
+    from conftest import loads
+
+    found: list[Any] = []
+    images = torch.randn(2, 4, 3, 6, 5, generator=torch.Generator().manual_seed(rank))
+    for _ in loads.__wrapped__(monkeypatch):
+        calls.clock = Clock()
+        for wrap in (DistributedDataParallel, _sharded):
+            torch.manual_seed(0)
+            model = nn.Sequential(Residual(), Residual()).train()
+            optimized = fastconv.optimize(model, images[0])
+            both = [wrap(one) for one in (optimized, model)]
+            found.append(norm_calls(lambda: both[0](images[0])))  # noqa: B023 - it is called here
+            both[1](images[0])
+            found.append([_trained(one, images) for one in both])
+    return found
+
+
+def _trained(model: nn.Module, images: Tensor) -> list[Tensor]:
+    """All gradients of the second of two steps, parameters and buffers."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in images:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    parameters = list(model.parameters())
+    tensors = [*(one.grad for one in parameters), *parameters, *model.buffers()]
+    return [one.full_tensor() if isinstance(one, DTensor) else one.detach() for one in tensors]
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo")
+def test_blocks_in_each_process(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_in_process, (tmp_path, _with_blocks), nprocs=2)
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    for found in ranks:
+        for count, (ours_, theirs) in zip(found[::2], found[1::2], strict=True):
+            assert count["forward"] == 2
+            torch.testing.assert_close(ours_, theirs, rtol=1e-4, atol=1e-5)
+    first, second = (found[1][0][:8] for found in ranks)
+    torch.testing.assert_close(first, second)  # gradients, which processes share
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo")

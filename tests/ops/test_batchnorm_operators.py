@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import re
+import shutil
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastconv
 from batchnorm_cases import EPS, Case, Tensors
@@ -30,6 +34,7 @@ def _arguments(case: Case, tensors: Tensors, training: bool = True) -> tuple[Any
     return tensors.x, tensors.residual, tensors.weight, tensors.bias, *running, *options
 
 
+@pytest.mark.usefixtures("host_path")
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_operators_pass_opcheck(case: Case, training: bool) -> None:
@@ -69,6 +74,78 @@ def test_compiled_functions_compute_the_same(dynamic: bool) -> None:
         gradients = torch.autograd.grad(output, leaves, tensors.grad)
         results.append((output, tensors.running_mean, tensors.running_var, *gradients))
     torch.testing.assert_close(*results)
+
+
+class _Network(nn.Module):
+    """Two blocks; the second one has a residual and averages all batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = fastconv.ConvBNAct2d(4, 4, 3, padding=1)
+        self.second = fastconv.ConvBNAct2d(4, 4, 3, padding=1, momentum=None, activation="silu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x), residual=x)
+
+
+def _step(model: Any, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return [*(one.grad for one in model.parameters()), *(one.clone() for one in model.buffers())]
+
+
+@pytest.mark.usefixtures("host_path")
+@pytest.mark.parametrize("sizes", [(3,), (3, 2, 5)], ids=["static", "dynamic"])
+def test_compiled_modules_train(sizes: tuple[int, ...]) -> None:
+    torch._dynamo.reset()
+    model = _Network()
+    expected = copy.deepcopy(model)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for size in sizes:
+        x = torch.randn(size, 4, 6, 5)
+        torch.testing.assert_close(_step(compiled, x), _step(expected, x))
+    assert counter.frame_count == min(len(sizes), 2)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
+def test_inductor_copies_nothing() -> None:
+    """Running statistics are written where they are, and tensors go from one operator to the next.
+
+    So there is nothing that Inductor would have to compile.
+    """
+    from torch._inductor import config
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+
+    def blocks(x: Tensor, mean: Tensor, var: Tensor, *parameters: Tensor) -> Tensor:
+        def block(x: Tensor, activation: Any, residual: Tensor | None, *of: Tensor) -> Tensor:
+            weight, *affine = of
+            return fastconv.conv_bn_act(
+                x, weight, None, mean, var, *affine, padding=1, training=True,
+                activation=activation, residual=residual,
+            )  # fmt: skip
+
+        return block(block(x, "relu", None, *parameters[:3]), "silu", x, *parameters[3:])
+
+    def step(function: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        x, mean, var = map(torch.rand, ((2, 4, 6, 5), (4,), (4,)))
+        shapes = 2 * ((4, 4, 3, 3), (4,), (4,))
+        parameters = [torch.rand(shape, requires_grad=True) for shape in shapes]
+        output = function(x, mean, var, *parameters)
+        grads = torch.autograd.grad(output, parameters, torch.ones_like(output))
+        return [output.detach(), mean, var, *grads]
+
+    with config.patch(force_disable_caches=True):
+        compiled = torch.compile(blocks, fullgraph=True)
+        found, codes = run_and_get_code(step, compiled)
+    torch.testing.assert_close(found, step(blocks))
+    code = "\n".join(codes)
+    assert code.count("fastconv.batch_norm_forward.default(") == 2
+    assert code.count("fastconv.batch_norm_backward.default(") == 2
+    assert not re.search(r"= empty_strided_\w+\(|aten\.(clone|copy)", code), code
 
 
 def test_exported_programs_keep_the_operator() -> None:

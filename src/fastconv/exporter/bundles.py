@@ -63,8 +63,8 @@ def bundle(
 
     Raises:
         fastconv.ExportError: the file cannot be written, an architecture is unknown, the model
-            computes no convolution of ours on a GPU, or one that needs Python: that of complex
-            numbers.
+            computes no convolution of ours on a GPU, or something that needs Python: convolutions
+            of complex numbers, batch normalization.
         fastconv.FastconvError: the native host path, which records forms, or a kernel cannot be
             compiled.
 
@@ -115,7 +115,12 @@ def record(model: Callable[..., Any], examples: Iterable[Any]) -> list[Form]:
     """Calls the model with each example, and returns the forms of its calls of our operators."""
     forms: dict[tuple[int, ...], Form] = {}
 
-    def note(key: list[int], operator: str, *args: Any) -> None:
+    def note(key: list[int] | None, operator: str, *args: Any) -> None:
+        if key is None:
+            raise ExportError(
+                f"fastconv::{operator} cannot be bundled: batch normalization needs Python. In "
+                "evaluation mode, fastconv.conv_bn_act and its layers are convolutions"
+            )
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         about = (operator, shapes, tensors[0].dtype, tensors[0].device)

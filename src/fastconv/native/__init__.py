@@ -216,7 +216,8 @@ HEADER = build.SOURCES / "fastconv.h"
 def recorded_forms(record: Callable[..., None]) -> Iterator[None]:
     """A context in which the library calls ``record`` once for each form of call.
 
-    Its arguments are the form's key in a bundle, the operator's name, and the operator's arguments.
+    Its arguments are the form's key in a bundle, or None if bundles have no such operator, the
+    operator's name, and the operator's arguments.
     Calls under a transform, a mode or a tracer have no form. The library is built if it is not
     there.
 

@@ -180,14 +180,17 @@ Tensor record_call(std::vector<int64_t> options, const Compute& compute,
   return output;
 }
 
-inline Tensor record(const Norm& call) {
+// Only the output has a history: the statistics are not differentiable.
+inline Normalized record(const Norm& call) {
+  Normalized made;
   const auto compute = [&] {
-    const Normalized made = run(call);
+    made = run(call);
     return std::pair(
         made.y, variable_list{call.x, made.beside, call.weight, call.bias, made.mean, made.invstd});
   };
-  return record_call<BatchNorm>(NormOptions::of(call).numbers(), compute, call.x, call.residual,
-                                call.weight, call.bias);
+  record_call<BatchNorm>(NormOptions::of(call).numbers(), compute, call.x, call.residual,
+                         call.weight, call.bias);
+  return made;
 }
 
 // The normalization's x is the convolution's output.
@@ -228,7 +231,7 @@ inline std::optional<Tensor> normalize(Norm call) {
   }
   const bool seen = keys.has_any(c10::autograd_dispatch_keyset);  // false in inference mode
   const bool recorded = seen && is_recorded(call.x, call.residual, call.weight, call.bias);
-  return recorded ? record(call) : run(call).y;
+  return (recorded ? record(call) : run(call)).y;
 }
 
 // Computes a convolution and the normalization of its output in training; returns nothing if the

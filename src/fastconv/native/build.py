@@ -28,7 +28,7 @@ from fastconv._version import __version__
 from fastconv.errors import FastconvError
 from fastconv.jit import cache, processes, trust
 from fastconv.native import compiler
-from fastconv.native.schemas import SCHEMAS
+from fastconv.native.schemas import NORM_SCHEMAS, SCHEMAS
 
 SOURCES = Path(__file__).parent
 _NAME = "fastconv_host"
@@ -69,6 +69,7 @@ DEPLOYED = Target(
     (
         f'FASTCONV_VERSION="{__version__}"',
         "FASTCONV_SCHEMAS=" + ",".join(f'"{schema}"' for schema in SCHEMAS),
+        "FASTCONV_NORM_SCHEMAS=" + ",".join(f'"{schema}"' for schema in NORM_SCHEMAS),
     ),
     ("c10", "torch_cpu"),
     for_this_cpu=False,

@@ -15,10 +15,21 @@ namespace fastconv::host {
 
 using at::Tensor;
 
-// The operators. All but kBackward are one pass; kBackward is two.
-enum Pass : int64_t { kForward, kInputGrad, kWeightGrad, kFused, kTransposed, kBackward };
-constexpr std::array kOperators = {"forward", "input_grad", "weight_grad",
-                                   "fused",   "transposed", "backward"};
+// The operators. Those before kBackward are one pass of a convolution, and kBackward is two; those
+// behind it are of batch normalization (norm.h).
+enum Pass : int64_t {
+  kForward,
+  kInputGrad,
+  kWeightGrad,
+  kFused,
+  kTransposed,
+  kBackward,
+  kNorm,
+  kNormGrad
+};
+constexpr std::array kOperators = {
+    "forward",    "input_grad", "weight_grad",        "fused",
+    "transposed", "backward",   "batch_norm_forward", "batch_norm_backward"};
 constexpr bool has_epilogue(Pass pass) { return pass == kFused || pass == kTransposed; }
 
 // The activations of problem.py. Python raises the error for any other name.

@@ -16,7 +16,9 @@
 
 namespace fastconv::host {
 
-constexpr std::array kSchemas = {FASTCONV_SCHEMAS};  // ops/schema.py's, given by build.py
+// Those of schemas.py, given by build.py.
+constexpr std::array kSchemas = {FASTCONV_SCHEMAS};
+constexpr std::array kNormSchemas = {FASTCONV_NORM_SCHEMAS};
 constexpr auto kVariable = "FASTCONV_BUNDLE";
 
 // --- Bundles -------------------------------------------------------------------------------------
@@ -160,6 +162,15 @@ void call_below(Pass pass, Level level, const c10::OperatorHandle& op, Stack* st
   op.callBoxed(stack);
 }
 
+// Takes the place of batch normalization's kernels: a model in evaluation mode does not call them,
+// because its batch normalizations are parts of its convolutions.
+void refuse_norm(const c10::OperatorHandle& op, Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, "without Python, fastconv does not compute ", op.schema().name(),
+      ": export the model in evaluation mode, in which fastconv.conv_bn_act and its layers are "
+      "convolutions");
+}
+
 // Defines the operators, unless Python has defined them. A library that raises an error while it is
 // loaded would end the process.
 [[maybe_unused]] const bool is_serving = [] {
@@ -169,6 +180,9 @@ void call_below(Pass pass, Level level, const c10::OperatorHandle& op, Stack* st
   static auto& library =
       *new torch::Library(torch::Library::DEF, "fastconv", std::nullopt, __FILE__, __LINE__);
   for (const char* schema : kSchemas) library.def(schema);
+  for (const char* schema : kNormSchemas) {
+    library.def(schema, torch::CppFunction::makeFromBoxedFunction<&refuse_norm>());
+  }
   implement_operators();
   return true;
 }();

@@ -6,14 +6,15 @@
 // arguments, plans, compiles, and raises all errors.
 //
 // Eager calls enter by `call` below. If they are not plain (`is_plain` in autograd.h), they go
-// through PyTorch's dispatcher, whose kernels for our operators are in operators.h.
+// through PyTorch's dispatcher, whose kernels for our operators are in operators.h and
+// norm_operators.h.
 
 #include <torch/csrc/autograd/python_cpp_function.h>
 
 #include <chrono>
 #include <thread>
 
-#include "operators.h"
+#include "norm_operators.h"
 #include "python_norm.h"
 
 // Declared here because PyTorch's header for it, torch/csrc/jit/python/pybind_utils.h, doubles the
@@ -54,11 +55,12 @@ void call_python(Pass pass, Level level, const c10::OperatorHandle& op, Stack* s
   });
 }
 
-// Takes the place of Python's kernels, given by the operator's name.
+// Takes the place of Python's kernels, given by the operator's name. An operator that has none for
+// autograd leaves that to PyTorch.
 void register_operators(const py::dict& kernels) {
   for (size_t pass = 0; pass < kOperators.size(); ++pass) {
     const py::tuple of_pass = kernels[kOperators[pass]];
-    for (size_t level = 0; level < kKeys.size(); ++level) {
+    for (size_t level = 0; level < of_pass.size(); ++level) {
       python_kernels[pass][level] = py::object(of_pass[level]).release().ptr();
     }
   }
@@ -67,6 +69,7 @@ void register_operators(const py::dict& kernels) {
   // call an operator finds Python's kernel meanwhile, and waits there for the GIL.
   std::this_thread::sleep_for(std::chrono::milliseconds(2));
   implement_operators();
+  implement_norms();
 }
 
 // --- Eager calls ---------------------------------------------------------------------------------
@@ -161,7 +164,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   make_entry = [](const Call& call, Precision precision) { return entry_of(call, precision); };
   module.def("set_make_entry",
              [](const py::object& function) { python_make_entry = function.inc_ref().ptr(); });
-  module.def("record_forms", &record_forms);
+  module.def("record_forms", [](const py::object& function) {
+    record_forms(function);
+    table<NormEntry>.forget();
+    table<NormGradEntry>.forget();
+  });
   module.def("register_operators", &register_operators);
   module.def("serve_operators", [](bool on) { serving = on; });
   module.def(

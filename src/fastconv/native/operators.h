@@ -96,8 +96,8 @@ inline bool read_call(const IValue* values, Call& call) {
       call.bias_grad = values[8].toBool();
       return read_geometry(values + 3, call.geometry) &&
              read(values[2], call.size, call.geometry.axes()) && read(values[9], call.format);
-    case kBackward:
-      break;  // it is two calls
+    default:
+      break;  // no pass of a convolution
   }
   return false;
 }
@@ -181,16 +181,19 @@ void backward_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
   torch::jit::push(*stack, std::move(found.input), std::move(found.weight), std::move(found.bias));
 }
 
+template <c10::BoxedKernel::BoxedKernelFunction_withDispatchKeys* kKernel>
+void implement(Pass pass, Level level) {
+  static auto& libraries = *new std::vector<torch::Library>;
+  libraries.emplace_back(torch::Library::IMPL, "fastconv", kKeys[level], __FILE__, __LINE__)
+      .impl(kOperators[pass], torch::CppFunction::makeFromBoxedFunction<kKernel>());
+}
+
 template <Pass kPass, Level kLevel>
 void implement() {
-  static auto& library =
-      *new torch::Library(torch::Library::IMPL, "fastconv", kKeys[kLevel], __FILE__, __LINE__);
   if constexpr (kPass == kBackward) {
-    library.impl(kOperators[kPass],
-                 torch::CppFunction::makeFromBoxedFunction<&backward_kernel<kLevel>>());
+    implement<&backward_kernel<kLevel>>(kPass, kLevel);
   } else {
-    library.impl(kOperators[kPass],
-                 torch::CppFunction::makeFromBoxedFunction<&kernel<kPass, kLevel>>());
+    implement<&kernel<kPass, kLevel>>(kPass, kLevel);
   }
 }
 
@@ -198,8 +201,8 @@ struct NoWarnings : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-// Registers the kernels of all operators with PyTorch, which does so without a lock that readers
-// take. The caller has made sure that no thread is looking one of them up.
+// Registers the kernels of all operators of convolutions with PyTorch, which does so without a lock
+// that readers take. The caller has made sure that no thread is looking one of them up.
 inline void implement_operators() {
   NoWarnings silent;  // PyTorch warns of a kernel that replaces another
   const c10::WarningUtils::WarningHandlerGuard guard(&silent);

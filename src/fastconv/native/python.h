@@ -16,8 +16,9 @@ namespace fastconv::host {
 namespace py = pybind11;
 
 inline PyObject* python_make_entry = nullptr;  // the function of ops/entries.py, never released
-// Is called with the portable key, the operator and the arguments of each form that a call makes an
-// entry for, while Python records forms; otherwise null.
+// Is called with the portable key (None if bundles have no such operator), the operator and the
+// arguments of each form that a call makes an entry for, while Python records forms; otherwise
+// null.
 inline PyObject* python_record = nullptr;
 
 // Calls Python from any thread. A Python error is rethrown in a form that threads of autograd can

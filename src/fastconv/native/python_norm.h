@@ -35,7 +35,9 @@ inline py::tuple results_of(const NormGradients& made) {
 // Makes an entry by Python: its launches, and the function that fills the results if there is one.
 template <class Made, class MadeBy>
 std::shared_ptr<Made> norm_entry_of(const char* name, const MadeBy& call, py::object& made) {
-  made = py::handle(python_make_entry)(name, *arguments_of(call));
+  const py::tuple arguments = arguments_of(call);
+  if (const py::handle record(python_record); record) record(py::none(), name, *arguments);
+  made = py::handle(python_make_entry)(name, *arguments);
   const auto entry = std::make_shared<Made>();
   set_launches(made, *entry);
   if (const py::object fill = made.attr("fill"); !fill.is_none()) {

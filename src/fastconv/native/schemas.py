@@ -19,3 +19,14 @@ SCHEMAS = (
     f"backward(Tensor grad_output, Tensor input, Tensor weight, {_GEOMETRY}, "
     "bool transposed, bool bias) -> (Tensor, Tensor, Tensor)",
 )
+
+NORM_SCHEMAS = (
+    "batch_norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, "
+    "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? batches, bool training, "
+    "float momentum, float eps, str activation, float slope) -> (Tensor, Tensor, Tensor)",
+    "batch_norm_backward(Tensor grad, Tensor x, Tensor? beside, Tensor? weight, Tensor? bias, "
+    "Tensor mean, Tensor invstd, bool of_batch, bool residual, str activation, float slope, "
+    "bool wants_x, bool wants_parameters, bool wants_residual) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+"""Those of batch normalization, which ``fastconv.ops.batchnorm_schema`` defines and explains."""

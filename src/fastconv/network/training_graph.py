@@ -27,6 +27,12 @@ from fastconv.network.reachable import ATOMS
 _GRAPH = "_fastconv_training_graph"
 """The attribute of a module that has its :class:`TrainingGraph`."""
 
+COMPILED = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
+"""Whether torch.compile can trace the comparisons that decide if a graph runs.
+
+In older versions of PyTorch, compiled models run their own code.
+"""
+
 _MISSING = object()
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType)
 
@@ -114,6 +120,8 @@ class Watched:
             return False
         for name, value in self.options.items():
             found = getattr(module, name, _MISSING)
+            if isinstance(found, types.MethodType):  # which is made anew each time
+                found = found.__func__
             if found is not value and not (type(found) is type(value) and found == value):
                 return False
         if self.children is not None and (
@@ -189,7 +197,13 @@ class TrainingGraph:
     arguments: tuple[tuple[int | str, bool, Any], ...]
     defaults: dict[str, Any]
     watched: tuple[Watched, ...]
-    function: Any = field(default=None, repr=False, compare=False)
+    function: Any = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Made here, because torch.compile cannot trace what makes it.
+        names = dict(self.names)
+        exec(compile(self.source, "<fastconv training graph>", "exec"), names)
+        self.function = names["forward"]
 
     @classmethod
     def of(
@@ -216,10 +230,6 @@ class TrainingGraph:
         return all(one.holds(module) for one in self.watched)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.function is None:
-            names = dict(self.names)
-            exec(compile(self.source, "<fastconv training graph>", "exec"), names)
-            self.function = names["forward"]
         return self.function(module, *args, **kwargs, **self.defaults)
 
     def with_names(self, names: Mapping[Any, Any]) -> TrainingGraph:
@@ -240,6 +250,7 @@ class TrainingGraph:
             for name, value in state["names"].items()
         }
         vars(self).update(state, names=names)
+        self.__post_init__()
 
 
 @dataclass(frozen=True)
@@ -283,15 +294,23 @@ def _new(own_class: Any, *args: Any) -> nn.Module:
     return made
 
 
+def _records_own_code() -> bool:
+    """Whether torch.export, torch.jit.trace or the like record the module's own code.
+
+    torch.compile runs the graph: Dynamo traces the comparisons, too, and guards what they read.
+    """
+    if COMPILED and torch.compiler.is_dynamo_compiling():
+        return torch.compiler.is_exporting()
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
 @cache
 def _class_with_blocks(own_class: Any) -> Any:
     """The class derived from a module's own that runs its training graph."""
 
     @functools.wraps(own_class.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # torch.compile, torch.export and others trace the module's own code.
-        is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state()
-        if self.training and not is_traced:
+        if self.training and not _records_own_code():
             graph = vars(self).get(_GRAPH)
             if graph is not None and graph.holds(self, args, kwargs):
                 return graph.run(self, args, kwargs)

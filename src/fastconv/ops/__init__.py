@@ -53,7 +53,10 @@ devices.register()
 autograd.register()
 native.register(
     entries.make_entry,
-    {name: (*devices.kernels(name), kernel) for name, kernel in autograd.kernels.items()},
+    {
+        **{name: (*devices.kernels(name), kernel) for name, kernel in autograd.kernels.items()},
+        **batchnorm.KERNELS,
+    },
     (batchnorm.norm_gradients, blocks.block_gradients),
 )
 autocast.register("cpu", "AutocastCPU")

@@ -8,7 +8,7 @@ that is to be differentiated again, it is computed by PyTorch's operations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -324,18 +324,21 @@ def _vmap_backward(info: Any, in_dims: Any, *args: Any) -> Any:
     return tuple(found), (0,) * 4
 
 
+KERNELS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "batch_norm_forward": (_forward_cpu, _forward_cuda, _autograd),
+    "batch_norm_backward": (_backward_cpu, _backward_cuda),
+}
+"""The operators' kernels for CPU, CUDA and autograd."""
+
+
 def register() -> None:
     """Registers the operators' kernels, meta functions and derivatives with PyTorch."""
-    for name, fake, on_cpu, on_gpu in (
-        ("batch_norm_forward", partial(new_forward, check), _forward_cpu, _forward_cuda),
-        (
-            "batch_norm_backward",
-            partial(new_backward, check_gradients),
-            _backward_cpu,
-            _backward_cuda,
-        ),
+    for name, fake in (
+        ("batch_norm_forward", partial(new_forward, check)),
+        ("batch_norm_backward", partial(new_backward, check_gradients)),
     ):
         torch.library.register_fake(f"fastconv::{name}", fake, lib=library)
+        on_cpu, on_gpu, *_ = KERNELS[name]
         library.impl(name, loading(on_cpu), "CPU")
         library.impl(name, loading(on_gpu), "CUDA")
     library.impl("batch_norm_forward", _autograd, "Autograd")

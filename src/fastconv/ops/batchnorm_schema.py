@@ -16,20 +16,12 @@ from torch import Tensor
 from fastconv.backends.batchnorm import formulas
 from fastconv.backends.batchnorm.formulas import Inputs
 from fastconv.backends.batchnorm.launches import Call, Gradients, Need, Running
+from fastconv.native.schemas import NORM_SCHEMAS
 from fastconv.ops.schema import TAGS, Form, check_activation, library
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
-SCHEMAS = (
-    "batch_norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, "
-    "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? batches, bool training, "
-    "float momentum, float eps, str activation, float slope) -> (Tensor, Tensor, Tensor)",
-    "batch_norm_backward(Tensor grad, Tensor x, Tensor? beside, Tensor? weight, Tensor? bias, "
-    "Tensor mean, Tensor invstd, bool of_batch, bool residual, str activation, float slope, "
-    "bool wants_x, bool wants_parameters, bool wants_residual) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-)
-for _schema in SCHEMAS:
+for _schema in NORM_SCHEMAS:
     library.define(_schema, tags=TAGS)
 
 # batch_norm_forward(x, ...) -> output, mean, 1 / sqrt(variance + eps)
@@ -115,6 +107,8 @@ def check(*args: Any) -> None:
             "num_batches_tracked should be a torch.int64 of shape (), "
             f"but got {batches.dtype} of shape {tuple(batches.shape)}"
         )
+    if batches is not None:
+        _check_device("num_batches_tracked", batches, x)
     activation, slope = rest[-2:]
     check_activation(activation, slope, x.dtype)
     if training and _elements(x) == x.shape[1]:

@@ -3,12 +3,17 @@
 The tensors of an operator share three dimensions: images, output channels and input channels. Each
 of these may be sharded; where the operator sums over the sharded dimension, each process holds a
 partial sum. Rows and columns, and channels in groups, are never sharded.
+
+Those of batch normalization may be sharded by channels, of which each has its own statistics. The
+statistics of a batch are those of all its images, as in PyTorch: DTensor gathers images that are
+distributed. In evaluation, these may stay where they are.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from fastconv.ops import batchnorm_schema
 from fastconv.ops.arguments import (
     BackwardArguments,
     ForwardArguments,
@@ -125,6 +130,49 @@ def _register() -> None:
             rules.append(rule([second, into, all_of], all_of, second, into))
         return rules
 
+    def of_norm(*args: Any) -> list[Rule]:
+        given = batchnorm_schema.Arguments(*args)
+        rules = [
+            _of_given(args, [all_of] * 3, [all_of] * 7),
+            _of_given(args, [second, first, first], [second] * 2 + [first] * 4 + [all_of]),
+        ]
+        if not given.training:
+            rules.append(_of_given(args, [first, all_of, all_of], [first] * 2 + [all_of] * 5))
+        if not given.training or given.running_mean is None:
+            return rules
+        # They are updated in place, so they stay as they are distributed.
+        running = [one for spec in args[4:6] for one in spec.placements]
+        kept = [rule for rule in rules if all(one == rule[1][4] for one in running)]
+        if not kept:
+            raise NotImplementedError(
+                "fastconv::batch_norm_forward updates running statistics in place: they have to be "
+                "distributed as Replicate() or as Shard(0) by all dimensions of the mesh, but "
+                f"running_mean is distributed as {args[4].placements}, running_var as "
+                f"{args[5].placements}"
+            )
+        return kept
+
+    def of_norm_grad(*args: Any) -> list[Rule]:
+        given = batchnorm_schema.GradArguments(*args)
+        stores = given.wants_residual and given.activation != "identity"
+        parameters = given.wants_parameters
+        wanted = (given.wants_x, stores, parameters, parameters)
+
+        def rule(image: Any, channel: Any, results: list[Any]) -> Rule:
+            # What is not wanted is an empty tensor.
+            made = [one if wants else all_of for one, wants in zip(results, wanted, strict=True)]
+            return _of_given(args, made, [image] * 3 + [channel] * 4)
+
+        rules = [
+            rule(all_of, all_of, [all_of] * 4),
+            rule(second, first, [second, second, first, first]),
+        ]
+        if not given.of_batch:
+            rules.append(rule(first, all_of, [first, first, part, part]))
+        return rules
+
+    register_sharding(batchnorm_schema.forward)(of_norm)
+    register_sharding(batchnorm_schema.backward)(of_norm_grad)
     register_sharding(forward)(of_forward)
     register_sharding(input_grad)(of_input_grad)
     register_sharding(weight_grad)(of_weight_grad)
@@ -136,6 +184,14 @@ def _register() -> None:
     compared = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
     for operator in (*(operator.call for operator in OPERATORS.values()), backward):
         compared[operator] = RuntimeSchemaInfo(static_argnum=2, needs_pytree=True)
+    for operator in (batchnorm_schema.forward, batchnorm_schema.backward):
+        compared[operator] = RuntimeSchemaInfo(static_argnum=7, needs_pytree=True)
+
+
+def _of_given(args: Any, results: list[Any], placements: list[Any]) -> Rule:
+    """Returns the rule with these placements of the first arguments, so far as they are given."""
+    given = zip(args, placements, strict=False)
+    return _rule(args, results, *(None if one is None else place for one, place in given))
 
 
 def _rule(args: Any, results: list[Any], *tensors: Any) -> Rule:
