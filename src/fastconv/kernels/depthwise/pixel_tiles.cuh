@@ -1,7 +1,7 @@
 // The channels of a channels-last tensor that a block computes, and how it copies their pixels to
 // shared memory.
 #pragma once
-#include "depthwise/axis.cuh"
+#include "depthwise/depth.cuh"
 
 namespace fastconv {
 namespace depthwise {
@@ -43,9 +43,10 @@ __device__ __forceinline__ int first_read(int output) {
 }
 
 // Copies a rectangle of pixels of each of `slots` images: kChannels of the kAll channels, from
-// `channel` on. In shared memory, rows have kPitch pixels and images kSlot elements.
+// `channel` on. In shared memory, rows have kPitch pixels and images kSlot elements. Images are
+// kDepth planes apart.
 template <int kRows, int kColumns, int kPitch, int kSlot, int kChannels, int kVector, int kAll,
-          int kHeight, int kWidth, int kThreads>
+          int kDepth, int kHeight, int kWidth, int kThreads>
 __device__ __forceinline__ void load_pixels(Scalar* target, const Scalar* image, int images_left,
                                             int channel, int first_row, int first_column) {
   constexpr int kVectors = kChannels / kVector;
@@ -61,7 +62,7 @@ __device__ __forceinline__ void load_pixels(Scalar* target, const Scalar* image,
     const int slot = pixel / (kColumns * kRows);
     const bool exists = slot < images_left && first < kAll && static_cast<unsigned>(y) < kHeight &&
                         static_cast<unsigned>(x) < kWidth;
-    const long long source = ((1ll * slot * kHeight + y) * kWidth + x) * kAll + first;
+    const long long source = ((1ll * slot * (1ll * kDepth * kHeight) + y) * kWidth + x) * kAll + first;
     constexpr bool kDense = kPitch == kColumns && kSlot == kRows * kColumns * kChannels;
     const int place =
         kDense ? task * kVector
@@ -70,14 +71,16 @@ __device__ __forceinline__ void load_pixels(Scalar* target, const Scalar* image,
   }
 }
 
-// Copies the halo tile of the output tile that begins at pixel (y, x).
+// Copies the halo tile of the output tile that begins at pixel (y, x), of one plane of volumes.
 template <int kThreads>
 __device__ __forceinline__ void load_halo(Scalar* target, const Scalar* input, int first_image,
-                                          int images, const ChannelTile& channels, int y, int x) {
+                                          int images, const ChannelTile& channels, int y, int x,
+                                          int plane = 0) {
   load_pixels<kCopiedRows, kEndColumn - kFirstColumn, kHaloColumns, kSlot, kPixel, C::vector,
-              kInChannels, C::in_height, C::in_width, kThreads>(
+              kInChannels, D::in, C::in_height, C::in_width, kThreads>(
       target + (kFirstRow * kHaloColumns + kFirstColumn) * kPixel,
-      input + 1ll * first_image * C::in_height * C::in_width * kInChannels, images - first_image,
+      input + (1ll * first_image * D::in + plane) * C::in_height * C::in_width * kInChannels,
+      images - first_image,
       channels.first_input(), y * Rows::kTimes / Rows::kOver + Rows::kOrigin + kFirstRow,
       x * Columns::kTimes / Columns::kOver + Columns::kOrigin + kFirstColumn);
 }

@@ -1,7 +1,7 @@
 // The layout of contiguous (NCHW) tensors' rows in shared memory, and how threads read their
 // windows from them.
 #pragma once
-#include "depthwise/axis.cuh"
+#include "depthwise/depth.cuh"
 
 namespace fastconv {
 namespace depthwise {
@@ -28,9 +28,11 @@ static_assert(!kInPieces || (Columns::kUnit == 1 && kThreadStep % C::piece == 0 
                              C::pitch % C::piece == 0 && kPlane % C::piece == 0),
               "pieces are aligned");
 
-// Elements of a channel's plane in global memory.
+// Elements of a plane in global memory, and of a channel: its planes at all depths of a volume.
 constexpr long long kInPlane = 1ll * C::in_height * C::in_width;
 constexpr long long kOutPlane = 1ll * C::out_height * C::out_width;
+constexpr long long kInChannel = kInPlane * D::in;
+constexpr long long kOutChannel = kOutPlane * D::out;
 
 // A row of a thread's window in registers. `kept` makes the compiler load whole pieces: it would
 // otherwise load elements one by one where some are unused, with bank conflicts, because threads
