@@ -54,7 +54,7 @@ WEIGHT_GRAD: tuple[Planner, ...] = (
 ANATOMIES = {**HOPPER, **AMPERE, **DEPTHWISE, **DIRECT}
 """What selects the code of each kernel that a plan can have, by the kernel's source."""
 
-FOR_VOLUMES = ("hopper", "ampere", "direct")
+FOR_VOLUMES = ("hopper", "ampere", "depthwise", "direct")
 """The families that take problems with a depth; the others are for images."""
 
 VARIABLE = "FASTCONV_FAMILY"

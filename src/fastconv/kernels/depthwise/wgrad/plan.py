@@ -36,11 +36,12 @@ from fastconv.kernels.family import (
     Launch,
     Operands,
     Plan,
+    depth_constants,
     weight_grad_constants,
 )
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning.limits import together
-from fastconv.problem import Problem
+from fastconv.problem import Pair, Problem
 
 # A thread's accumulators, with one channel and with two, unless a single kernel row has more.
 MOST_TAPS, MOST_PAIRED_TAPS = 56, 98
@@ -86,6 +87,7 @@ def _plan(tile: Planes | Pixels, gpu: Gpu) -> Plan:
     rows = _reduce_rows(splits)
     constants: dict[str, Constant] = {
         **weight_grad_constants(layer.problem, layer.operands),
+        **depth_constants(layer.problem, layer.operands),
         "transposed": False,
         **tile.constants(),
         "splits": splits,
@@ -128,13 +130,14 @@ def _reduce_rows(splits: int) -> int:
 
 @dataclass(frozen=True)
 class Taps:
-    """How taps and channels are divided: a thread's kernel rows, blocks that divide a kernel's rows
-    among themselves, and a block's lanes, of some channels each.
+    """How taps and channels are divided: a thread's kernel planes and kernel rows, blocks that
+    divide a kernel among themselves, and a block's lanes, of some channels each.
 
     Its properties are the same for all patches.
     """
 
     layer: Layer
+    planes: int  # 1 of images
     rows: int
     blocks: int
     lanes: int = 1
@@ -142,12 +145,12 @@ class Taps:
 
     @lazy
     def count(self) -> int:
-        return self.rows * self.layer.columns.kernel
+        return self.planes * self.rows * self.layer.columns.kernel
 
     @lazy
     def block_groups(self) -> int:
-        """Tap groups (kernel rows of a thread) in a block."""
-        return ceil_div(ceil_div(self.layer.rows.kernel, self.rows), self.blocks)
+        """Tap groups (kernel planes and rows of a thread) in a block."""
+        return ceil_div(_tap_groups(self.layer, self.planes, self.rows), self.blocks)
 
     @lazy
     def threads(self) -> int:
@@ -181,7 +184,30 @@ class WgradTile(Tile):
 
     @lazy
     def units(self) -> int:
-        return ceil_div(self.layer.problem.batch, self.slots) * self.area.image_tiles
+        planes = self.layer.planes
+        tiles = self.area.image_tiles * planes.walks(planes.walked) * planes.walked
+        return ceil_div(self.layer.problem.batch, self.slots) * tiles
+
+    @lazy
+    def ring(self) -> int:
+        """Planes of the input that are loaded at once; one in each of two stages, of images."""
+        return self.layer.planes.read + self.layer.planes.advance
+
+    @lazy
+    def loaded(self) -> float:
+        """Planes of the input that are loaded for a unit, on average; 1 of images."""
+        planes = self.layer.planes
+        return planes.loaded(planes.walked) / planes.walked
+
+    @lazy
+    def stage_bytes(self) -> int:
+        """Bytes of a stage of images."""
+        return self.plane_bytes + self.grad_bytes
+
+    @lazy
+    def unit_bytes(self) -> float:
+        """Bytes that are copied for a unit."""
+        return self.loaded * self.plane_bytes + self.grad_bytes
 
     @lazy
     def entries(self) -> int:
@@ -220,7 +246,13 @@ class WgradTile(Tile):
 
     @property
     @abstractmethod
-    def stage_bytes(self) -> int: ...
+    def plane_bytes(self) -> int:
+        """Bytes of the input in a stage, or of one of its planes."""
+
+    @property
+    @abstractmethod
+    def grad_bytes(self) -> int:
+        """Bytes of the output's gradient in a stage."""
 
     @property
     @abstractmethod
@@ -229,7 +261,7 @@ class WgradTile(Tile):
 
     @property
     @abstractmethod
-    def copies(self) -> int:
+    def copies(self) -> float:
         """Vectors that are copied for a unit."""
 
     @property
@@ -243,8 +275,13 @@ class WgradTile(Tile):
         """Instructions of a thread to load a patch from shared memory, and cycles of a warp."""
 
     @lazy
+    def staged_bytes(self) -> int:
+        """Shared memory of what is copied: two stages, or of volumes the ring and two gradients."""
+        return self.ring * self.plane_bytes + 2 * self.grad_bytes
+
+    @lazy
     def shared_bytes(self) -> int:
-        return max(2 * self.stage_bytes, round_up(self.end_bytes, 16))
+        return max(self.staged_bytes, round_up(self.end_bytes, 16))
 
     @lazy
     def registers(self) -> int:
@@ -268,7 +305,7 @@ class WgradTile(Tile):
         splits than one, and writing them only add to it. And it lets as many warps issue as shared
         memory has room for: other limits only leave fewer.
         """
-        fit = gpu.shared_bytes_per_sm // (2 * self.stage_bytes + RESERVED_BYTES)
+        fit = gpu.shared_bytes_per_sm // (self.staged_bytes + RESERVED_BYTES)
         if fit == 0:
             return inf
         instructions, bank_cycles = self._patch
@@ -279,7 +316,7 @@ class WgradTile(Tile):
             (units * issued + blocks * threads * END * self.taps.accumulators)
             / (32 * min(ISSUED, ISSUED_BY_WARP * self.threads / 32 * fit)),
             units * in_rounds / 32 * bank_cycles,
-            units * self.stage_bytes / gpus.rates(gpu).l2_bytes,
+            units * self.unit_bytes / gpus.rates(gpu).l2_bytes,
         )
         return START + TURN * turns + one_round + REDUCE
 
@@ -303,7 +340,7 @@ class WgradTile(Tile):
             * (units * issued + END * self.taps.accumulators)
             / min(ISSUED, ISSUED_BY_WARP * warps),
             warps * units * bank_cycles,
-            resident * units * self.stage_bytes / rates.l2_bytes,
+            resident * units * self.unit_bytes / rates.l2_bytes,
         )
         written = splits * self.entries * size / gpu.sm_count / rates.l2_bytes
         added_up = ceil_div(splits, _reduce_rows(splits))
@@ -326,6 +363,7 @@ class WgradTile(Tile):
 
     def constants(self) -> dict[str, Constant]:
         return super().constants() | {
+            **({"tap_planes": self.taps.planes} if self.layer.is_volume else {}),
             "tap_rows": self.taps.rows,
             "tap_blocks": self.taps.blocks,
             "grad_vector": self.grad_vector,
@@ -389,25 +427,28 @@ class Planes(PlanesTile, WgradTile):
         return round_up(self.area.tile_size[1], lcm(self.grad_vector, self.grad_piece))
 
     @lazy
-    def stage_bytes(self) -> int:
-        size = self.layer.operands.scalar_bytes
-        pixels = self.slots * self.plane * size
-        grads = self.slots * self.area.tile_size[0] * self.grad_pitch * size
-        return round_up(pixels, 16) + round_up(grads, 16)
+    def plane_bytes(self) -> int:
+        return round_up(self.slots * self.plane * self.layer.operands.scalar_bytes, 16)
+
+    @lazy
+    def grad_bytes(self) -> int:
+        pixels = self.slots * self.area.tile_size[0] * self.grad_pitch
+        return round_up(pixels * self.layer.operands.scalar_bytes, 16)
 
     @property
     def end_bytes(self) -> int:
         return self.threads // 32 * (self.taps.count + 1) * self.layer.operands.sum_bytes
 
     @property
-    def copies(self) -> int:
+    def copies(self) -> float:
         grads = self.area.tile_size[0] * ceil_div(self.area.tile_size[1], self.grad_vector)
-        return self.slots * (self.copied + grads)
+        return self.slots * (self.loaded * self.copied + grads)
 
     @lazy
     def loads(self) -> tuple[float, float]:
         size = self.layer.operands.scalar_bytes
         rows = (self.area.rows - 1) * self.layer.rows.step + self.taps.rows
+        rows *= self.taps.planes
         windows, grads = rows * self.pieces, self.area.rows * self.area.columns // self.grad_piece
         widened = (windows * self.piece + self.area.rows * self.area.columns) * (size == 2)
         grad_cycles = read_cycles(self.grad_piece * size, self.area.columns * size)
@@ -486,10 +527,14 @@ class Pixels(PixelsTile, WgradTile):
         """Pixels of the output's gradient."""
         return self.slots * self.area.outputs
 
+    @property
+    def plane_bytes(self) -> int:
+        return self.input_bytes
+
     @lazy
-    def stage_bytes(self) -> int:
+    def grad_bytes(self) -> int:
         grads = self._grads * self.block.grad_vectors * self.block.grad_vector
-        return self.input_bytes + round_up(grads * self.layer.operands.scalar_bytes, 16)
+        return round_up(grads * self.layer.operands.scalar_bytes, 16)
 
     @property
     def end_bytes(self) -> int:
@@ -497,12 +542,13 @@ class Pixels(PixelsTile, WgradTile):
         return values * self.layer.operands.sum_bytes
 
     @property
-    def copies(self) -> int:
-        return self.copied + self._grads * self.block.grad_vectors
+    def copies(self) -> float:
+        return self.loaded * self.copied + self._grads * self.block.grad_vectors
 
     @lazy
     def loads(self) -> tuple[float, float]:
         rows = (self.area.rows - 1) * self.layer.rows.step + self.taps.rows
+        rows *= self.taps.planes
         loads = rows * self.area.window_columns + self.area.rows * self.area.columns
         instructions, cycles = self.block.load
         return loads * instructions, loads * cycles * self.bank_conflicts
@@ -516,10 +562,10 @@ class Pixels(PixelsTile, WgradTile):
 
 def _planes(layer: Layer) -> Iterator[Planes]:
     """Candidate tiles for contiguous tensors."""
-    tap_rows = _tap_rows(layer, 1, MOST_TAPS)
-    tap_blocks, most_warps = _tap_blocks(layer, tap_rows, MOST_WARPS)
-    taps = Taps(layer, tap_rows, tap_blocks)
-    for rows, columns in _patches(layer, tap_rows, 1):
+    of_thread = _taps_of_thread(layer, 1, MOST_TAPS)
+    tap_blocks, most_warps = _tap_blocks(layer, of_thread, MOST_WARPS)
+    taps = Taps(layer, *of_thread, tap_blocks)
+    for rows, columns in _patches(layer, taps.count, 1):
         for area, slots in _units(layer, rows, columns):
             warps = min(most_warps, ceil_div(slots * area.threads, 32))
             yield Planes(area=area, slots=slots, taps=taps, group_warps=warps)
@@ -528,54 +574,62 @@ def _planes(layer: Layer) -> Iterator[Planes]:
 def _pixels(layer: Layer) -> Iterator[Pixels]:
     """Candidate tiles for channels-last tensors."""
     units_of = cache(partial(_units, layer))
-    for channels, tap_rows, lanes_c in _lane_shares(layer):
+    for channels, of_thread, lanes_c in _lane_shares(layer):
         block = GradChannels(layer, lanes_c, channels)
-        tap_blocks, room = _tap_blocks(layer, tap_rows, 32 * MOST_WARPS // lanes_c)
-        taps = Taps(layer, tap_rows, tap_blocks, lanes_c, channels)
-        for rows, columns in _patches(layer, tap_rows, channels):
+        tap_blocks, room = _tap_blocks(layer, of_thread, 32 * MOST_WARPS // lanes_c)
+        taps = Taps(layer, *of_thread, tap_blocks, lanes_c, channels)
+        for rows, columns in _patches(layer, taps.count, channels):
             for area, slots in units_of(rows, columns):
                 patches = min(room, slots * area.threads)
                 yield Pixels(area=area, slots=slots, taps=taps, group_patches=patches, block=block)
 
 
-def _lane_shares(layer: Layer) -> set[tuple[int, int, int]]:
-    """Candidates for a thread's channels, its kernel rows, and the lanes of a block's channels."""
+def _lane_shares(layer: Layer) -> set[tuple[int, Pair, int]]:
+    """Candidates for a thread's channels, its share of a kernel, and the lanes of a block."""
     found = set()
     pairs = lane_channels(layer)
     for channels, most_taps in {(pairs, MOST_TAPS), (pairs, MOST_PAIRED_TAPS), (1, MOST_TAPS)}:
         if channels * layer.columns.kernel <= most_taps or channels == 1:
             for lanes_c in lanes_of_channels(layer, channels):
-                found.add((channels, _tap_rows(layer, channels, most_taps), lanes_c))
+                found.add((channels, _taps_of_thread(layer, channels, most_taps), lanes_c))
     return found
 
 
-def _tap_rows(layer: Layer, channels: int, most_taps: int) -> int:
-    """Kernel rows of a thread: all, or equal parts that it has registers for."""
+def _taps_of_thread(layer: Layer, channels: int, most_taps: int) -> Pair:
+    """Kernel planes and kernel rows of a thread: all, or equal parts that it has registers for."""
     most = most_taps // (1 + (layer.operands.scalar_bytes == 8))
     rows = max(1, most // (channels * layer.columns.kernel))
-    return ceil_div(layer.rows.kernel, ceil_div(layer.rows.kernel, rows))
+    rows = ceil_div(layer.rows.kernel, ceil_div(layer.rows.kernel, rows))
+    if rows < layer.rows.kernel:
+        return 1, rows
+    planes = max(1, most // (channels * layer.rows.kernel * layer.columns.kernel))
+    return ceil_div(layer.planes.kernel, ceil_div(layer.planes.kernel, planes)), rows
 
 
-def _tap_blocks(layer: Layer, tap_rows: int, most: int) -> tuple[int, int]:
-    """The fewest blocks to divide a kernel's rows among, if ``most`` tap groups fit a block.
+def _tap_groups(layer: Layer, planes: int, rows: int) -> int:
+    """Parts of a kernel, if each has so many planes and rows."""
+    return ceil_div(layer.planes.kernel, planes) * ceil_div(layer.rows.kernel, rows)
+
+
+def _tap_blocks(layer: Layer, of_thread: Pair, most: int) -> tuple[int, int]:
+    """The fewest blocks to divide a kernel among, if ``most`` tap groups fit a block.
 
     The second number is how often a block's tap groups fit then.
     """
-    groups = ceil_div(layer.rows.kernel, tap_rows)
+    groups = _tap_groups(layer, *of_thread)
     blocks = ceil_div(groups, most)
     return blocks, most // ceil_div(groups, blocks)
 
 
-def _patches(layer: Layer, tap_rows: int, channels: int) -> Iterator[tuple[int, int]]:
+def _patches(layer: Layer, taps: int, channels: int) -> Iterator[tuple[int, int]]:
     """Candidates for the rows and columns of a patch."""
     height, width = layer.out_size
     most = MOST_PATCH // (channels * (1 + (layer.operands.scalar_bytes == 8)))
-    taps = channels * tap_rows * layer.columns.kernel
     for columns in {min(width, n) for n in (4, 7, 8)}:
         for rows in (1, 2, 4, 7):
             if rows > height or rows * columns > most:
                 continue
-            if rows * columns * taps <= MOST_WRITTEN or rows * columns <= 4:
+            if rows * columns * channels * taps <= MOST_WRITTEN or rows * columns <= 4:
                 yield rows, columns
 
 
