@@ -41,7 +41,7 @@ from fastconv.kernels.family import (
 )
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning.limits import together
-from fastconv.problem import Pair, Problem
+from fastconv.problem import Problem
 
 # A thread's accumulators, with one channel and with two, unless a single kernel row has more.
 MOST_TAPS, MOST_PAIRED_TAPS = 56, 98
@@ -130,14 +130,15 @@ def _reduce_rows(splits: int) -> int:
 
 @dataclass(frozen=True)
 class Taps:
-    """How taps and channels are divided: a thread's kernel planes and kernel rows, blocks that
-    divide a kernel among themselves, and a block's lanes, of some channels each.
+    """How taps and channels are divided: a thread's kernel rows, blocks that divide a kernel's rows
+    among themselves, and a block's lanes, of some channels each.
+
+    Of volumes, ``rows`` are those of whole planes of the kernel, or of a part of one.
 
     Its properties are the same for all patches.
     """
 
     layer: Layer
-    planes: int  # 1 of images
     rows: int
     blocks: int
     lanes: int = 1
@@ -145,12 +146,22 @@ class Taps:
 
     @lazy
     def count(self) -> int:
-        return self.planes * self.rows * self.layer.columns.kernel
+        return self.rows * self.layer.columns.kernel
+
+    @lazy
+    def planes(self) -> int:
+        """Kernel planes of a thread; 1 of images."""
+        return max(1, self.rows // self.layer.rows.kernel)
+
+    @lazy
+    def plane_rows(self) -> int:
+        """Kernel rows of a thread in each of its planes."""
+        return self.rows // self.planes
 
     @lazy
     def block_groups(self) -> int:
-        """Tap groups (kernel planes and rows of a thread) in a block."""
-        return ceil_div(_tap_groups(self.layer, self.planes, self.rows), self.blocks)
+        """Tap groups (kernel rows of a thread) in a block."""
+        return ceil_div(_tap_groups(self.layer, self.rows), self.blocks)
 
     @lazy
     def threads(self) -> int:
@@ -364,7 +375,7 @@ class WgradTile(Tile):
     def constants(self) -> dict[str, Constant]:
         return super().constants() | {
             **({"tap_planes": self.taps.planes} if self.layer.is_volume else {}),
-            "tap_rows": self.taps.rows,
+            "tap_rows": self.taps.plane_rows,
             "tap_blocks": self.taps.blocks,
             "grad_vector": self.grad_vector,
         }
@@ -447,7 +458,7 @@ class Planes(PlanesTile, WgradTile):
     @lazy
     def loads(self) -> tuple[float, float]:
         size = self.layer.operands.scalar_bytes
-        rows = (self.area.rows - 1) * self.layer.rows.step + self.taps.rows
+        rows = (self.area.rows - 1) * self.layer.rows.step + self.taps.plane_rows
         rows *= self.taps.planes
         windows, grads = rows * self.pieces, self.area.rows * self.area.columns // self.grad_piece
         widened = (windows * self.piece + self.area.rows * self.area.columns) * (size == 2)
@@ -547,7 +558,7 @@ class Pixels(PixelsTile, WgradTile):
 
     @lazy
     def loads(self) -> tuple[float, float]:
-        rows = (self.area.rows - 1) * self.layer.rows.step + self.taps.rows
+        rows = (self.area.rows - 1) * self.layer.rows.step + self.taps.plane_rows
         rows *= self.taps.planes
         loads = rows * self.area.window_columns + self.area.rows * self.area.columns
         instructions, cycles = self.block.load
@@ -562,10 +573,10 @@ class Pixels(PixelsTile, WgradTile):
 
 def _planes(layer: Layer) -> Iterator[Planes]:
     """Candidate tiles for contiguous tensors."""
-    of_thread = _taps_of_thread(layer, 1, MOST_TAPS)
-    tap_blocks, most_warps = _tap_blocks(layer, of_thread, MOST_WARPS)
-    taps = Taps(layer, *of_thread, tap_blocks)
-    for rows, columns in _patches(layer, taps.count, 1):
+    tap_rows = _tap_rows(layer, 1, MOST_TAPS)
+    tap_blocks, most_warps = _tap_blocks(layer, tap_rows, MOST_WARPS)
+    taps = Taps(layer, tap_rows, tap_blocks)
+    for rows, columns in _patches(layer, tap_rows, 1):
         for area, slots in _units(layer, rows, columns):
             warps = min(most_warps, ceil_div(slots * area.threads, 32))
             yield Planes(area=area, slots=slots, taps=taps, group_warps=warps)
@@ -574,62 +585,66 @@ def _planes(layer: Layer) -> Iterator[Planes]:
 def _pixels(layer: Layer) -> Iterator[Pixels]:
     """Candidate tiles for channels-last tensors."""
     units_of = cache(partial(_units, layer))
-    for channels, of_thread, lanes_c in _lane_shares(layer):
+    for channels, tap_rows, lanes_c in _lane_shares(layer):
         block = GradChannels(layer, lanes_c, channels)
-        tap_blocks, room = _tap_blocks(layer, of_thread, 32 * MOST_WARPS // lanes_c)
-        taps = Taps(layer, *of_thread, tap_blocks, lanes_c, channels)
-        for rows, columns in _patches(layer, taps.count, channels):
+        tap_blocks, room = _tap_blocks(layer, tap_rows, 32 * MOST_WARPS // lanes_c)
+        taps = Taps(layer, tap_rows, tap_blocks, lanes_c, channels)
+        for rows, columns in _patches(layer, tap_rows, channels):
             for area, slots in units_of(rows, columns):
                 patches = min(room, slots * area.threads)
                 yield Pixels(area=area, slots=slots, taps=taps, group_patches=patches, block=block)
 
 
-def _lane_shares(layer: Layer) -> set[tuple[int, Pair, int]]:
-    """Candidates for a thread's channels, its share of a kernel, and the lanes of a block."""
+def _lane_shares(layer: Layer) -> set[tuple[int, int, int]]:
+    """Candidates for a thread's channels, its kernel rows, and the lanes of a block's channels."""
     found = set()
     pairs = lane_channels(layer)
     for channels, most_taps in {(pairs, MOST_TAPS), (pairs, MOST_PAIRED_TAPS), (1, MOST_TAPS)}:
         if channels * layer.columns.kernel <= most_taps or channels == 1:
             for lanes_c in lanes_of_channels(layer, channels):
-                found.add((channels, _taps_of_thread(layer, channels, most_taps), lanes_c))
+                found.add((channels, _tap_rows(layer, channels, most_taps), lanes_c))
     return found
 
 
-def _taps_of_thread(layer: Layer, channels: int, most_taps: int) -> Pair:
-    """Kernel planes and kernel rows of a thread: all, or equal parts that it has registers for."""
+def _tap_rows(layer: Layer, channels: int, most_taps: int) -> int:
+    """Kernel rows of a thread: all, or equal parts that it has registers for.
+
+    Of volumes, these are the rows of all planes, of some, or some rows of one.
+    """
     most = most_taps // (1 + (layer.operands.scalar_bytes == 8))
-    rows = max(1, most // (channels * layer.columns.kernel))
-    rows = ceil_div(layer.rows.kernel, ceil_div(layer.rows.kernel, rows))
-    if rows < layer.rows.kernel:
-        return 1, rows
-    planes = max(1, most // (channels * layer.rows.kernel * layer.columns.kernel))
-    return ceil_div(layer.planes.kernel, ceil_div(layer.planes.kernel, planes)), rows
+    rows, planes = max(1, most // (channels * layer.columns.kernel)), layer.planes.kernel
+    if rows < layer.rows.kernel or planes == 1:
+        return ceil_div(layer.rows.kernel, ceil_div(layer.rows.kernel, rows))
+    return ceil_div(planes, ceil_div(planes, rows // layer.rows.kernel)) * layer.rows.kernel
 
 
-def _tap_groups(layer: Layer, planes: int, rows: int) -> int:
-    """Parts of a kernel, if each has so many planes and rows."""
-    return ceil_div(layer.planes.kernel, planes) * ceil_div(layer.rows.kernel, rows)
+def _tap_groups(layer: Layer, tap_rows: int) -> int:
+    """Parts of a kernel, if a thread has so many of its rows."""
+    if tap_rows <= layer.rows.kernel:
+        return layer.planes.kernel * ceil_div(layer.rows.kernel, tap_rows)
+    return ceil_div(layer.planes.kernel, tap_rows // layer.rows.kernel)
 
 
-def _tap_blocks(layer: Layer, of_thread: Pair, most: int) -> tuple[int, int]:
-    """The fewest blocks to divide a kernel among, if ``most`` tap groups fit a block.
+def _tap_blocks(layer: Layer, tap_rows: int, most: int) -> tuple[int, int]:
+    """The fewest blocks to divide a kernel's rows among, if ``most`` tap groups fit a block.
 
     The second number is how often a block's tap groups fit then.
     """
-    groups = _tap_groups(layer, *of_thread)
+    groups = _tap_groups(layer, tap_rows)
     blocks = ceil_div(groups, most)
     return blocks, most // ceil_div(groups, blocks)
 
 
-def _patches(layer: Layer, taps: int, channels: int) -> Iterator[tuple[int, int]]:
+def _patches(layer: Layer, tap_rows: int, channels: int) -> Iterator[tuple[int, int]]:
     """Candidates for the rows and columns of a patch."""
     height, width = layer.out_size
     most = MOST_PATCH // (channels * (1 + (layer.operands.scalar_bytes == 8)))
+    taps = channels * tap_rows * layer.columns.kernel
     for columns in {min(width, n) for n in (4, 7, 8)}:
         for rows in (1, 2, 4, 7):
             if rows > height or rows * columns > most:
                 continue
-            if rows * columns * channels * taps <= MOST_WRITTEN or rows * columns <= 4:
+            if rows * columns * taps <= MOST_WRITTEN or rows * columns <= 4:
                 yield rows, columns
 
 
