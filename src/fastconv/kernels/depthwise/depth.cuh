@@ -94,5 +94,56 @@ __device__ __forceinline__ void load_read(const OutputPlane& at, bool all, const
   }
 }
 
+// A vector that a thread copies: where it begins in a plane of the tensor, and in shared memory.
+template <class Offset>
+struct Located {
+  Offset source;
+  int place;
+  bool exists;  // else zeros are written
+};
+
+constexpr int kMostKept = 10;  // vectors of a plane that a thread keeps the places of
+
+// A thread's copies of the same rectangle of one plane after the other. What it copies lies at the
+// same place in all planes, so places are found once and kept in registers. A `Rectangle` locates
+// vectors number first(), first() + kStep and so on, below kTotal; it copies them by itself where
+// they are too many.
+template <class Rectangle>
+struct PlaneCopies {
+  static constexpr int kCount = ceil_div(Rectangle::kTotal, Rectangle::kStep);
+  static constexpr bool kKept =
+      Rectangle::kAtOnce && kCount <= kMostKept && Rectangle::kReach < 1ll << 31;
+
+  Rectangle rectangle;
+  int source[kKept ? kCount : 1];
+  int place[kKept ? kCount : 1];
+
+  PlaneCopies() = default;
+  __device__ explicit PlaneCopies(const Rectangle& wanted) : rectangle(wanted) { find(wanted); }
+  __device__ __forceinline__ void find(const Rectangle& wanted) {
+    rectangle = wanted;
+    if constexpr (kKept) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const auto at = rectangle.locate(Rectangle::first() + i * Rectangle::kStep);
+        source[i] = at.exists ? static_cast<int>(at.source) : -1;
+        place[i] = at.place;
+      }
+    }
+  }
+  __device__ __forceinline__ void copy(Scalar* target, const Scalar* plane) const {
+    if constexpr (kKept) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (Rectangle::first() + i * Rectangle::kStep >= Rectangle::kTotal) continue;
+        copy_elements<Rectangle::kVector>(target + place[i], plane + max_of(source[i], 0),
+                                          source[i] >= 0);
+      }
+    } else {
+      rectangle.load(target, plane);
+    }
+  }
+};
+
 }  // namespace depthwise
 }  // namespace fastconv

@@ -159,10 +159,12 @@ __device__ __forceinline__ void convolve_walk(const Scalar* input, const Scalar*
     return reinterpret_cast<Scalar*>(shared_memory() + place * kInputBytes);
   };
   Scalar* const weights = reinterpret_cast<Scalar*>(shared_memory() + kRingBytes);
+  input += tile.first_image * kInImage;
+  const PlaneCopies<HaloRectangle<kThreads>> halo(
+      HaloRectangle<kThreads>(images - tile.first_image, tile.channels, tile.y, tile.x));
   const auto load = [&](int position, bool all) {
     load_read<kRing>(OutputPlane(walk.residue, position), all, [&](int place, int plane) {
-      load_halo<kThreads>(inputs(place), input, tile.first_image, images, tile.channels, tile.y,
-                          tile.x, plane);
+      halo.copy(inputs(place) + kHaloPlace, input + plane * kInPlane);
     });
     copy_async_commit();
   };
@@ -228,8 +230,8 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   using namespace fastconv::depthwise;
   const auto epilogue = FASTCONV_EPILOGUE(output);
   const Tile tile(blockIdx.x);
-  input += 1ll * first_image * D::in * C::in_height * C::in_width * kInChannels;
-  output += 1ll * first_image * D::out * C::out_height * C::out_width * kOutChannels;
+  input += first_image * kInImage;
+  output += first_image * kOutImage;
   if constexpr (D::exists) {
     convolve_walk(input, packed, bias, output, tile, images, epilogue);
     return;

@@ -65,14 +65,14 @@ using Offset = IndexTo<(C::slots + 1) * C::group_in * kInChannel + (kFarRow + 1)
 
 // Copies the halo tiles of all slots. A thread copies vectors of one column, of every kRows-th row.
 // Rows of more vectors than there are threads are copied in parts; this copies those from vector
-// kFirst on. `depth` is that of a volume's plane.
+// kFirst on.
 template <int kFirst = kFirstVector>
 __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, const Tile& tile,
-                                           int channel, int planes, int depth = 0) {
+                                           int channel, int planes) {
   constexpr int kVectors = min_of(kEndVector - kFirst, kThreads);
   constexpr int kRows = kThreads / kVectors;  // rows that are copied at once
   if constexpr (kFirst + kVectors < kEndVector) {
-    load_input<kFirst + kVectors>(target, input, tile, channel, planes, depth);
+    load_input<kFirst + kVectors>(target, input, tile, channel, planes);
   }
   const int thread = static_cast<int>(threadIdx.x);
   if (kThreads % kVectors != 0 && thread >= kRows * kVectors) return;
@@ -81,7 +81,7 @@ __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, 
   const int x = tile.x * Columns::kTimes / Columns::kOver + Columns::kOrigin - kShift + at;
   const bool inside = C::inside || static_cast<unsigned>(x) < C::in_width;
   const int group = tile.group(0);
-  input += (1ll * group * C::group_in + channel) * kInChannel + depth * kInPlane;
+  input += (1ll * group * C::group_in + channel) * kInChannel;
   target += kFirstRow * C::pitch + at;
 #pragma unroll 4
   for (int i = thread / kVectors; i < C::slots * kCopiedRows; i += kRows) {
@@ -96,6 +96,46 @@ __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, 
                              exists);
   }
 }
+
+// Returns the elements before the first slot's first channel.
+__device__ __forceinline__ long long first_group(const Tile& tile) {
+  return 1ll * tile.group(0) * C::group_in * kInChannel;
+}
+
+// What load_input copies of one plane of volumes, relative to that plane of the first slot.
+struct InputRows {
+  static constexpr int kVector = C::vector;
+  static constexpr int kVectors = kEndVector - kFirstVector;
+  static constexpr bool kAtOnce = kVectors <= kThreads;
+  static constexpr int kTotal = C::slots * kCopiedRows;
+  static constexpr int kStep = max_of(1, kThreads / kVectors);
+  static constexpr long long kReach = (C::slots + 1) * C::group_in * kInChannel;
+
+  Tile tile;
+  int planes;
+
+  __device__ static int first() {
+    const int thread = static_cast<int>(threadIdx.x);
+    return kThreads % kVectors != 0 && thread >= kStep * kVectors ? kTotal : thread / kVectors;
+  }
+  __device__ __forceinline__ Located<Offset> locate(int i) const {
+    const int at = (kFirstVector + static_cast<int>(threadIdx.x) % kVectors) * C::vector;
+    const int slot = C::slots == 1 ? 0 : i / kCopiedRows;
+    const int row = C::slots == 1 ? i : i % kCopiedRows;
+    const int y = tile.y * Rows::kTimes / Rows::kOver + Rows::kOrigin + kFirstRow + row;
+    const int x = tile.x * Columns::kTimes / Columns::kOver + Columns::kOrigin - kShift + at;
+    const bool inside = C::inside || (static_cast<unsigned>(x) < C::in_width &&
+                                      static_cast<unsigned>(y) < C::in_height);
+    const Offset group = static_cast<Offset>(tile.group(slot) - tile.group(0));
+    return {group * static_cast<Offset>(C::group_in * kInChannel) +
+                static_cast<Offset>(y) * C::in_width + x,
+            slot * kPlane + (kFirstRow + row) * C::pitch + at,
+            inside && (C::slots == 1 || tile.first + slot < planes)};
+  }
+  __device__ __forceinline__ void load(Scalar* target, const Scalar* plane) const {
+    load_input(target, plane - first_group(tile), tile, 0, planes);
+  }
+};
 
 // Loads the weights of input channel `channel` of each plane's group; a thread loads whole kernel
 // rows. Planes and channels that do not exist get zeros, and so does the padding of rows. Of volumes
@@ -218,6 +258,7 @@ __device__ __forceinline__ void convolve_walk(const Scalar* input, const Scalar*
                                               int planes, const Epilogue<C>& epilogue) {
   const Walk walk(tile.walk);
   if (walk.first >= walk.end) return;
+  input += first_group(tile);
   unsigned char* const shared = shared_memory();
   const auto inputs = [&](int place, int channel) {
     return reinterpret_cast<Scalar*>(shared + (place * C::group_in + channel) * kInputBytes);
@@ -225,11 +266,12 @@ __device__ __forceinline__ void convolve_walk(const Scalar* input, const Scalar*
   const auto weights = [&](int tap, int channel) {
     return reinterpret_cast<Acc*>(shared + kRingBytes + (tap * C::group_in + channel) * kWeightBytes);
   };
+  const PlaneCopies<InputRows> rows(InputRows{tile, planes});
   const auto load = [&](int position, bool all) {
     load_read<kRing>(OutputPlane(walk.residue, position), all, [&](int place, int plane) {
 #pragma unroll 1
       for (int channel = 0; channel < C::group_in; ++channel) {
-        load_input(inputs(place, channel), input, tile, channel, planes, plane);
+        rows.copy(inputs(place, channel), input + channel * kInChannel + plane * kInPlane);
       }
     });
     copy_async_commit();

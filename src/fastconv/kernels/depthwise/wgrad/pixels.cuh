@@ -110,13 +110,11 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   const auto grads = [&](int unit) {
     return reinterpret_cast<Scalar*>(shared + unit % 2 * kStageBytes + kInputBytes);
   };
-  const auto load_grad = [&](Scalar* target, const Unit& unit, int plane) {
-    load_pixels<kTileRows, kTileColumns, kTileColumns, kGradSlot, kGradPixel, C::grad_vector,
-                kOutChannels, D::out, C::out_height, C::out_width, kThreads>(
-        target,
-        grad_output +
-            (1ll * unit.image * D::out + plane) * C::out_height * C::out_width * kOutChannels,
-        images - unit.image, tile.first_output(), unit.y, unit.x);
+  using GradRectangle =
+      PixelRectangle<kTileRows, kTileColumns, kTileColumns, kGradSlot, kGradPixel, C::grad_vector,
+                     kOutChannels, D::out, C::out_height, C::out_width, kThreads>;
+  const auto grad_rectangle = [&](const Unit& unit) {
+    return GradRectangle{images - unit.image, tile.first_output(), unit.y, unit.x};
   };
   TapAccumulators<C::lane_channels> acc;
   if constexpr (D::exists) {
@@ -130,16 +128,23 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
       clear<kRingBytes, kThreads>(shared);
       __syncthreads();
     }
+    PlaneCopies<HaloRectangle<kThreads>> halo;
+    PlaneCopies<GradRectangle> gradient;
     walk_units(
         SplitUnits(split, images),
         [&](int index, bool all) {
           const Unit unit(index);
+          if (all) {
+            halo.find(HaloRectangle<kThreads>(images - unit.image, tile, unit.y, unit.x));
+            gradient.find(grad_rectangle(unit));
+          }
           if (unit.plane.exists()) {
+            const Scalar* const volume = input + unit.image * kInImage;
             load_read<kRing>(unit.plane, all, [&](int place, int plane) {
-              load_halo<kThreads>(ring(place), input, unit.image, images, tile, unit.y, unit.x,
-                                  plane);
+              halo.copy(ring(place) + kHaloPlace, volume + plane * kInPlane);
             });
-            load_grad(grad(index), unit, unit.plane.z);
+            gradient.copy(grad(index),
+                          grad_output + unit.image * kOutImage + unit.plane.z * kOutPlane);
           }
           fastconv::copy_async_commit();
         },
@@ -152,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   const auto load_unit = [&](int index) {
     const Unit unit(index);
     load_halo<kThreads>(inputs(index), input, unit.image, images, tile, unit.y, unit.x);
-    load_grad(grads(index), unit, 0);
+    grad_rectangle(unit).load(grads(index), grad_output + unit.image * kOutImage);
     fastconv::copy_async_commit();
   };
 

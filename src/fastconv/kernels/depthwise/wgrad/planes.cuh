@@ -106,23 +106,26 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   const auto grads = [&](int unit) {
     return reinterpret_cast<Scalar*>(shared + unit % 2 * kStageBytes + kInputBytes);
   };
-  const auto load_input = [&](Scalar* target, const Unit& unit, int plane) {
-    const long long image = (C::groups * C::group_in) * kInChannel;
-    load_planes<C::slots, kCopiedRows, kEndVector - kFirstVector, C::vector, C::pitch, kPlane,
-                C::in_height, C::in_width, kThreads>(
-        target + kFirstRow * C::pitch + kFirstVector * C::vector,
-        input + unit.image * image + plane * kInPlane, image, images - unit.image,
-        unit.y * Rows::kTimes + Rows::kOrigin + kFirstRow,
-        unit.x * Columns::kTimes + Columns::kOrigin - kShift + kFirstVector * C::vector);
+  constexpr long long kInImage = (C::groups * C::group_in) * kInChannel;
+  constexpr long long kOutImage = kAllOutputs * kOutChannel;
+  using InputRows =
+      PlaneRectangle<C::slots, kCopiedRows, kEndVector - kFirstVector, C::vector, C::pitch, kPlane,
+                     C::in_height, C::in_width, kThreads, kInImage>;
+  using GradRows =
+      PlaneRectangle<C::slots, kTileRows, kGradColumns / C::grad_vector, C::grad_vector,
+                     C::grad_pitch, kGradPlane, C::out_height, C::out_width, kThreads, kOutImage>;
+  const auto input_rows = [&](const Unit& unit) {
+    return InputRows{
+        images - unit.image, unit.y * Rows::kTimes + Rows::kOrigin + kFirstRow,
+        unit.x * Columns::kTimes + Columns::kOrigin - kShift + kFirstVector * C::vector};
   };
-  const auto load_grad = [&](Scalar* target, const Unit& unit, int plane) {
-    load_planes<C::slots, kTileRows, kGradColumns / C::grad_vector, C::grad_vector, C::grad_pitch,
-                kGradPlane, C::out_height, C::out_width, kThreads>(
-        target, grad_output + unit.image * (kAllOutputs * kOutChannel) + plane * kOutPlane,
-        kAllOutputs * kOutChannel, images - unit.image, unit.y, unit.x);
+  const auto grad_rows = [&](const Unit& unit) {
+    return GradRows{images - unit.image, unit.y, unit.x};
   };
   TapAccumulators<1> acc;
   if constexpr (D::exists) {
+    PlaneCopies<InputRows> rows;
+    PlaneCopies<GradRows> gradient;
     const auto ring = [&](int place) {
       return reinterpret_cast<Scalar*>(shared + place * kInputBytes);
     };
@@ -137,11 +140,18 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
         SplitUnits(split, images),
         [&](int index, bool all) {
           const Unit unit(index);
+          if (all) {
+            rows.find(input_rows(unit));
+            gradient.find(grad_rows(unit));
+          }
           if (unit.plane.exists()) {
+            const Scalar* const volume = input + unit.image * kInImage;
             load_read<kRing>(unit.plane, all, [&](int place, int plane) {
-              load_input(ring(place), unit, plane);
+              rows.copy(ring(place) + kFirstRow * C::pitch + kFirstVector * C::vector,
+                        volume + plane * kInPlane);
             });
-            load_grad(grad(index), unit, unit.plane.z);
+            gradient.copy(grad(index),
+                          grad_output + unit.image * kOutImage + unit.plane.z * kOutPlane);
           }
           fastconv::copy_async_commit();
         },
@@ -153,8 +163,9 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   }
   const auto load = [&](int index) {
     const Unit unit(index);
-    load_input(inputs(index), unit, 0);
-    load_grad(grads(index), unit, 0);
+    input_rows(unit).load(inputs(index) + kFirstRow * C::pitch + kFirstVector * C::vector,
+                          input + unit.image * kInImage);
+    grad_rows(unit).load(grads(index), grad_output + unit.image * kOutImage);
     fastconv::copy_async_commit();
   };
   if constexpr (C::inside && !D::exists) {
