@@ -10,7 +10,8 @@ namespace depthwise {
 using D = DepthOf<C>;
 using Planes = Axis<C::transposed, D::kernel, D::stride, D::dilation, D::padding>;
 
-// Output planes of a block's walk, and kernel planes of a thread in weight gradients; one of images.
+// Output planes of a block's walk, and kernel planes of a thread in weight gradients; one of
+// images.
 template <class Config, class = void>
 struct WalkOf {
   static constexpr int value = 1;
@@ -102,17 +103,15 @@ struct Located {
   bool exists;  // else zeros are written
 };
 
-constexpr int kMostKept = 10;  // vectors of a plane that a thread keeps the places of
-
 // A thread's copies of the same rectangle of one plane after the other. What it copies lies at the
 // same place in all planes, so places are found once and kept in registers. A `Rectangle` locates
 // vectors number first(), first() + kStep and so on, below kTotal; it copies them by itself where
-// they are too many.
-template <class Rectangle>
+// they are more than kMost.
+template <class Rectangle, int kMost>
 struct PlaneCopies {
   static constexpr int kCount = ceil_div(Rectangle::kTotal, Rectangle::kStep);
   static constexpr bool kKept =
-      Rectangle::kAtOnce && kCount <= kMostKept && Rectangle::kReach < 1ll << 31;
+      Rectangle::kAtOnce && kCount <= kMost && Rectangle::kReach < 1ll << 31;
 
   Rectangle rectangle;
   int source[kKept ? kCount : 1];

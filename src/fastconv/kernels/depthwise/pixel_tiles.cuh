@@ -42,8 +42,8 @@ __device__ __forceinline__ int first_read(int output) {
   return kParts == 1 ? output / C::group_out * C::group_in : 0;
 }
 
-// A rectangle of pixels of each of `slots` images: kChannels of the kAll channels, from `channel` on.
-// In shared memory, rows have kPitch pixels and images kSlot elements. Images are kDepth planes
+// A rectangle of pixels of each of `slots` images: kChannels of the kAll channels, from `channel`
+// on. In shared memory, rows have kPitch pixels and images kSlot elements. Images are kDepth planes
 // apart.
 template <int kRows, int kColumns, int kPitch, int kSlot, int kChannels, int kCopied, int kAll,
           int kDepth, int kHeight, int kWidth, int kThreads>

@@ -18,6 +18,18 @@ __device__ __forceinline__ const Scalar* kernel_row(const Scalar* weight, int gr
          1ll * row * C::weight_stride_height + 1ll * plane * D::weight_stride;
 }
 
+// Rows of the window that are unrolled, if a thread has kChannels channels: of volumes with small
+// kernels all of them, so that no instructions are spent on which tap row belongs to which output
+// row.
+constexpr int kMostUnrolled = 800;
+constexpr int kMostKept = 10;  // vectors of a plane that a thread keeps the places of
+template <int kChannels>
+constexpr int kUnrolledRows =
+    D::exists &&
+            kChannels * C::rows * C::columns * C::kernel_height * C::kernel_width <= kMostUnrolled
+        ? kWindowRows
+        : 1;
+
 // A thread's accumulators, for kChannels channels. With `two_level`, for long sums, those of an
 // output are added to a second level every flush_rows kernel rows, which keeps rounding errors
 // small.

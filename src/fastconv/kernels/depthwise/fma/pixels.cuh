@@ -93,7 +93,7 @@ __device__ __forceinline__ void multiply(Accumulators<C::lane_channels>& acc, co
   weights += at.output;
 #pragma unroll 1
   for (int channel = 0; channel < C::group_in; ++channel) {
-#pragma unroll 1
+#pragma unroll kUnrolledRows < C::lane_channels>
     for (int i = 0; i < kWindowRows; ++i) {
       Acc elements[C::lane_channels][kWindowColumns];
       load_window(elements, window, i);
@@ -141,9 +141,9 @@ __device__ __forceinline__ void store(const Accumulators<C::lane_channels>& acc,
         values[m] = acc.result(m, r, p) + Acc(widen(shift.element[m]));
       }
       Scalar* const target =
-          output +
-          ((((1ll * image * D::out + depth) * C::out_height + y) * C::out_width + x) * kOutChannels +
-           channel);
+          output + ((((1ll * image * D::out + depth) * C::out_height + y) * C::out_width + x) *
+                        kOutChannels +
+                    channel);
       store_vector(target, epilogue(values, target), true);
     }
   }
@@ -160,7 +160,7 @@ __device__ __forceinline__ void convolve_walk(const Scalar* input, const Scalar*
   };
   Scalar* const weights = reinterpret_cast<Scalar*>(shared_memory() + kRingBytes);
   input += tile.first_image * kInImage;
-  const PlaneCopies<HaloRectangle<kThreads>> halo(
+  const PlaneCopies<HaloRectangle<kThreads>, kMostKept> halo(
       HaloRectangle<kThreads>(images - tile.first_image, tile.channels, tile.y, tile.x));
   const auto load = [&](int position, bool all) {
     load_read<kRing>(OutputPlane(walk.residue, position), all, [&](int place, int plane) {

@@ -15,6 +15,7 @@ from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.depthwise.layer import Layer
 from fastconv.kernels.depthwise.tiles import (
     BANK_BYTES,
+    KEPT_COPY,
     STARTED,
     Area,
     Channels,
@@ -22,6 +23,7 @@ from fastconv.kernels.depthwise.tiles import (
     PlanesTile,
     Tile,
     areas,
+    kept,
     lane_channels,
     lanes_of_channels,
     occupancy,
@@ -32,6 +34,8 @@ from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning.limits import together
 
 MOST_THREADS = 256
+MOST_KEPT = 10  # vectors of a plane that a thread keeps the places of, see depth.cuh
+MOST_UNROLLED = 800  # products of a thread and a plane that are unrolled, see kernel.cuh
 OTHER_REGISTERS = 32  # registers of a thread besides accumulators and a window's row
 
 # Parameters of the cost model, fitted to measurements on an H200.
@@ -44,6 +48,9 @@ COPY, WEIGHT, OUTPUT_ROW, STORE = 40, 45, 3.7, 9
 # share of all other work that the longest does not hide.
 L2_LOAD, STORED_SECTOR, LOSS = 2.0, 0.67, 0.1
 SECTOR_BYTES = 32
+# Cycles in which a walk's warps wait for its first planes, and for each other at every plane. Other
+# blocks hide them.
+FIRST_PLANES, NEXT_PLANE = 2000, 500
 # What memory moves at least. A tile's rows that begin or end within a granule move all of it, and
 # measured times of tiles of 16 to 512 bytes across follow that.
 GRANULE_BYTES = 64
@@ -95,8 +102,6 @@ class FmaTile(Tile):
     @lazy
     def moved(self) -> float:
         """Elements moved from and to memory: outputs, about as many inputs, and residuals."""
-        if not self.layer.is_volume:
-            return (2 + self.layer.operands.epilogue.residual) * self.outputs
         return (self.written * self.walk + self.loaded) * self.outputs
 
     def constants(self) -> dict[str, Constant]:
@@ -134,15 +139,51 @@ class FmaTile(Tile):
         """Vectors that a block copies."""
         return self.loaded * self.plane_copies
 
+    @lazy
+    def kept(self) -> int:
+        """Vectors of an input channel's plane that each thread keeps the places of."""
+        if not self.layer.is_volume:
+            return 0
+        return kept(self.plane_copies // self.passes, self.threads, MOST_KEPT)
+
+    @property
+    def passes(self) -> int:
+        """Input channels that are copied one after the other."""
+        return 1
+
+    @lazy
+    def unrolled(self) -> bool:
+        """Whether the rows of a thread's window are unrolled."""
+        layer = self.layer
+        products = self.channels * self.area.rows * self.area.columns
+        kernel = layer.rows.kernel * layer.columns.kernel
+        return layer.is_volume and products * kernel <= MOST_UNROLLED
+
+    @property
+    def choosing(self) -> float:
+        """Instructions of a thread to find the output rows that rows of its window belong to."""
+        if self.unrolled:
+            return 0
+        return self.layer.group_in * self.area.window_rows * OUTPUT_ROW * self.area.rows
+
+    @property
+    def copying(self) -> float:
+        """Instructions of all threads to copy."""
+        if self.kept == 0:
+            return COPY * self.copies
+        return COPY * self.kept * self.threads + KEPT_COPY * self.copies
+
     def variants(self: _Tile, gpu: Gpu, most: float) -> Iterator[_Tile]:
         """The tile with walks of all planes of a volume, of half of them, and so on."""
         for walk in shares(self.layer.planes.walked, 1):
             yield self if walk == self.walk else replace(self, walk=walk)
 
-    @property
-    def moved_in_granules(self) -> float:
-        """The same with the rest of the granules where a tile's rows begin and end."""
-        return self.moved
+    def in_granules(self, loaded: float, written: float) -> float:
+        """Elements of so many planes, with the rest of granules where a tile's rows begin and end.
+
+        ``loaded`` are planes of the input, ``written`` those of other tensors.
+        """
+        return (loaded + written) * self.outputs
 
     @lazy
     def registers(self) -> int:
@@ -151,9 +192,8 @@ class FmaTile(Tile):
         accumulators = (
             self.channels * self.area.rows * self.area.columns * (1 + self.layer.two_level)
         )
-        return min(
-            255, words * (accumulators + self.area.window_columns * self.channels) + OTHER_REGISTERS
-        )
+        numbers = accumulators + self.area.window_columns * self.channels
+        return min(255, words * numbers + 2 * self.kept + OTHER_REGISTERS)
 
     def least_cycles(self, gpu: Gpu) -> float:
         """The estimate without copies, as if all blocks of an SM ran at once."""
@@ -162,7 +202,7 @@ class FmaTile(Tile):
             return self._least_of_walks(gpu)
         blocks = ceil_div(self.blocks(layer.problem.batch), gpu.sm_count)
         products = self.channels * self.area.rows * self.area.columns * layer.products
-        rows = layer.group_in * self.area.window_rows * OUTPUT_ROW * self.area.rows
+        rows = self.choosing
         loads, bank_cycles = self.loads
         stores = self.stores
         warps = self.threads / 32 * blocks
@@ -183,10 +223,11 @@ class FmaTile(Tile):
         walks = layer.planes.walks(layer.planes.walked)
         planes = tiles / walks * layer.planes.out_size / gpu.sm_count
         accumulators = self.channels * self.area.rows * self.area.columns
-        rows = layer.group_in * self.area.window_rows * OUTPUT_ROW * self.area.rows
         instructions, bank_cycles = self.loads
-        pairs = layer.tap_planes
-        issued = accumulators * layer.products + (instructions + rows) * pairs + STORE * self.stores
+        pairs, loaded = layer.tap_planes, layer.planes.advance / layer.planes.over
+        copies = loaded * self.plane_copies
+        issued = accumulators * layer.products + (instructions + self.choosing) * pairs
+        issued += STORE * self.stores + (KEPT_COPY if self.kept else COPY) * copies / self.threads
         warps = self.threads / 32 * planes
         size = layer.operands.scalar_bytes
         return together(
@@ -194,7 +235,8 @@ class FmaTile(Tile):
             32 * warps * accumulators * layer.products / rates.float32,
             warps * bank_cycles * pairs,
             warps * self.stores * self.stored_bytes * STORED_SECTOR,
-            planes * self.outputs * self.written * size / rates.memory_bytes,
+            planes * copies * self.vector * size / rates.l2_bytes * L2_LOAD,
+            planes * self.in_granules(loaded, self.written) * size / rates.memory_bytes,
             loss=LOSS,
         )
 
@@ -205,11 +247,12 @@ class FmaTile(Tile):
         accumulators = self.channels * self.area.rows * self.area.columns
         instructions, bank_cycles = self.loads
         walk, pairs = self.walk, self.multiplied
+        moved = self.in_granules(self.loaded, self.written * walk)
         issued = (
             accumulators * layer.products * walk
             + instructions * pairs
-            + layer.group_in * self.area.window_rows * OUTPUT_ROW * self.area.rows * pairs
-            + (COPY * self.copies + WEIGHT * self.weights) / self.threads
+            + self.choosing * pairs
+            + (self.copying + WEIGHT * self.weights) / self.threads
             + STORE * self.stores * walk
         )
         warps = self.threads / 32 * resident
@@ -220,9 +263,11 @@ class FmaTile(Tile):
             warps * bank_cycles * pairs,
             warps * self.stores * self.stored_bytes * STORED_SECTOR * walk,
             resident * self.copies * self.vector * size / rates.l2_bytes * L2_LOAD,
-            resident * self.moved_in_granules * size / rates.memory_bytes,
+            resident * moved * size / rates.memory_bytes,
             loss=LOSS,
         )
+        if layer.is_volume:
+            one_round += (FIRST_PLANES + walk * NEXT_PLANE) / resident
         return max(rounds * one_round, blocks / STARTED)
 
 
@@ -255,16 +300,14 @@ class Planes(PlanesTile, FmaTile):
         tiles = self.area.image_tiles * self.layer.planes.walks(self.walk)
         return ceil_div(planes, self.slots) * tiles
 
-    @property
-    def moved_in_granules(self) -> float:
+    def in_granules(self, loaded: float, written: float) -> float:
         layer, columns = self.layer, self.area.tile_size[1]
-        if columns >= layer.out_size[1]:
-            return self.moved  # Whole rows follow one another in memory.
+        if columns >= layer.out_size[1]:  # Whole rows follow one another in memory.
+            return super().in_granules(loaded, written)
         read = columns * layer.columns.times // layer.columns.over
         loads = self._in_granules(self.shift + self.area.halo_columns, read, layer.in_size[1])
         stores = self._in_granules(columns, columns, layer.out_size[1])
-        written = self.written * self.walk
-        return self.outputs * (self.loaded * loads / max(1, read) + written * stores / columns)
+        return self.outputs * (loaded * loads / max(1, read) + written * stores / columns)
 
     def _in_granules(self, elements: int, *distances: int) -> float:
         """Elements that memory moves for a row, if rows begin these distances apart."""
@@ -294,6 +337,10 @@ class Planes(PlanesTile, FmaTile):
     @property
     def plane_copies(self) -> int:
         return self.layer.group_in * self.slots * self.copied
+
+    @property
+    def passes(self) -> int:
+        return self.layer.group_in
 
     @property
     def weights(self) -> int:
@@ -390,6 +437,8 @@ class Pixels(PixelsTile, FmaTile):
         layer, size = self.layer, self.layer.operands.scalar_bytes
         windows = layer.group_in * self.area.window_rows * self.area.window_columns
         taps = layer.terms // layer.planes.kernel * self.area.rows / layer.rows.over
+        if self.unrolled:
+            taps /= self.area.rows / layer.rows.over  # registers hold weights for all rows
         widened = self.channels * (windows + taps) * (size == 2)
         banks = max(1.0, self.channels * size * 32 / BANK_BYTES)
         return windows + taps + widened, (windows * self.bank_conflicts + taps) * banks

@@ -35,8 +35,8 @@ constexpr int kWeightBytes = round_up(C::slots * kWeightPlane * static_cast<int>
 constexpr int kStageBytes = kInputBytes + kWeightBytes;
 constexpr int kRing = kReadPlanes + (kWalk > 1 ? kNextPlanes : 0);
 constexpr int kRingBytes = kRing * C::group_in * kInputBytes;
-constexpr int kSharedBytes = D::exists ? kRingBytes + D::kernel * C::group_in * kWeightBytes
-                                       : kStages * kStageBytes;
+constexpr int kSharedBytes =
+    D::exists ? kRingBytes + D::kernel * C::group_in * kWeightBytes : kStages * kStageBytes;
 static_assert(kSharedBytes == C::shared_bytes, "as planned");
 
 // The tile of a block.
@@ -90,8 +90,9 @@ __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, 
     const int y = first_row + row;
     const bool exists = inside && (C::inside || static_cast<unsigned>(y) < C::in_height) &&
                         (C::slots == 1 || tile.first + slot < planes);
-    const Offset source = static_cast<Offset>(tile.group(slot) - group) * (C::group_in * kInChannel) +
-                          static_cast<Offset>(y) * C::in_width + x;
+    const Offset source =
+        static_cast<Offset>(tile.group(slot) - group) * (C::group_in * kInChannel) +
+        static_cast<Offset>(y) * C::in_width + x;
     copy_elements<C::vector>(target + slot * kPlane + row * C::pitch, input + (exists ? source : 0),
                              exists);
   }
@@ -138,8 +139,8 @@ struct InputRows {
 };
 
 // Loads the weights of input channel `channel` of each plane's group; a thread loads whole kernel
-// rows. Planes and channels that do not exist get zeros, and so does the padding of rows. Of volumes
-// this loads plane `tap_plane` of the kernel.
+// rows. Planes and channels that do not exist get zeros, and so does the padding of rows. Of
+// volumes this loads plane `tap_plane` of the kernel.
 __device__ __forceinline__ void load_weights(Acc* target, const Scalar* weight, const Tile& tile,
                                              int channel, int planes, int tap_plane = 0) {
   constexpr int kRows = C::channels * C::kernel_height;  // kernel rows of a slot
@@ -199,7 +200,7 @@ __device__ __forceinline__ void multiply(Accumulators<C::channels>& acc, const S
                                at.y * Rows::kTimes / Rows::kOver * C::pitch + kFirstPiece +
                                at.x * Columns::kTimes / Columns::kOver;
   weights += at.slot * kWeightPlane;
-#pragma unroll 1
+#pragma unroll kUnrolledRows < C::channels>
   for (int i = 0; i < kWindowRows; ++i) {
     const WindowRow row(window + i * (Rows::kUnit * C::pitch));
 #pragma unroll
@@ -264,9 +265,10 @@ __device__ __forceinline__ void convolve_walk(const Scalar* input, const Scalar*
     return reinterpret_cast<Scalar*>(shared + (place * C::group_in + channel) * kInputBytes);
   };
   const auto weights = [&](int tap, int channel) {
-    return reinterpret_cast<Acc*>(shared + kRingBytes + (tap * C::group_in + channel) * kWeightBytes);
+    return reinterpret_cast<Acc*>(shared + kRingBytes +
+                                  (tap * C::group_in + channel) * kWeightBytes);
   };
-  const PlaneCopies<InputRows> rows(InputRows{tile, planes});
+  const PlaneCopies<InputRows, kMostKept> rows(InputRows{tile, planes});
   const auto load = [&](int position, bool all) {
     load_read<kRing>(OutputPlane(walk.residue, position), all, [&](int place, int plane) {
 #pragma unroll 1

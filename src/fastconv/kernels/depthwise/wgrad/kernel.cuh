@@ -34,6 +34,7 @@ constexpr int kTiles = kTilesX * kTilesY;
 // Units of a tile: positions of a residue, then of the next one. Images have a single one.
 constexpr int kUnitPlanes = kPlaneResidues * kPlanePositions;
 constexpr int kRing = kReadPlanes + kNextPlanes;
+constexpr int kMostKept = 6;  // vectors of a plane that a thread keeps the places of
 
 // The first kernel row and the first kernel plane of a tap group.
 __device__ __forceinline__ int first_tap_row(int group) {
@@ -63,8 +64,7 @@ __device__ __forceinline__ void write_entry(Acc* workspace, int split, int outpu
     workspace[kWeightEntries + output] = value;
   } else if constexpr (D::exists) {
     const int plane = first_tap_plane(tap_group) + index / kPlaneAccumulators;
-    const int of_plane =
-        first_tap_row(tap_group) * C::kernel_width + index % kPlaneAccumulators;
+    const int of_plane = first_tap_row(tap_group) * C::kernel_width + index % kPlaneAccumulators;
     if (plane >= D::kernel || of_plane >= kPlaneTaps) return;
     workspace[entry_of(output, channel, plane * kPlaneTaps + of_plane)] = value;
   } else if (row < C::kernel_height) {
@@ -127,9 +127,9 @@ struct TapAccumulators {
                                       int columns_left, const LoadRow& load_row) {
     constexpr int kRows = (C::rows - 1) * Rows::kStep + C::tap_rows;
     constexpr bool kWholeColumns = C::out_width % C::columns == 0 && Columns::kOutStep == 1;
-    constexpr bool kWholeTaps = D::exists ? C::kernel_height % C::tap_rows == 0
-                                          : C::kernel_height ==
-                                                C::tap_blocks * kBlockGroups * C::tap_rows;
+    constexpr bool kWholeTaps =
+        D::exists ? C::kernel_height % C::tap_rows == 0
+                  : C::kernel_height == C::tap_blocks * kBlockGroups * C::tap_rows;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (!kWholeTaps && first_tap + i >= kWindowRows) continue;  // no tap reads this row

@@ -128,8 +128,8 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
       clear<kRingBytes, kThreads>(shared);
       __syncthreads();
     }
-    PlaneCopies<HaloRectangle<kThreads>> halo;
-    PlaneCopies<GradRectangle> gradient;
+    PlaneCopies<HaloRectangle<kThreads>, kMostKept> halo;
+    PlaneCopies<GradRectangle, kMostKept> gradient;
     walk_units(
         SplitUnits(split, images),
         [&](int index, bool all) {

@@ -15,6 +15,7 @@ from fastconv.kernels.depthwise.layer import CHAIN, Layer, require
 from fastconv.kernels.depthwise.rows import plan as one_row
 from fastconv.kernels.depthwise.tiles import (
     FAMILY,
+    KEPT_COPY,
     RESERVED_BYTES,
     WHY,
     Area,
@@ -24,6 +25,7 @@ from fastconv.kernels.depthwise.tiles import (
     Tile,
     areas,
     best,
+    kept,
     lane_channels,
     lanes_of_channels,
     occupancy,
@@ -47,6 +49,7 @@ from fastconv.problem import Problem
 MOST_TAPS, MOST_PAIRED_TAPS = 56, 98
 MOST_PATCH = 28  # pixels of a patch
 MOST_WRITTEN = 1600  # products of a patch: the code unrolls all of them
+MOST_KEPT = 6  # vectors of a plane that a thread keeps the places of, see depth.cuh
 MOST_WARPS = 8
 MOST_LANES = 512  # patches of a tile
 FEWEST_ACROSS = 8  # patches across a tile of contiguous tensors, if an image has as many
@@ -270,10 +273,11 @@ class WgradTile(Tile):
     def end_bytes(self) -> int:
         """Shared memory that the reduction of a block's accumulators takes."""
 
-    @property
-    @abstractmethod
+    @lazy
     def copies(self) -> float:
         """Vectors that are copied for a unit."""
+        inputs, grads = self.copied_of
+        return self.loaded * inputs + grads
 
     @property
     @abstractmethod
@@ -298,7 +302,34 @@ class WgradTile(Tile):
     def registers(self) -> int:
         words = max(1, self.layer.operands.scalar_bytes // 4)
         numbers = self.taps.count + self.area.rows * self.area.columns + self.area.window_columns
-        return min(255, words * self.channels * numbers + OTHER_REGISTERS)
+        return min(255, words * self.channels * numbers + 2 * self.kept + OTHER_REGISTERS)
+
+    @lazy
+    def kept(self) -> int:
+        """Vectors of the planes of a walk that each thread keeps the places of."""
+        if not self.layer.is_volume:
+            return 0
+        return sum(kept(vectors, self.threads, MOST_KEPT) for vectors in self.copied_of)
+
+    @property
+    def _least_copying(self) -> float:
+        return (KEPT_COPY if self.layer.is_volume else COPY) * self.copies
+
+    @property
+    def copying(self) -> float:
+        """Instructions of all threads to copy a unit."""
+        if not self.layer.is_volume:
+            return COPY * self.copies
+        counts = zip(self.copied_of, (self.loaded, 1), strict=True)
+        return sum(
+            (KEPT_COPY if kept(vectors, self.threads, MOST_KEPT) else COPY) * vectors * planes
+            for vectors, planes in counts
+        )
+
+    @property
+    @abstractmethod
+    def copied_of(self) -> tuple[int, int]:
+        """Vectors of a plane of the input, and of the output's gradient."""
 
     def least_cycles(self, gpu: Gpu) -> float:
         """A lower bound for all teams: half of the threads, none of them idle."""
@@ -320,7 +351,7 @@ class WgradTile(Tile):
         if fit == 0:
             return inf
         instructions, bank_cycles = self._patch
-        issued = in_rounds * instructions + COPY * self.copies + threads * UNIT
+        issued = in_rounds * instructions + self._least_copying + threads * UNIT
         blocks = self.blocks / gpu.sm_count
         units = blocks * self.units
         one_round = together(
@@ -362,7 +393,7 @@ class WgradTile(Tile):
     def _unit(self) -> tuple[float, float]:
         """Instructions of a thread for a unit, and cycles of shared memory."""
         instructions, bank_cycles = self._patch
-        copies = COPY * self.copies / self.threads
+        copies = self.copying / self.threads
         return self.rounds * instructions + copies + UNIT, self.rounds * bank_cycles
 
     @lazy
@@ -450,10 +481,10 @@ class Planes(PlanesTile, WgradTile):
     def end_bytes(self) -> int:
         return self.threads // 32 * (self.taps.count + 1) * self.layer.operands.sum_bytes
 
-    @property
-    def copies(self) -> float:
+    @lazy
+    def copied_of(self) -> tuple[int, int]:
         grads = self.area.tile_size[0] * ceil_div(self.area.tile_size[1], self.grad_vector)
-        return self.slots * (self.loaded * self.copied + grads)
+        return self.slots * self.copied, self.slots * grads
 
     @lazy
     def loads(self) -> tuple[float, float]:
@@ -552,9 +583,9 @@ class Pixels(PixelsTile, WgradTile):
         values = self.taps.block_groups * (self.taps.count + 1) * self.block.count
         return values * self.layer.operands.sum_bytes
 
-    @property
-    def copies(self) -> float:
-        return self.loaded * self.copied + self._grads * self.block.grad_vectors
+    @lazy
+    def copied_of(self) -> tuple[int, int]:
+        return self.copied, self._grads * self.block.grad_vectors
 
     @lazy
     def loads(self) -> tuple[float, float]:

@@ -108,9 +108,8 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   };
   constexpr long long kInImage = (C::groups * C::group_in) * kInChannel;
   constexpr long long kOutImage = kAllOutputs * kOutChannel;
-  using InputRows =
-      PlaneRectangle<C::slots, kCopiedRows, kEndVector - kFirstVector, C::vector, C::pitch, kPlane,
-                     C::in_height, C::in_width, kThreads, kInImage>;
+  using InputRows = PlaneRectangle<C::slots, kCopiedRows, kEndVector - kFirstVector, C::vector,
+                                   C::pitch, kPlane, C::in_height, C::in_width, kThreads, kInImage>;
   using GradRows =
       PlaneRectangle<C::slots, kTileRows, kGradColumns / C::grad_vector, C::grad_vector,
                      C::grad_pitch, kGradPlane, C::out_height, C::out_width, kThreads, kOutImage>;
@@ -124,8 +123,8 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   };
   TapAccumulators<1> acc;
   if constexpr (D::exists) {
-    PlaneCopies<InputRows> rows;
-    PlaneCopies<GradRows> gradient;
+    PlaneCopies<InputRows, kMostKept> rows;
+    PlaneCopies<GradRows, kMostKept> gradient;
     const auto ring = [&](int place) {
       return reinterpret_cast<Scalar*>(shared + place * kInputBytes);
     };
