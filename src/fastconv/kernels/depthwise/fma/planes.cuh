@@ -125,8 +125,8 @@ struct InputRows {
     const int row = C::slots == 1 ? i : i % kCopiedRows;
     const int y = tile.y * Rows::kTimes / Rows::kOver + Rows::kOrigin + kFirstRow + row;
     const int x = tile.x * Columns::kTimes / Columns::kOver + Columns::kOrigin - kShift + at;
-    const bool inside = C::inside || (static_cast<unsigned>(x) < C::in_width &&
-                                      static_cast<unsigned>(y) < C::in_height);
+    const bool inside = C::inside || (static_cast<unsigned>(y) < C::in_height &&
+                                      static_cast<unsigned>(x) < C::in_width);
     const Offset group = static_cast<Offset>(tile.group(slot) - tile.group(0));
     return {group * static_cast<Offset>(C::group_in * kInChannel) +
                 static_cast<Offset>(y) * C::in_width + x,
