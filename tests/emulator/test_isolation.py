@@ -97,6 +97,33 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "a plane behind the volume: an older one's place",
+        "sm_90a/1 forward float32 nhwc/nhwc: 2x8x9x6x8 8x1x3x3x3 padding=1,1,1,1,1,1 groups=8",
+        Fault(
+            "depthwise/fma/pixels.cuh",
+            "if (!plane.reads(number)) continue;",
+            "if (!plane.reads(number) && position == 0) continue;",
+        ),
+    ),
+    Mutant(
+        "a plane behind the volume: an older one's place",
+        "sm_90a/1 forward float32 nchw/nchw: 2x8x9x6x8 8x1x3x3x3 padding=1,1,1,1,1,1 groups=8",
+        Fault(
+            "depthwise/fma/planes.cuh",
+            "if (!plane.reads(number)) continue;",
+            "if (!plane.reads(number) && position == 0) continue;",
+        ),
+    ),
+    Mutant(
+        "a plane behind the volume: an older one's place",
+        "sm_90a/1 weight_grad float32 nhwc/nhwc: 1x8x7x6x8 8x1x3x3x3 padding=1,1,1,1,1,1 groups=8",
+        Fault(
+            "depthwise/wgrad/kernel.cuh",
+            "|| !at.reads(tap)) continue;",
+            "|| (!at.reads(tap) && at.position == 0)) continue;",
+        ),
+    ),
+    Mutant(
         "an element too far: the last channel's last",
         "sm_90a/1 forward bfloat16 nchw/nchw: 1x4x1x517 4x1x1x3 padding=0,1 groups=4",
         Fault(
@@ -283,9 +310,8 @@ MUTANTS = [
         "sm_90a/1 forward*gemm float16 nhwc/nhwc: 2x8x9x4 16x8x3x3 padding=1,1",
         Fault(
             "hopper/implicit_gemm_nhwc/load.cuh",
-            "const int row_offset = height.offset(tap_row), column",
-            "const int row_offset = height.offset(tap_row) + (tap_row + 1 == "
-            "C::kernel_height), column",
+            "height.offset(row), depth.offset(plane)}",
+            "height.offset(row) + (row + 1 == C::kernel_height), depth.offset(plane)}",
         ),
     ),
     Mutant(

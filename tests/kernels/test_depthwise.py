@@ -24,11 +24,12 @@ from fastconv.kernels.depthwise.tiles import best
 from fastconv.kernels.depthwise.wgrad import plan as weight_grad
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
-from fastconv.problem import Problem
+from fastconv.problem import Axis, Problem
 from nvrtc import compiled
 
 PASSES = (depthwise.forward, depthwise.input_grad, depthwise.weight_grad)
-LAYERS = workloads.suite("depthwise")
+VOLUMES = [layer for layer in workloads.suite("video") if layer.name == "x3d_dw"]
+LAYERS = [*workloads.suite("depthwise"), *VOLUMES]
 MOST_CALLS = 100_000  # Bounds the function calls that plan a pass: about 30 ms.
 KINDS = tuple(product((torch.float32, torch.bfloat16), (False, True)))
 
@@ -50,7 +51,8 @@ def _plans(gpu: Gpu) -> Iterator[Plan]:
 
 
 def test_there_are_layers() -> None:
-    assert {"dw7x7", "replknet31", "efficientnet_down"} <= {layer.name for layer in LAYERS}
+    names = {layer.name for layer in LAYERS}
+    assert {"dw7x7", "replknet31", "efficientnet_down", "x3d_dw"} <= names
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
@@ -67,11 +69,19 @@ def test_plans_fit(gpu: Gpu) -> None:
         assert plan.scratch_bytes <= 64 << 20
 
 
+def _deep(draw: Random, problem: Problem) -> Problem:
+    """The same with a depth."""
+    taps, stride, dilation = draw.choice(((3, 1, 1), (3, 2, 1), (2, 1, 3), (5, 1, 1), (1, 3, 1)))
+    depth = Axis(draw.randint(taps * dilation, 40), taps, stride, taps // 2, 1, dilation)
+    return replace(problem, depth=depth)
+
+
 def _drawn(channels_last: bool, transposed: bool) -> Iterator[tuple[Layer, Gpu]]:
     """Some of the suite's layers, and random ones, with random types and GPUs."""
     draw = Random(channels_last + 2 * transposed)
     problems = [layer.problem for layer in LAYERS[::6]]
     problems += [population.narrow(draw, 1e11, 1e9).problem for _ in range(24)]
+    problems += [_deep(draw, problem) for problem in problems[-8:]]
     for problem in problems:
         dtype = draw.choice((torch.float32, torch.bfloat16, torch.float16, torch.float64))
         operands = replace(
@@ -109,7 +119,7 @@ def test_no_tile_takes_less_than_its_bound(transposed: bool | None, channels_las
 @pytest.mark.parametrize("plan", PASSES)
 def test_planning_takes_no_time(plan: planner.Planner) -> None:
     """The planner evaluates few of more than a thousand tiles."""
-    for layer, (dtype, channels_last) in product(LAYERS[::2], KINDS):
+    for layer, (dtype, channels_last) in product([*LAYERS[::2], *VOLUMES], KINDS):
         operands = _operands(layer.problem, dtype, channels_last)
         assert calls(partial(plan, layer.problem, operands, H200)) < MOST_CALLS
 

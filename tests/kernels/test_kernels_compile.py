@@ -522,8 +522,10 @@ def test_small_mmas(arch: str) -> None:
 def test_kernels_for_volumes(gpu: str) -> None:
     shapes = (2, 4, 7, 9, 11), (6, 2, 3, 2, 3)
     problem = Problem.of(*shapes, (2, 3, 2), (1, 2, 0, 1, 1, 1), (1, 2, 1), 2)
+    depthwise = Problem.of((2, 6, 7, 9, 11), (6, 1, 3, 3, 3), (2, 1, 1), (1,) * 6, (1,) * 3, 6)
     weight = torch.empty(shapes[1], device="meta", memory_format=torch.channels_last_3d)
     operands = Operands("fastconv::bfloat16", 2, True, False, weight.stride(), True)
-    for plan in PASSES:
-        for launch in plan(problem, operands, gpus.named(gpu)).launches:
+    alike = replace(operands, output_channels_last=True)
+    for plan, (one, kind) in product(PASSES, ((problem, operands), (depthwise, alike))):
+        for launch in plan(one, kind, gpus.named(gpu)).launches:
             assert compile.build(launch.kernel, gpu)

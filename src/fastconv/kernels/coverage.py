@@ -23,6 +23,8 @@ Class = tuple[str, str, tuple[tuple[str, Constant], ...]]
 
 PAIR = "pair"
 """The part of classes that are two choices of a kernel."""
+OF_VOLUMES = frozenset({"walk", "tap_planes"})
+"""Sizes that only kernels for volumes have."""
 REACH = "reach"
 """The part of classes that are a choice and a property of the problem: see :func:`reaches`."""
 

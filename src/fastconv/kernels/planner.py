@@ -55,9 +55,6 @@ WEIGHT_GRAD: tuple[Planner, ...] = (
 ANATOMIES = {**HOPPER, **AMPERE, **DEPTHWISE, **DIRECT, **TENSOR}
 """What selects the code of each kernel that a plan can have, by the kernel's source."""
 
-FOR_VOLUMES = ("hopper", "ampere", "direct")
-"""The families that take problems with a depth; the others are for images."""
-
 VARIABLE = "FASTCONV_FAMILY"
 
 
@@ -243,10 +240,7 @@ def _first(
     switch = current() if switch is None else switch
     reasons = [] if switch == EVERY else [f"; planned by {switch} alone"]
     problem = problem.without_idle_dilation  # else families would reserve memory for it
-    asked = switch.planners(planners, gpu)
-    if problem.depth is not None:
-        asked = tuple(one for one in asked if _family(one) in FOR_VOLUMES)
-    for planner in asked:
+    for planner in switch.planners(planners, gpu):
         try:
             plan = planner(problem, operands, switch.gpu(gpu))
         except Declined as reason:

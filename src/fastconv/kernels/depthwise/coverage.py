@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
-from fastconv.kernels.coverage import Anatomy
+from fastconv.kernels.coverage import OF_VOLUMES, Anatomy, volume
 from fastconv.kernels.depthwise.layer import Axis
 from fastconv.kernels.family import GEOMETRY, Constant
 
@@ -21,6 +21,23 @@ def _common(c: Mapping[str, Any]) -> dict[str, Constant]:
         "copied in vectors": c["vector"] > 1,
         "image": "inside" if c["inside"] else "whole" if is_whole else "in tiles",
         "several inputs": c["group_in"] > 1,
+        **_depth(c),
+    }
+
+
+def _depth(c: Mapping[str, Any]) -> dict[str, Constant]:
+    """The choices of volumes; images have none."""
+    if not volume(c):
+        return {}
+    planes = Axis(
+        c["transposed"], c["kernel_depth"], c["stride_depth"], c["dilation_depth"],
+        c["padding_front"], c["out_depth"],
+    )  # fmt: skip
+    alone = planes.step >= planes.kernel and not planes.fractional
+    return {
+        **volume(c),
+        "planes read": "by one output" if alone else _steps(planes),
+        "one plane": c.get("walk") == 1,
     }
 
 
@@ -59,7 +76,7 @@ def _copied(c: Mapping[str, Any], threads: int, grads: int = 0) -> str:
     return "in parts" if max(vectors, grads) > threads else "at once"
 
 
-_TILE = {"rows", "columns", "lanes_y", "lanes_x", "vector", "inside", "shared_bytes",
+_TILE = OF_VOLUMES | {"rows", "columns", "lanes_y", "lanes_x", "vector", "inside", "shared_bytes",
          "blocks_per_sm"}  # fmt: skip
 _ROWS = {"piece", "pitch", "plane_padding"}  # for contiguous tensors
 _LANES = {"lanes_c", "lane_channels"}  # for channels-last tensors
@@ -144,12 +161,16 @@ def _taps(c: Mapping[str, Any]) -> str:
     groups = _tap_groups(c)
     if groups == 1:
         return "one thread's"
+    if volume(c):
+        unevenly = c["kernel_depth"] % c["tap_planes"] or c["kernel_height"] % c["tap_rows"]
+        return "shared unevenly" if unevenly else "shared"
     rows = ceil_div(groups, c["tap_blocks"]) * c["tap_blocks"] * c["tap_rows"]
     return "shared" if rows == c["kernel_height"] else "shared unevenly"
 
 
 def _tap_groups(c: Mapping[str, Any]) -> int:
-    return ceil_div(int(c["kernel_height"]), int(c["tap_rows"]))
+    planes = ceil_div(c["kernel_depth"], c["tap_planes"]) if volume(c) else 1
+    return planes * ceil_div(int(c["kernel_height"]), int(c["tap_rows"]))
 
 
 _WGRAD = GEOMETRY | _TILE | {

@@ -8,7 +8,13 @@ from math import gcd
 
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.direct import limits
-from fastconv.kernels.family import Constant, Declined, Operands, problem_constants
+from fastconv.kernels.family import (
+    Constant,
+    Declined,
+    Operands,
+    depth_constants,
+    problem_constants,
+)
 from fastconv.kernels.lazy import lazy
 from fastconv.problem import Padding, Problem
 
@@ -86,6 +92,31 @@ class Axis:
         """Threads along the axis if each computes this many outputs."""
         return ceil_div(self.out_size, outputs * self.out_step) * self.out_step
 
+    # Walks along the depth of volumes, see depth.cuh.
+
+    @lazy
+    def read(self) -> int:
+        """Input positions that an output reads at most."""
+        return ceil_div(self.kernel, self.over)
+
+    @lazy
+    def advance(self) -> int:
+        """Input positions that the next output of a walk reads besides."""
+        return 1 if self.fractional else min(self.step, self.kernel)
+
+    @lazy
+    def walked(self) -> int:
+        """Outputs of the longest walk: a residue's."""
+        return ceil_div(self.out_size, self.out_step)
+
+    def walks(self, outputs: int) -> int:
+        """Walks of at most this many outputs."""
+        return min(self.out_step, self.out_size) * ceil_div(self.walked, outputs)
+
+    def loaded(self, outputs: int) -> float:
+        """Input positions that a walk of this many outputs loads, on average."""
+        return self.read + (outputs - 1) * self.advance / self.over
+
 
 def _column_as_row(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
     """Turns images of one column into images of one row, which have the same layout in memory.
@@ -97,7 +128,7 @@ def _column_as_row(problem: Problem, operands: Operands) -> tuple[Problem, Opera
     if not is_column or problem.kernel_size[0] > MOST_KERNEL_COLUMNS:
         return problem, operands
     top, bottom, left, right = problem.padding
-    out, in_, row, column = operands.weight_strides
+    *others, row, column = operands.weight_strides
     turned = replace(
         problem,
         input_size=(width, height),
@@ -106,7 +137,7 @@ def _column_as_row(problem: Problem, operands: Operands) -> tuple[Problem, Opera
         padding=Padding(left, right, top, bottom),
         dilation=problem.dilation[::-1],
     )
-    return turned, replace(operands, weight_strides=(out, in_, column, row))
+    return turned, replace(operands, weight_strides=(*others, column, row))
 
 
 @dataclass(frozen=True)
@@ -151,6 +182,8 @@ class Layer:
                 raise Declined("strides and dilations at once")
             if axis.fractional and axis.stride > MOST_STRIDE:
                 raise Declined(f"strides of more than {MOST_STRIDE}")
+        if layer.planes.fractional and layer.planes.dilation > 1:
+            raise Declined("strides and dilations at once")
         return layer
 
     def _check_channels(self) -> None:
@@ -189,6 +222,21 @@ class Layer:
     def columns(self) -> Axis:
         return self._axis(1)
 
+    @lazy
+    def is_volume(self) -> bool:
+        return self.problem.depth is not None
+
+    @lazy
+    def planes(self) -> Axis:
+        """The depth; that of an image is a single plane."""
+        depth = self.problem.depth
+        if depth is None:
+            return Axis(self.transposed, 1, 1, 1, 0, 1)
+        written = depth.input_size if self.transposed else depth.output_size
+        return Axis(
+            self.transposed, depth.kernel_size, depth.stride, depth.dilation, depth.before, written
+        )
+
     def _axis(self, i: int) -> Axis:
         problem = self.problem
         return Axis(
@@ -205,7 +253,7 @@ class Layer:
     @lazy
     def terms(self) -> int:
         """Input channels times taps of an output; a fractional stride skips some of them."""
-        return self.group_in * self.rows.kernel * self.columns.kernel
+        return self.group_in * self.planes.kernel * self.rows.kernel * self.columns.kernel
 
     @lazy
     def two_level(self) -> bool:
@@ -215,7 +263,12 @@ class Layer:
     @lazy
     def products(self) -> float:
         """Products of an output that are computed, on average."""
-        return self.terms / (self.rows.over * self.columns.over)
+        return self.terms / (self.planes.over * self.rows.over * self.columns.over)
+
+    @lazy
+    def tap_planes(self) -> float:
+        """Planes of the kernel that an output has, on average; those of padding among them."""
+        return self.planes.kernel / self.planes.over
 
     @lazy
     def most_accumulators(self) -> int:
@@ -236,6 +289,7 @@ class Layer:
             "out_height": self.out_size[0],
             "out_width": self.out_size[1],
             **problem_constants(problem, operands),
+            **depth_constants(problem, operands, self.transposed),
             "two_level": self.two_level,
             "flush_rows": self.flush_rows,
         }

@@ -1,7 +1,7 @@
 // The channels of a channels-last tensor that a block computes, and how it copies their pixels to
 // shared memory.
 #pragma once
-#include "depthwise/axis.cuh"
+#include "depthwise/depth.cuh"
 
 namespace fastconv {
 namespace depthwise {
@@ -42,16 +42,23 @@ __device__ __forceinline__ int first_read(int output) {
   return kParts == 1 ? output / C::group_out * C::group_in : 0;
 }
 
-// Copies a rectangle of pixels of each of `slots` images: kChannels of the kAll channels, from
-// `channel` on. In shared memory, rows have kPitch pixels and images kSlot elements.
-template <int kRows, int kColumns, int kPitch, int kSlot, int kChannels, int kVector, int kAll,
-          int kHeight, int kWidth, int kThreads>
-__device__ __forceinline__ void load_pixels(Scalar* target, const Scalar* image, int images_left,
-                                            int channel, int first_row, int first_column) {
-  constexpr int kVectors = kChannels / kVector;
-  constexpr int kTasks = C::slots * kRows * kColumns * kVectors;
-#pragma unroll 2
-  for (int task = static_cast<int>(threadIdx.x); task < kTasks; task += kThreads) {
+// A rectangle of pixels of each of `slots` images: kChannels of the kAll channels, from `channel`
+// on. In shared memory, rows have kPitch pixels and images kSlot elements. Images are kDepth planes
+// apart.
+template <int kRows, int kColumns, int kPitch, int kSlot, int kChannels, int kCopied, int kAll,
+          int kDepth, int kHeight, int kWidth, int kThreads>
+struct PixelRectangle {
+  static constexpr int kVector = kCopied;
+  static constexpr int kVectors = kChannels / kVector;
+  static constexpr int kTotal = C::slots * kRows * kColumns * kVectors;
+  static constexpr int kStep = kThreads;
+  static constexpr bool kAtOnce = true;
+  static constexpr long long kReach = 1ll * C::slots * kDepth * kHeight * kWidth * kAll;
+
+  int images_left, channel, first_row, first_column;
+
+  __device__ static int first() { return static_cast<int>(threadIdx.x); }
+  __device__ __forceinline__ Located<long long> locate(int task) const {
     const int first = channel + task % kVectors * kVector;
     const int pixel = task / kVectors;
     const int column = pixel % kColumns;
@@ -61,25 +68,50 @@ __device__ __forceinline__ void load_pixels(Scalar* target, const Scalar* image,
     const int slot = pixel / (kColumns * kRows);
     const bool exists = slot < images_left && first < kAll && static_cast<unsigned>(y) < kHeight &&
                         static_cast<unsigned>(x) < kWidth;
-    const long long source = ((1ll * slot * kHeight + y) * kWidth + x) * kAll + first;
+    const long long source =
+        ((1ll * slot * (1ll * kDepth * kHeight) + y) * kWidth + x) * kAll + first;
     constexpr bool kDense = kPitch == kColumns && kSlot == kRows * kColumns * kChannels;
     const int place =
         kDense ? task * kVector
                : slot * kSlot + (row * kPitch + column) * kChannels + task % kVectors * kVector;
-    copy_elements<kVector>(target + place, image + (exists ? source : 0), exists);
+    return {source, place, exists};
   }
-}
+  __device__ __forceinline__ void load(Scalar* target, const Scalar* image) const {
+#pragma unroll 2
+    for (int task = first(); task < kTotal; task += kThreads) {
+      const auto at = locate(task);
+      copy_elements<kVector>(target + at.place, image + (at.exists ? at.source : 0), at.exists);
+    }
+  }
+};
+
+// The halo tile of the output tile that begins at pixel (y, x), but for padding that is cleared.
+template <int kThreads>
+struct HaloRectangle
+    : PixelRectangle<kCopiedRows, kEndColumn - kFirstColumn, kHaloColumns, kSlot, kPixel, C::vector,
+                     kInChannels, D::in, C::in_height, C::in_width, kThreads> {
+  HaloRectangle() = default;
+  __device__ HaloRectangle(int images_left, const ChannelTile& channels, int y, int x)
+      : PixelRectangle<kCopiedRows, kEndColumn - kFirstColumn, kHaloColumns, kSlot, kPixel,
+                       C::vector, kInChannels, D::in, C::in_height, C::in_width, kThreads>{
+            images_left, channels.first_input(),
+            y * Rows::kTimes / Rows::kOver + Rows::kOrigin + kFirstRow,
+            x * Columns::kTimes / Columns::kOver + Columns::kOrigin + kFirstColumn} {}
+};
+constexpr int kHaloPlace = (kFirstRow * kHaloColumns + kFirstColumn) * kPixel;
+
+// Elements from one image's or volume's pixels to the next one's, and from one plane's.
+constexpr long long kInPlane = 1ll * C::in_height * C::in_width * kInChannels;
+constexpr long long kOutPlane = 1ll * C::out_height * C::out_width * kOutChannels;
+constexpr long long kInImage = kInPlane * D::in;
+constexpr long long kOutImage = kOutPlane * D::out;
 
 // Copies the halo tile of the output tile that begins at pixel (y, x).
 template <int kThreads>
 __device__ __forceinline__ void load_halo(Scalar* target, const Scalar* input, int first_image,
                                           int images, const ChannelTile& channels, int y, int x) {
-  load_pixels<kCopiedRows, kEndColumn - kFirstColumn, kHaloColumns, kSlot, kPixel, C::vector,
-              kInChannels, C::in_height, C::in_width, kThreads>(
-      target + (kFirstRow * kHaloColumns + kFirstColumn) * kPixel,
-      input + 1ll * first_image * C::in_height * C::in_width * kInChannels, images - first_image,
-      channels.first_input(), y * Rows::kTimes / Rows::kOver + Rows::kOrigin + kFirstRow,
-      x * Columns::kTimes / Columns::kOver + Columns::kOrigin + kFirstColumn);
+  HaloRectangle<kThreads>(images - first_image, channels, y, x)
+      .load(target + kHaloPlace, input + first_image * kInImage);
 }
 
 // A thread's channels of a pixel, or of a tap's weights.

@@ -1,7 +1,7 @@
 // The layout of contiguous (NCHW) tensors' rows in shared memory, and how threads read their
 // windows from them.
 #pragma once
-#include "depthwise/axis.cuh"
+#include "depthwise/depth.cuh"
 
 namespace fastconv {
 namespace depthwise {
@@ -28,9 +28,11 @@ static_assert(!kInPieces || (Columns::kUnit == 1 && kThreadStep % C::piece == 0 
                              C::pitch % C::piece == 0 && kPlane % C::piece == 0),
               "pieces are aligned");
 
-// Elements of a channel's plane in global memory.
+// Elements of a plane in global memory, and of a channel: its planes at all depths of a volume.
 constexpr long long kInPlane = 1ll * C::in_height * C::in_width;
 constexpr long long kOutPlane = 1ll * C::out_height * C::out_width;
+constexpr long long kInChannel = kInPlane * D::in;
+constexpr long long kOutChannel = kOutPlane * D::out;
 
 // A row of a thread's window in registers. `kept` makes the compiler load whole pieces: it would
 // otherwise load elements one by one where some are unused, with bank conflicts, because threads
@@ -89,6 +91,38 @@ __device__ __forceinline__ void load_planes(Scalar* target, const Scalar* plane,
     }
   }
 }
+
+// What load_planes copies, of volumes that are kImage elements apart.
+template <int kSlots, int kRows, int kVectors, int kCopied, int kPitch, int kSlot, int kHeight,
+          int kWidth, int kThreads, long long kImage>
+struct PlaneRectangle {
+  static constexpr int kVector = kCopied;
+  static constexpr bool kAtOnce = kVectors <= kThreads;
+  static constexpr int kTotal = kSlots * kRows;
+  static constexpr int kStep = max_of(1, kThreads / kVectors);
+  static constexpr long long kReach = kSlots * kImage;
+
+  int images_left, first_row, first_column;
+
+  __device__ static int first() {
+    const int thread = static_cast<int>(threadIdx.x);
+    return kThreads % kVectors != 0 && thread >= kStep * kVectors ? kTotal : thread / kVectors;
+  }
+  __device__ __forceinline__ Located<long long> locate(int row) const {
+    const int at = static_cast<int>(threadIdx.x) % kVectors * kVector;
+    const int x = first_column + at;
+    const int slot = kSlots == 1 ? 0 : row / kRows;
+    const int y = first_row + (kSlots == 1 ? row : row % kRows);
+    const bool exists = static_cast<unsigned>(x) < kWidth && static_cast<unsigned>(y) < kHeight &&
+                        (kSlots == 1 || slot < images_left);
+    return {slot * kImage + 1ll * y * kWidth + x,
+            at + slot * (kSlot - kRows * kPitch) + row * kPitch, exists};
+  }
+  __device__ __forceinline__ void load(Scalar* target, const Scalar* plane) const {
+    load_planes<kSlots, kRows, kVectors, kVector, kPitch, kSlot, kHeight, kWidth, kThreads>(
+        target, plane, kImage, images_left, first_row, first_column);
+  }
+};
 
 }  // namespace depthwise
 }  // namespace fastconv

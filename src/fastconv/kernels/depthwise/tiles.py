@@ -24,6 +24,7 @@ THREADS_PER_SM = 1536  # the least of the GPUs that are planned for
 REGISTERS_PER_SM = 65536
 RESERVED_BYTES = 1024  # shared memory that the system reserves for each block
 BANK_BYTES = 128  # bytes that shared memory delivers in a cycle
+KEPT_COPY = 8  # instructions of a thread to copy a vector whose place it keeps, see depth.cuh
 MOST_PARTS = 16  # parts that a row may be copied in: each is code of its own
 # Blocks that a GPU starts in a cycle, about: on an H200, 12.6 million of one warp took 7.6 ms.
 STARTED = 1.0
@@ -429,6 +430,12 @@ def best(candidates: Iterable[_Any], gpu: Gpu) -> _Any:
     if found is None:
         raise Declined("a halo tile that does not fit shared memory")
     return found
+
+
+def kept(vectors: int, threads: int, most: int) -> int:
+    """Vectors of a plane that each thread keeps the places of, about: all of them, or none."""
+    each = ceil_div(vectors, threads)
+    return each if each <= most else 0
 
 
 def occupancy(blocks: int, fit: int, gpu: Gpu) -> tuple[int, int]:

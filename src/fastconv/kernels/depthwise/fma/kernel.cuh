@@ -1,22 +1,34 @@
 // Forward convolution and input gradient with fused multiply-adds: what the kernels of both layouts
 // share. A thread's accumulators, and how it stores outputs.
 #pragma once
-#include "depthwise/axis.cuh"
+#include "depthwise/depth.cuh"
 #include "device/epilogue.cuh"
 
 namespace fastconv {
 namespace depthwise {
 
 // Returns a kernel row of a group's output channel `output` and input channel `channel`. For an
-// input gradient these are the weight's input and output channels.
+// input gradient these are the weight's input and output channels. `plane` is the kernel's plane.
 __device__ __forceinline__ const Scalar* kernel_row(const Scalar* weight, int group, int output,
-                                                    int channel, int row) {
+                                                    int channel, int row, int plane = 0) {
   const long long out =
       C::transposed ? 1ll * group * C::group_in + channel : 1ll * group * C::group_out + output;
   const int in = C::transposed ? output : channel;
   return weight + out * C::weight_stride_out + 1ll * in * C::weight_stride_in +
-         1ll * row * C::weight_stride_height;
+         1ll * row * C::weight_stride_height + 1ll * plane * D::weight_stride;
 }
+
+// Rows of the window that are unrolled, if a thread has kChannels channels: of volumes with small
+// kernels all of them, so that no instructions are spent on which tap row belongs to which output
+// row.
+constexpr int kMostUnrolled = 800;
+constexpr int kMostKept = 10;  // vectors of a plane that a thread keeps the places of
+template <int kChannels>
+constexpr int kUnrolledRows =
+    D::exists &&
+            kChannels * C::rows * C::columns * C::kernel_height * C::kernel_width <= kMostUnrolled
+        ? kWindowRows
+        : 1;
 
 // A thread's accumulators, for kChannels channels. With `two_level`, for long sums, those of an
 // output are added to a second level every flush_rows kernel rows, which keeps rounding errors

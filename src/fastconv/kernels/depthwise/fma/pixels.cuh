@@ -9,7 +9,9 @@
 //
 //   input    [slot][halo row][halo column][channel]     weights   [channel][tap row][tap][output]
 //
-// A separate kernel, `pack`, brings all weights into that layout first.
+// A separate kernel, `pack`, brings all weights into that layout first. Of volumes, a block walks
+// along the depth with a ring of the input's planes, and weights are [channel][tap plane][tap
+// row][tap][output].
 #pragma once
 #include "depthwise/fma/kernel.cuh"
 #include "depthwise/pixel_tiles.cuh"
@@ -19,14 +21,18 @@ namespace depthwise {
 
 constexpr int kPatches = C::lanes_y * C::lanes_x;
 constexpr int kThreads = round_up(C::slots * kPatches * C::lanes_c, 32);
-constexpr int kTaps = C::kernel_height * C::kernel_width;
-static_assert(kInputBytes + C::group_in * kTaps * kOutputs * static_cast<int>(sizeof(Scalar)) ==
+constexpr int kPlaneTaps = C::kernel_height * C::kernel_width;
+constexpr int kTaps = D::kernel * kPlaneTaps;
+constexpr int kRing = kReadPlanes + (kWalk > 1 ? kNextPlanes : 0);  // 1 of images
+constexpr int kRingBytes = kRing * kInputBytes;
+static_assert(kRingBytes + C::group_in * kTaps * kOutputs * static_cast<int>(sizeof(Scalar)) ==
                   C::shared_bytes,
               "as planned");
 
 // The tile of a block.
 struct Tile {
   int y, x;  // first output
+  int walk;  // of volumes
   int first_image;
   ChannelTile channels;
 
@@ -35,7 +41,9 @@ struct Tile {
     x = static_cast<int>(block % kTilesX) * kTileColumns;
     block /= kTilesX;
     y = static_cast<int>(block % kTilesY) * kTileRows;
-    first_image = static_cast<int>(block / kTilesY) * C::slots;
+    block /= kTilesY;
+    walk = static_cast<int>(block % kWalks);
+    first_image = static_cast<int>(block / kWalks) * C::slots;
   }
 };
 
@@ -75,7 +83,7 @@ struct Position {
   }
 };
 
-// Adds the products of all input channels.
+// Adds the products of all input channels, of one plane of volumes.
 __device__ __forceinline__ void multiply(Accumulators<C::lane_channels>& acc, const Scalar* input,
                                          const Scalar* weights, const Position& at) {
   const int row = at.y * Rows::kTimes / Rows::kOver;
@@ -85,7 +93,7 @@ __device__ __forceinline__ void multiply(Accumulators<C::lane_channels>& acc, co
   weights += at.output;
 #pragma unroll 1
   for (int channel = 0; channel < C::group_in; ++channel) {
-#pragma unroll 1
+#pragma unroll kUnrolledRows < C::lane_channels>
     for (int i = 0; i < kWindowRows; ++i) {
       Acc elements[C::lane_channels][kWindowColumns];
       load_window(elements, window, i);
@@ -113,7 +121,7 @@ __device__ __forceinline__ void multiply(Accumulators<C::lane_channels>& acc, co
 // Adds the bias, applies the epilogue and writes the outputs that lie in the image.
 __device__ __forceinline__ void store(const Accumulators<C::lane_channels>& acc, const Scalar* bias,
                                       Scalar* output, const Tile& tile, const Position& at,
-                                      int images, const Epilogue<C>& epilogue) {
+                                      int images, const Epilogue<C>& epilogue, int depth = 0) {
   const int image = tile.first_image + at.slot;
   const int channel = tile.channels.first_output() + at.output;
   if (image >= images || !tile.channels.has(at.output)) return;
@@ -133,10 +141,62 @@ __device__ __forceinline__ void store(const Accumulators<C::lane_channels>& acc,
         values[m] = acc.result(m, r, p) + Acc(widen(shift.element[m]));
       }
       Scalar* const target =
-          output +
-          (((1ll * image * C::out_height + y) * C::out_width + x) * kOutChannels + channel);
+          output + ((((1ll * image * D::out + depth) * C::out_height + y) * C::out_width + x) *
+                        kOutChannels +
+                    channel);
       store_vector(target, epilogue(values, target), true);
     }
+  }
+}
+
+// Computes a walk through volumes.
+__device__ __forceinline__ void convolve_walk(const Scalar* input, const Scalar* packed,
+                                              const Scalar* bias, Scalar* output, const Tile& tile,
+                                              int images, const Epilogue<C>& epilogue) {
+  const Walk walk(tile.walk);
+  if (walk.first >= walk.end) return;
+  const auto inputs = [&](int place) {
+    return reinterpret_cast<Scalar*>(shared_memory() + place * kInputBytes);
+  };
+  Scalar* const weights = reinterpret_cast<Scalar*>(shared_memory() + kRingBytes);
+  input += tile.first_image * kInImage;
+  const PlaneCopies<HaloRectangle<kThreads>, kMostKept> halo(
+      HaloRectangle<kThreads>(images - tile.first_image, tile.channels, tile.y, tile.x));
+  const auto load = [&](int position, bool all) {
+    load_read<kRing>(OutputPlane(walk.residue, position), all, [&](int place, int plane) {
+      halo.copy(inputs(place) + kHaloPlace, input + plane * kInPlane);
+    });
+    copy_async_commit();
+  };
+  if constexpr (C::inside) {
+    clear<kRingBytes, kThreads>(shared_memory());
+    __syncthreads();
+  }
+  load_weights(weights, packed, tile);
+  load(walk.first, true);
+  const Position at;
+#pragma unroll 1
+  for (int position = walk.first; position < walk.end; ++position) {
+    const bool last = position + 1 == walk.end;
+    if (!last) {
+      load(position + 1, false);
+      copy_async_wait<1>();
+    } else {
+      copy_async_wait<0>();
+    }
+    __syncthreads();
+    const OutputPlane plane(walk.residue, position);
+    if (!at.idle()) {
+      Accumulators<C::lane_channels> acc;
+#pragma unroll 1
+      for (int number = 0; number < kReadPlanes; ++number) {
+        if (!plane.reads(number)) continue;
+        multiply(acc, inputs(plane.place<kRing>(number)),
+                 weights + plane.tap(number) * (kPlaneTaps * kOutputs), at);
+      }
+      store(acc, bias, output, tile, at, images, epilogue, plane.z);
+    }
+    if (!last) __syncthreads();  // before the load after next reuses the oldest planes
   }
 }
 
@@ -154,9 +214,12 @@ extern "C" __global__ void pack(const Config::Scalar* __restrict__ weight,
     const int output = i % C::group_out;
     const int tap = i / kOutChannels % kTaps;
     const int channel = i / (kOutChannels * kTaps);
-    packed[i] =
-        kernel_row(weight, group, output, channel,
-                   tap / C::kernel_width)[1ll * (tap % C::kernel_width) * C::weight_stride_width];
+    const int tap_row = tap / C::kernel_width;  // of all planes
+    const Scalar* const row =
+        D::exists ? kernel_row(weight, group, output, channel, tap_row % C::kernel_height,
+                               tap_row / C::kernel_height)
+                  : kernel_row(weight, group, output, channel, tap_row);
+    packed[i] = row[1ll * (tap % C::kernel_width) * C::weight_stride_width];
   }
 }
 
@@ -167,8 +230,12 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   using namespace fastconv::depthwise;
   const auto epilogue = FASTCONV_EPILOGUE(output);
   const Tile tile(blockIdx.x);
-  input += 1ll * first_image * C::in_height * C::in_width * kInChannels;
-  output += 1ll * first_image * C::out_height * C::out_width * kOutChannels;
+  input += first_image * kInImage;
+  output += first_image * kOutImage;
+  if constexpr (D::exists) {
+    convolve_walk(input, packed, bias, output, tile, images, epilogue);
+    return;
+  }
   Scalar* const inputs = reinterpret_cast<Scalar*>(fastconv::shared_memory());
   Scalar* const weights = reinterpret_cast<Scalar*>(fastconv::shared_memory() + kInputBytes);
   if constexpr (C::inside) {

@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from math import gcd
+from typing import TypeVar
 
 from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.depthwise.layer import Layer
 from fastconv.kernels.depthwise.tiles import (
     BANK_BYTES,
+    KEPT_COPY,
     STARTED,
     Area,
     Channels,
@@ -21,15 +23,19 @@ from fastconv.kernels.depthwise.tiles import (
     PlanesTile,
     Tile,
     areas,
+    kept,
     lane_channels,
     lanes_of_channels,
     occupancy,
+    shares,
 )
 from fastconv.kernels.family import Constant, Gpu
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning.limits import together
 
 MOST_THREADS = 256
+MOST_KEPT = 10  # vectors of a plane that a thread keeps the places of, see depth.cuh
+MOST_UNROLLED = 800  # products of a thread and a plane that are unrolled, see kernel.cuh
 OTHER_REGISTERS = 32  # registers of a thread besides accumulators and a window's row
 
 # Parameters of the cost model, fitted to measurements on an H200.
@@ -42,14 +48,25 @@ COPY, WEIGHT, OUTPUT_ROW, STORE = 40, 45, 3.7, 9
 # share of all other work that the longest does not hide.
 L2_LOAD, STORED_SECTOR, LOSS = 2.0, 0.67, 0.1
 SECTOR_BYTES = 32
+# Cycles in which a walk's warps wait for its first planes, and for each other at every plane. Other
+# blocks hide them.
+FIRST_PLANES, NEXT_PLANE = 2000, 500
 # What memory moves at least. A tile's rows that begin or end within a granule move all of it, and
 # measured times of tiles of 16 to 512 bytes across follow that.
 GRANULE_BYTES = 64
 
 
+_Tile = TypeVar("_Tile", bound="FmaTile")
+
+
 @dataclass(frozen=True, kw_only=True)
 class FmaTile(Tile):
-    """What a block computes at once with multiply-adds, and its estimated cost."""
+    """What a block computes at once with multiply-adds, and its estimated cost.
+
+    Of volumes, it computes that for ``walk`` output planes, one after the other.
+    """
+
+    walk: int = 1
 
     @property
     @abstractmethod
@@ -58,11 +75,6 @@ class FmaTile(Tile):
 
     @abstractmethod
     def blocks(self, images: int) -> int: ...
-
-    @property
-    @abstractmethod
-    def copies(self) -> int:
-        """Vectors that a block copies."""
 
     @property
     @abstractmethod
@@ -88,14 +100,90 @@ class FmaTile(Tile):
         """
 
     @lazy
-    def moved(self) -> int:
+    def moved(self) -> float:
         """Elements moved from and to memory: outputs, about as many inputs, and residuals."""
-        return (2 + self.layer.operands.epilogue.residual) * self.outputs
+        return (self.written * self.walk + self.loaded) * self.outputs
+
+    def constants(self) -> dict[str, Constant]:
+        walk: dict[str, Constant] = {"walk": self.walk} if self.layer.is_volume else {}
+        return super().constants() | walk
 
     @property
-    def moved_in_granules(self) -> float:
-        """The same with the rest of the granules where a tile's rows begin and end."""
-        return self.moved
+    def written(self) -> int:
+        """Tensors of the output's size that are moved: the output, and the residual."""
+        return 1 + self.layer.operands.epilogue.residual
+
+    @lazy
+    def loaded(self) -> float:
+        """Planes that are loaded for a walk; 1 of images."""
+        return self.layer.planes.loaded(self.walk)
+
+    @lazy
+    def multiplied(self) -> float:
+        """Pairs of a plane and a tap plane that are multiplied in a walk; 1 of images."""
+        return self.walk * self.layer.tap_planes
+
+    @lazy
+    def ring(self) -> int:
+        """Planes in shared memory; 1 of images."""
+        planes = self.layer.planes
+        return planes.read + (planes.advance if self.walk > 1 else 0)
+
+    @property
+    @abstractmethod
+    def plane_copies(self) -> int:
+        """Vectors of the input that a block copies for each plane."""
+
+    @lazy
+    def copies(self) -> float:
+        """Vectors that a block copies."""
+        return self.loaded * self.plane_copies
+
+    @lazy
+    def kept(self) -> int:
+        """Vectors of an input channel's plane that each thread keeps the places of."""
+        if not self.layer.is_volume:
+            return 0
+        return kept(self.plane_copies // self.passes, self.threads, MOST_KEPT)
+
+    @property
+    def passes(self) -> int:
+        """Input channels that are copied one after the other."""
+        return 1
+
+    @lazy
+    def unrolled(self) -> bool:
+        """Whether the rows of a thread's window are unrolled."""
+        layer = self.layer
+        products = self.channels * self.area.rows * self.area.columns
+        kernel = layer.rows.kernel * layer.columns.kernel
+        return layer.is_volume and products * kernel <= MOST_UNROLLED
+
+    @property
+    def choosing(self) -> float:
+        """Instructions of a thread to find the output rows that rows of its window belong to."""
+        if self.unrolled:
+            return 0
+        return self.layer.group_in * self.area.window_rows * OUTPUT_ROW * self.area.rows
+
+    @property
+    def copying(self) -> float:
+        """Instructions of all threads to copy."""
+        if self.kept == 0:
+            return COPY * self.copies
+        return COPY * self.kept * self.threads + KEPT_COPY * self.copies
+
+    def variants(self: _Tile, gpu: Gpu, most: float) -> Iterator[_Tile]:
+        """The tile with walks of all planes of a volume, of half of them, and so on."""
+        for walk in shares(self.layer.planes.walked, 1):
+            yield self if walk == self.walk else replace(self, walk=walk)
+
+    def in_granules(self, loaded: float, written: float) -> float:
+        """Elements of so many planes, with the rest of granules where a tile's rows begin and end.
+
+        ``loaded`` are planes of the input, ``written`` those of other tensors.
+        """
+        return (loaded + written) * self.outputs
 
     @lazy
     def registers(self) -> int:
@@ -104,16 +192,17 @@ class FmaTile(Tile):
         accumulators = (
             self.channels * self.area.rows * self.area.columns * (1 + self.layer.two_level)
         )
-        return min(
-            255, words * (accumulators + self.area.window_columns * self.channels) + OTHER_REGISTERS
-        )
+        numbers = accumulators + self.area.window_columns * self.channels
+        return min(255, words * numbers + 2 * self.kept + OTHER_REGISTERS)
 
     def least_cycles(self, gpu: Gpu) -> float:
         """The estimate without copies, as if all blocks of an SM ran at once."""
         layer, rates = self.layer, gpus.rates(gpu)
+        if layer.is_volume:
+            return self._least_of_walks(gpu)
         blocks = ceil_div(self.blocks(layer.problem.batch), gpu.sm_count)
         products = self.channels * self.area.rows * self.area.columns * layer.products
-        rows = layer.group_in * self.area.window_rows * OUTPUT_ROW * self.area.rows
+        rows = self.choosing
         loads, bank_cycles = self.loads
         stores = self.stores
         warps = self.threads / 32 * blocks
@@ -127,30 +216,58 @@ class FmaTile(Tile):
         )
         return max(least, self.blocks(layer.problem.batch) / STARTED)
 
+    def _least_of_walks(self, gpu: Gpu) -> float:
+        """The same for walks of any length: what all planes take, divided equally among SMs."""
+        layer, rates = self.layer, gpus.rates(gpu)
+        tiles = replace(self, walk=layer.planes.walked).blocks(layer.problem.batch)
+        walks = layer.planes.walks(layer.planes.walked)
+        planes = tiles / walks * layer.planes.out_size / gpu.sm_count
+        accumulators = self.channels * self.area.rows * self.area.columns
+        instructions, bank_cycles = self.loads
+        pairs, loaded = layer.tap_planes, layer.planes.advance / layer.planes.over
+        copies = loaded * self.plane_copies
+        issued = accumulators * layer.products + (instructions + self.choosing) * pairs
+        issued += STORE * self.stores + (KEPT_COPY if self.kept else COPY) * copies / self.threads
+        warps = self.threads / 32 * planes
+        size = layer.operands.scalar_bytes
+        return together(
+            issued * warps / ISSUED,
+            32 * warps * accumulators * layer.products / rates.float32,
+            warps * bank_cycles * pairs,
+            warps * self.stores * self.stored_bytes * STORED_SECTOR,
+            planes * copies * self.vector * size / rates.l2_bytes * L2_LOAD,
+            planes * self.in_granules(loaded, self.written) * size / rates.memory_bytes,
+            loss=LOSS,
+        )
+
     def cycles(self, gpu: Gpu) -> float:
         layer, rates = self.layer, gpus.rates(gpu)
         blocks = self.blocks(layer.problem.batch)
         rounds, resident = occupancy(blocks, self.blocks_per_sm(gpu), gpu)
         accumulators = self.channels * self.area.rows * self.area.columns
         instructions, bank_cycles = self.loads
+        walk, pairs = self.walk, self.multiplied
+        moved = self.in_granules(self.loaded, self.written * walk)
         issued = (
-            accumulators * layer.products
-            + instructions
-            + layer.group_in * self.area.window_rows * OUTPUT_ROW * self.area.rows
-            + (COPY * self.copies + WEIGHT * self.weights) / self.threads
-            + STORE * self.stores
+            accumulators * layer.products * walk
+            + instructions * pairs
+            + self.choosing * pairs
+            + (self.copying + WEIGHT * self.weights) / self.threads
+            + STORE * self.stores * walk
         )
         warps = self.threads / 32 * resident
         size = layer.operands.scalar_bytes
         one_round = together(
             issued * (warps + HALF_ISSUED) / ISSUED,
-            32 * warps * accumulators * layer.products / rates.float32,
-            warps * bank_cycles,
-            warps * self.stores * self.stored_bytes * STORED_SECTOR,
+            32 * warps * accumulators * layer.products * walk / rates.float32,
+            warps * bank_cycles * pairs,
+            warps * self.stores * self.stored_bytes * STORED_SECTOR * walk,
             resident * self.copies * self.vector * size / rates.l2_bytes * L2_LOAD,
-            resident * self.moved_in_granules * size / rates.memory_bytes,
+            resident * moved * size / rates.memory_bytes,
             loss=LOSS,
         )
+        if layer.is_volume:
+            one_round += (FIRST_PLANES + walk * NEXT_PLANE) / resident
         return max(rounds * one_round, blocks / STARTED)
 
 
@@ -180,18 +297,17 @@ class Planes(PlanesTile, FmaTile):
 
     def blocks(self, images: int) -> int:
         planes = images * self.layer.problem.groups * self.parts
-        return ceil_div(planes, self.slots) * self.area.image_tiles
+        tiles = self.area.image_tiles * self.layer.planes.walks(self.walk)
+        return ceil_div(planes, self.slots) * tiles
 
-    @property
-    def moved_in_granules(self) -> float:
+    def in_granules(self, loaded: float, written: float) -> float:
         layer, columns = self.layer, self.area.tile_size[1]
-        if columns >= layer.out_size[1]:
-            return self.moved  # Whole rows follow one another in memory.
+        if columns >= layer.out_size[1]:  # Whole rows follow one another in memory.
+            return super().in_granules(loaded, written)
         read = columns * layer.columns.times // layer.columns.over
         loads = self._in_granules(self.shift + self.area.halo_columns, read, layer.in_size[1])
         stores = self._in_granules(columns, columns, layer.out_size[1])
-        written = 1 + layer.operands.epilogue.residual
-        return self.outputs * (loads / max(1, read) + written * stores / columns)
+        return self.outputs * (loaded * loads / max(1, read) + written * stores / columns)
 
     def _in_granules(self, elements: int, *distances: int) -> float:
         """Elements that memory moves for a row, if rows begin these distances apart."""
@@ -213,15 +329,23 @@ class Planes(PlanesTile, FmaTile):
         layer, operands = self.layer, self.layer.operands
         weights = self.slots * (self._weight_plane + self.weight_padding) * operands.sum_bytes
         pixels = round_up(self.slots * self.plane * operands.scalar_bytes, 16)
+        if layer.is_volume:
+            planes = self.ring * pixels + layer.planes.kernel * round_up(weights, 16)
+            return planes * layer.group_in
         return (pixels + round_up(weights, 16)) * min(2, layer.group_in)
 
-    @lazy
-    def copies(self) -> int:
+    @property
+    def plane_copies(self) -> int:
         return self.layer.group_in * self.slots * self.copied
 
     @property
+    def passes(self) -> int:
+        return self.layer.group_in
+
+    @property
     def weights(self) -> int:
-        return self.layer.group_in * self.slots * self._weight_plane
+        layer = self.layer
+        return layer.planes.kernel * layer.group_in * self.slots * self._weight_plane
 
     @lazy
     def loads(self) -> tuple[float, float]:
@@ -276,7 +400,8 @@ class Pixels(PixelsTile, FmaTile):
         return self.slots * self.block.count * self.area.outputs
 
     def blocks(self, images: int) -> int:
-        return ceil_div(images, self.slots) * self.area.image_tiles * self.block.tiles
+        tiles = self.area.image_tiles * self.layer.planes.walks(self.walk)
+        return ceil_div(images, self.slots) * tiles * self.block.tiles
 
     @property
     def weight_vector(self) -> int:
@@ -289,11 +414,15 @@ class Pixels(PixelsTile, FmaTile):
 
     @lazy
     def shared_bytes(self) -> int:
-        return self.input_bytes + self._weights * self.layer.operands.scalar_bytes
+        return self.ring * self.input_bytes + self._weights * self.layer.operands.scalar_bytes
+
+    @property
+    def plane_copies(self) -> int:
+        return self.copied
 
     @lazy
-    def copies(self) -> int:
-        return self.copied + self._weights // self.weight_vector
+    def copies(self) -> float:
+        return super().copies + self._weights // self.weight_vector
 
     @property
     def _weights(self) -> int:
@@ -307,7 +436,9 @@ class Pixels(PixelsTile, FmaTile):
     def loads(self) -> tuple[float, float]:
         layer, size = self.layer, self.layer.operands.scalar_bytes
         windows = layer.group_in * self.area.window_rows * self.area.window_columns
-        taps = layer.terms * self.area.rows / layer.rows.over
+        taps = layer.terms // layer.planes.kernel * self.area.rows / layer.rows.over
+        if self.unrolled:
+            taps /= self.area.rows / layer.rows.over  # registers hold weights for all rows
         widened = self.channels * (windows + taps) * (size == 2)
         banks = max(1.0, self.channels * size * 32 / BANK_BYTES)
         return windows + taps + widened, (windows * self.bank_conflicts + taps) * banks

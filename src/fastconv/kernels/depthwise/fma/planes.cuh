@@ -12,6 +12,10 @@
 // bytes apart in shared memory, so that there are no bank conflicts.
 //
 //   input    [slot][halo row][column]     weights   [slot][channel][tap row][tap column]
+//
+// Of volumes, a block walks along the depth: it has all weights of its channels in shared memory,
+// and a ring with the planes of the input that an output plane reads, and those that the next one
+// reads besides.
 #pragma once
 #include "depthwise/fma/kernel.cuh"
 #include "depthwise/plane_rows.cuh"
@@ -27,20 +31,27 @@ constexpr int kStages = C::group_in > 1 ? 2 : 1;
 constexpr int kWeightRow = round_up(Columns::kTaps, 4);
 constexpr int kWeightPlane = C::channels * C::kernel_height * kWeightRow + C::weight_padding;
 constexpr int kInputBytes = round_up(C::slots * kPlane * static_cast<int>(sizeof(Scalar)), 16);
-constexpr int kStageBytes =
-    kInputBytes + round_up(C::slots * kWeightPlane * static_cast<int>(sizeof(Acc)), 16);
-static_assert(kStages * kStageBytes == C::shared_bytes, "as planned");
+constexpr int kWeightBytes = round_up(C::slots * kWeightPlane * static_cast<int>(sizeof(Acc)), 16);
+constexpr int kStageBytes = kInputBytes + kWeightBytes;
+constexpr int kRing = kReadPlanes + (kWalk > 1 ? kNextPlanes : 0);
+constexpr int kRingBytes = kRing * C::group_in * kInputBytes;
+constexpr int kSharedBytes =
+    D::exists ? kRingBytes + D::kernel * C::group_in * kWeightBytes : kStages * kStageBytes;
+static_assert(kSharedBytes == C::shared_bytes, "as planned");
 
 // The tile of a block.
 struct Tile {
   int y, x;   // first output
+  int walk;   // of volumes
   int first;  // first plane, counted over images, groups and parts of groups
 
   __device__ explicit Tile(unsigned block) {
     x = static_cast<int>(block % kTilesX) * kTileColumns;
     block /= kTilesX;
     y = static_cast<int>(block % kTilesY) * kTileRows;
-    first = static_cast<int>(block / kTilesY) * C::slots;
+    block /= kTilesY;
+    walk = static_cast<int>(block % kWalks);
+    first = static_cast<int>(block / kWalks) * C::slots;
   }
   // The group of a slot's plane, counted over all images.
   __device__ int group(int slot) const { return (first + slot) / kParts; }
@@ -50,7 +61,7 @@ struct Tile {
 // a plane that padding or the last tile reaches.
 constexpr long long kFarRow = 1ll * (C::out_height + kTileRows) * Rows::kTimes + kHaloRows +
                               max_of(Rows::kOrigin, -Rows::kOrigin);
-using Offset = IndexTo<(C::slots + 1) * C::group_in * kInPlane + (kFarRow + 1) * C::in_width>;
+using Offset = IndexTo<(C::slots + 1) * C::group_in * kInChannel + (kFarRow + 1) * C::in_width>;
 
 // Copies the halo tiles of all slots. A thread copies vectors of one column, of every kRows-th row.
 // Rows of more vectors than there are threads are copied in parts; this copies those from vector
@@ -70,7 +81,7 @@ __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, 
   const int x = tile.x * Columns::kTimes / Columns::kOver + Columns::kOrigin - kShift + at;
   const bool inside = C::inside || static_cast<unsigned>(x) < C::in_width;
   const int group = tile.group(0);
-  input += (1ll * group * C::group_in + channel) * kInPlane;
+  input += (1ll * group * C::group_in + channel) * kInChannel;
   target += kFirstRow * C::pitch + at;
 #pragma unroll 4
   for (int i = thread / kVectors; i < C::slots * kCopiedRows; i += kRows) {
@@ -79,17 +90,59 @@ __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, 
     const int y = first_row + row;
     const bool exists = inside && (C::inside || static_cast<unsigned>(y) < C::in_height) &&
                         (C::slots == 1 || tile.first + slot < planes);
-    const Offset source = static_cast<Offset>(tile.group(slot) - group) * (C::group_in * kInPlane) +
-                          static_cast<Offset>(y) * C::in_width + x;
+    const Offset source =
+        static_cast<Offset>(tile.group(slot) - group) * (C::group_in * kInChannel) +
+        static_cast<Offset>(y) * C::in_width + x;
     copy_elements<C::vector>(target + slot * kPlane + row * C::pitch, input + (exists ? source : 0),
                              exists);
   }
 }
 
+// Returns the elements before the first slot's first channel.
+__device__ __forceinline__ long long first_group(const Tile& tile) {
+  return 1ll * tile.group(0) * C::group_in * kInChannel;
+}
+
+// What load_input copies of one plane of volumes, relative to that plane of the first slot.
+struct InputRows {
+  static constexpr int kVector = C::vector;
+  static constexpr int kVectors = kEndVector - kFirstVector;
+  static constexpr bool kAtOnce = kVectors <= kThreads;
+  static constexpr int kTotal = C::slots * kCopiedRows;
+  static constexpr int kStep = max_of(1, kThreads / kVectors);
+  static constexpr long long kReach = (C::slots + 1) * C::group_in * kInChannel;
+
+  Tile tile;
+  int planes;
+
+  __device__ static int first() {
+    const int thread = static_cast<int>(threadIdx.x);
+    return kThreads % kVectors != 0 && thread >= kStep * kVectors ? kTotal : thread / kVectors;
+  }
+  __device__ __forceinline__ Located<Offset> locate(int i) const {
+    const int at = (kFirstVector + static_cast<int>(threadIdx.x) % kVectors) * C::vector;
+    const int slot = C::slots == 1 ? 0 : i / kCopiedRows;
+    const int row = C::slots == 1 ? i : i % kCopiedRows;
+    const int y = tile.y * Rows::kTimes / Rows::kOver + Rows::kOrigin + kFirstRow + row;
+    const int x = tile.x * Columns::kTimes / Columns::kOver + Columns::kOrigin - kShift + at;
+    const bool inside = C::inside || (static_cast<unsigned>(y) < C::in_height &&
+                                      static_cast<unsigned>(x) < C::in_width);
+    const Offset group = static_cast<Offset>(tile.group(slot) - tile.group(0));
+    return {group * static_cast<Offset>(C::group_in * kInChannel) +
+                static_cast<Offset>(y) * C::in_width + x,
+            slot * kPlane + (kFirstRow + row) * C::pitch + at,
+            inside && (C::slots == 1 || tile.first + slot < planes)};
+  }
+  __device__ __forceinline__ void load(Scalar* target, const Scalar* plane) const {
+    load_input(target, plane - first_group(tile), tile, 0, planes);
+  }
+};
+
 // Loads the weights of input channel `channel` of each plane's group; a thread loads whole kernel
-// rows. Planes and channels that do not exist get zeros, and so does the padding of rows.
+// rows. Planes and channels that do not exist get zeros, and so does the padding of rows. Of
+// volumes this loads plane `tap_plane` of the kernel.
 __device__ __forceinline__ void load_weights(Acc* target, const Scalar* weight, const Tile& tile,
-                                             int channel, int planes) {
+                                             int channel, int planes, int tap_plane = 0) {
   constexpr int kRows = C::channels * C::kernel_height;  // kernel rows of a slot
   for (int i = static_cast<int>(threadIdx.x); i < C::slots * kRows; i += kThreads) {
     const int slot = i / kRows;
@@ -99,7 +152,7 @@ __device__ __forceinline__ void load_weights(Acc* target, const Scalar* weight, 
     const int output = plane % kParts * C::channels + i / C::kernel_height % C::channels;
     const bool exists = plane < planes && output < C::group_out;
     const Scalar* const source =
-        exists ? kernel_row(weight, group, output, channel, tap_row) : weight;
+        exists ? kernel_row(weight, group, output, channel, tap_row, tap_plane) : weight;
     Acc* const row = target + slot * kWeightPlane + i % kRows * kWeightRow;
 #pragma unroll
     for (int tap = 0; tap < C::kernel_width; ++tap) {
@@ -147,7 +200,7 @@ __device__ __forceinline__ void multiply(Accumulators<C::channels>& acc, const S
                                at.y * Rows::kTimes / Rows::kOver * C::pitch + kFirstPiece +
                                at.x * Columns::kTimes / Columns::kOver;
   weights += at.slot * kWeightPlane;
-#pragma unroll 1
+#pragma unroll kUnrolledRows < C::channels>
   for (int i = 0; i < kWindowRows; ++i) {
     const WindowRow row(window + i * (Rows::kUnit * C::pitch));
 #pragma unroll
@@ -163,10 +216,11 @@ __device__ __forceinline__ void multiply(Accumulators<C::channels>& acc, const S
   }
 }
 
-// Adds the bias, applies the epilogue and writes the outputs that lie in the image.
+// Adds the bias, applies the epilogue and writes the outputs that lie in the image, or in the plane
+// of this depth.
 __device__ __forceinline__ void store(const Accumulators<C::channels>& acc, const Scalar* bias,
                                       Scalar* output, const Tile& tile, const Position& at,
-                                      int planes, const Epilogue<C>& epilogue) {
+                                      int planes, const Epilogue<C>& epilogue, int depth = 0) {
   const int plane = tile.first + at.slot;
   if (plane >= planes) return;
   const int part = plane % kParts * C::channels;
@@ -178,7 +232,9 @@ __device__ __forceinline__ void store(const Accumulators<C::channels>& acc, cons
     const int channel = part + m;
     if (channel >= C::group_out) return;
     const Acc shift = bias != nullptr ? Acc(widen(bias[group * C::group_out + channel])) : Acc(0);
-    Scalar* const target = output + (1ll * (plane / kParts) * C::group_out + channel) * kOutPlane;
+    Scalar* const target = output +
+                           (1ll * (plane / kParts) * C::group_out + channel) * kOutChannel +
+                           depth * kOutPlane;
 #pragma unroll
     for (int r = 0; r < C::rows; ++r) {
       const int row = y + r * Rows::kOutStep;
@@ -197,6 +253,70 @@ __device__ __forceinline__ void store(const Accumulators<C::channels>& acc, cons
   }
 }
 
+// Computes a walk through volumes.
+__device__ __forceinline__ void convolve_walk(const Scalar* input, const Scalar* weight,
+                                              const Scalar* bias, Scalar* output, const Tile& tile,
+                                              int planes, const Epilogue<C>& epilogue) {
+  const Walk walk(tile.walk);
+  if (walk.first >= walk.end) return;
+  input += first_group(tile);
+  unsigned char* const shared = shared_memory();
+  const auto inputs = [&](int place, int channel) {
+    return reinterpret_cast<Scalar*>(shared + (place * C::group_in + channel) * kInputBytes);
+  };
+  const auto weights = [&](int tap, int channel) {
+    return reinterpret_cast<Acc*>(shared + kRingBytes +
+                                  (tap * C::group_in + channel) * kWeightBytes);
+  };
+  const PlaneCopies<InputRows, kMostKept> rows(InputRows{tile, planes});
+  const auto load = [&](int position, bool all) {
+    load_read<kRing>(OutputPlane(walk.residue, position), all, [&](int place, int plane) {
+#pragma unroll 1
+      for (int channel = 0; channel < C::group_in; ++channel) {
+        rows.copy(inputs(place, channel), input + channel * kInChannel + plane * kInPlane);
+      }
+    });
+    copy_async_commit();
+  };
+  if constexpr (C::inside) {
+    clear<kRingBytes, kThreads>(shared);
+    __syncthreads();
+  }
+#pragma unroll 1
+  for (int i = 0; i < D::kernel * C::group_in; ++i) {
+    load_weights(weights(i / C::group_in, i % C::group_in), weight, tile, i % C::group_in, planes,
+                 i / C::group_in);
+  }
+  load(walk.first, true);
+  const Position at;
+#pragma unroll 1
+  for (int position = walk.first; position < walk.end; ++position) {
+    const bool last = position + 1 == walk.end;
+    if (!last) {
+      load(position + 1, false);
+      copy_async_wait<1>();
+    } else {
+      copy_async_wait<0>();
+    }
+    __syncthreads();
+    const OutputPlane plane(walk.residue, position);
+    if (!at.idle()) {
+      Accumulators<C::channels> acc;
+#pragma unroll 1
+      for (int number = 0; number < kReadPlanes; ++number) {
+        if (!plane.reads(number)) continue;
+#pragma unroll 1
+        for (int channel = 0; channel < C::group_in; ++channel) {
+          multiply(acc, inputs(plane.place<kRing>(number), channel),
+                   weights(plane.tap(number), channel), at);
+        }
+      }
+      store(acc, bias, output, tile, at, planes, epilogue, plane.z);
+    }
+    if (!last) __syncthreads();  // before the load after next reuses the oldest planes
+  }
+}
+
 }  // namespace depthwise
 }  // namespace fastconv
 
@@ -208,8 +328,12 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   const auto epilogue = FASTCONV_EPILOGUE(output);
   const Tile tile(blockIdx.x);
   const int planes = images * C::groups * kParts;
-  input += 1ll * first_image * C::groups * C::group_in * kInPlane;
-  output += 1ll * first_image * C::groups * C::group_out * kOutPlane;
+  input += 1ll * first_image * C::groups * C::group_in * kInChannel;
+  output += 1ll * first_image * C::groups * C::group_out * kOutChannel;
+  if constexpr (D::exists) {
+    convolve_walk(input, weight, bias, output, tile, planes, epilogue);
+    return;
+  }
   unsigned char* const shared = fastconv::shared_memory();
   const auto inputs = [&](int channel) {
     return reinterpret_cast<Scalar*>(shared + channel % kStages * kStageBytes);

@@ -59,6 +59,7 @@ def takes(layer: Layer) -> bool:
     problem, operands = layer.problem, layer.operands
     one_row = problem.input_size[0] == problem.output_size[0] == problem.kernel_size[0] == 1
     one_row = one_row and problem.padding.top == 0  # or a large stride keeps the padding alone
+    one_row = one_row and not layer.is_volume
     multiplier = problem.out_channels // problem.in_channels
     if not one_row or layer.group_in != 1 or multiplier != 1:
         return False

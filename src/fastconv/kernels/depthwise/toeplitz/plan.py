@@ -337,6 +337,8 @@ def _check(layer: Layer, gpu: Gpu) -> None:
         raise Declined("tensor cores before sm_80")
     if operands.scalar_bytes == 8:
         raise Declined("float64")
+    if layer.is_volume:
+        raise Declined("volumes")
     if layer.group_in > 1:
         raise Declined("groups of several channels")
     if max(*problem.stride, *problem.dilation) > 1:

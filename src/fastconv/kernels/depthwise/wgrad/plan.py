@@ -15,6 +15,7 @@ from fastconv.kernels.depthwise.layer import CHAIN, Layer, require
 from fastconv.kernels.depthwise.rows import plan as one_row
 from fastconv.kernels.depthwise.tiles import (
     FAMILY,
+    KEPT_COPY,
     RESERVED_BYTES,
     WHY,
     Area,
@@ -24,6 +25,7 @@ from fastconv.kernels.depthwise.tiles import (
     Tile,
     areas,
     best,
+    kept,
     lane_channels,
     lanes_of_channels,
     occupancy,
@@ -36,6 +38,7 @@ from fastconv.kernels.family import (
     Launch,
     Operands,
     Plan,
+    depth_constants,
     weight_grad_constants,
 )
 from fastconv.kernels.lazy import lazy
@@ -46,6 +49,7 @@ from fastconv.problem import Problem
 MOST_TAPS, MOST_PAIRED_TAPS = 56, 98
 MOST_PATCH = 28  # pixels of a patch
 MOST_WRITTEN = 1600  # products of a patch: the code unrolls all of them
+MOST_KEPT = 6  # vectors of a plane that a thread keeps the places of, see depth.cuh
 MOST_WARPS = 8
 MOST_LANES = 512  # patches of a tile
 FEWEST_ACROSS = 8  # patches across a tile of contiguous tensors, if an image has as many
@@ -86,6 +90,7 @@ def _plan(tile: Planes | Pixels, gpu: Gpu) -> Plan:
     rows = _reduce_rows(splits)
     constants: dict[str, Constant] = {
         **weight_grad_constants(layer.problem, layer.operands),
+        **depth_constants(layer.problem, layer.operands),
         "transposed": False,
         **tile.constants(),
         "splits": splits,
@@ -131,6 +136,8 @@ class Taps:
     """How taps and channels are divided: a thread's kernel rows, blocks that divide a kernel's rows
     among themselves, and a block's lanes, of some channels each.
 
+    Of volumes, ``rows`` are those of whole planes of the kernel, or of a part of one.
+
     Its properties are the same for all patches.
     """
 
@@ -145,9 +152,19 @@ class Taps:
         return self.rows * self.layer.columns.kernel
 
     @lazy
+    def planes(self) -> int:
+        """Kernel planes of a thread; 1 of images."""
+        return max(1, self.rows // self.layer.rows.kernel)
+
+    @lazy
+    def plane_rows(self) -> int:
+        """Kernel rows of a thread in each of its planes."""
+        return self.rows // self.planes
+
+    @lazy
     def block_groups(self) -> int:
         """Tap groups (kernel rows of a thread) in a block."""
-        return ceil_div(ceil_div(self.layer.rows.kernel, self.rows), self.blocks)
+        return ceil_div(_tap_groups(self.layer, self.rows), self.blocks)
 
     @lazy
     def threads(self) -> int:
@@ -181,7 +198,30 @@ class WgradTile(Tile):
 
     @lazy
     def units(self) -> int:
-        return ceil_div(self.layer.problem.batch, self.slots) * self.area.image_tiles
+        planes = self.layer.planes
+        tiles = self.area.image_tiles * planes.walks(planes.walked) * planes.walked
+        return ceil_div(self.layer.problem.batch, self.slots) * tiles
+
+    @lazy
+    def ring(self) -> int:
+        """Planes of the input that are loaded at once; one in each of two stages, of images."""
+        return self.layer.planes.read + self.layer.planes.advance
+
+    @lazy
+    def loaded(self) -> float:
+        """Planes of the input that are loaded for a unit, on average; 1 of images."""
+        planes = self.layer.planes
+        return planes.loaded(planes.walked) / planes.walked
+
+    @lazy
+    def stage_bytes(self) -> int:
+        """Bytes of a stage of images."""
+        return self.plane_bytes + self.grad_bytes
+
+    @lazy
+    def unit_bytes(self) -> float:
+        """Bytes that are copied for a unit."""
+        return self.loaded * self.plane_bytes + self.grad_bytes
 
     @lazy
     def entries(self) -> int:
@@ -220,17 +260,24 @@ class WgradTile(Tile):
 
     @property
     @abstractmethod
-    def stage_bytes(self) -> int: ...
+    def plane_bytes(self) -> int:
+        """Bytes of the input in a stage, or of one of its planes."""
+
+    @property
+    @abstractmethod
+    def grad_bytes(self) -> int:
+        """Bytes of the output's gradient in a stage."""
 
     @property
     @abstractmethod
     def end_bytes(self) -> int:
         """Shared memory that the reduction of a block's accumulators takes."""
 
-    @property
-    @abstractmethod
-    def copies(self) -> int:
+    @lazy
+    def copies(self) -> float:
         """Vectors that are copied for a unit."""
+        inputs, grads = self.copied_of
+        return self.loaded * inputs + grads
 
     @property
     @abstractmethod
@@ -243,14 +290,46 @@ class WgradTile(Tile):
         """Instructions of a thread to load a patch from shared memory, and cycles of a warp."""
 
     @lazy
+    def staged_bytes(self) -> int:
+        """Shared memory of what is copied: two stages, or of volumes the ring and two gradients."""
+        return self.ring * self.plane_bytes + 2 * self.grad_bytes
+
+    @lazy
     def shared_bytes(self) -> int:
-        return max(2 * self.stage_bytes, round_up(self.end_bytes, 16))
+        return max(self.staged_bytes, round_up(self.end_bytes, 16))
 
     @lazy
     def registers(self) -> int:
         words = max(1, self.layer.operands.scalar_bytes // 4)
         numbers = self.taps.count + self.area.rows * self.area.columns + self.area.window_columns
-        return min(255, words * self.channels * numbers + OTHER_REGISTERS)
+        return min(255, words * self.channels * numbers + 2 * self.kept + OTHER_REGISTERS)
+
+    @lazy
+    def kept(self) -> int:
+        """Vectors of the planes of a walk that each thread keeps the places of."""
+        if not self.layer.is_volume:
+            return 0
+        return sum(kept(vectors, self.threads, MOST_KEPT) for vectors in self.copied_of)
+
+    @property
+    def _least_copying(self) -> float:
+        return (KEPT_COPY if self.layer.is_volume else COPY) * self.copies
+
+    @property
+    def copying(self) -> float:
+        """Instructions of all threads to copy a unit."""
+        if not self.layer.is_volume:
+            return COPY * self.copies
+        counts = zip(self.copied_of, (self.loaded, 1), strict=True)
+        return sum(
+            (KEPT_COPY if kept(vectors, self.threads, MOST_KEPT) else COPY) * vectors * planes
+            for vectors, planes in counts
+        )
+
+    @property
+    @abstractmethod
+    def copied_of(self) -> tuple[int, int]:
+        """Vectors of a plane of the input, and of the output's gradient."""
 
     def least_cycles(self, gpu: Gpu) -> float:
         """A lower bound for all teams: half of the threads, none of them idle."""
@@ -268,18 +347,18 @@ class WgradTile(Tile):
         splits than one, and writing them only add to it. And it lets as many warps issue as shared
         memory has room for: other limits only leave fewer.
         """
-        fit = gpu.shared_bytes_per_sm // (2 * self.stage_bytes + RESERVED_BYTES)
+        fit = gpu.shared_bytes_per_sm // (self.staged_bytes + RESERVED_BYTES)
         if fit == 0:
             return inf
         instructions, bank_cycles = self._patch
-        issued = in_rounds * instructions + COPY * self.copies + threads * UNIT
+        issued = in_rounds * instructions + self._least_copying + threads * UNIT
         blocks = self.blocks / gpu.sm_count
         units = blocks * self.units
         one_round = together(
             (units * issued + blocks * threads * END * self.taps.accumulators)
             / (32 * min(ISSUED, ISSUED_BY_WARP * self.threads / 32 * fit)),
             units * in_rounds / 32 * bank_cycles,
-            units * self.stage_bytes / gpus.rates(gpu).l2_bytes,
+            units * self.unit_bytes / gpus.rates(gpu).l2_bytes,
         )
         return START + TURN * turns + one_round + REDUCE
 
@@ -303,7 +382,7 @@ class WgradTile(Tile):
             * (units * issued + END * self.taps.accumulators)
             / min(ISSUED, ISSUED_BY_WARP * warps),
             warps * units * bank_cycles,
-            resident * units * self.stage_bytes / rates.l2_bytes,
+            resident * units * self.unit_bytes / rates.l2_bytes,
         )
         written = splits * self.entries * size / gpu.sm_count / rates.l2_bytes
         added_up = ceil_div(splits, _reduce_rows(splits))
@@ -314,7 +393,7 @@ class WgradTile(Tile):
     def _unit(self) -> tuple[float, float]:
         """Instructions of a thread for a unit, and cycles of shared memory."""
         instructions, bank_cycles = self._patch
-        copies = COPY * self.copies / self.threads
+        copies = self.copying / self.threads
         return self.rounds * instructions + copies + UNIT, self.rounds * bank_cycles
 
     @lazy
@@ -326,7 +405,8 @@ class WgradTile(Tile):
 
     def constants(self) -> dict[str, Constant]:
         return super().constants() | {
-            "tap_rows": self.taps.rows,
+            **({"tap_planes": self.taps.planes} if self.layer.is_volume else {}),
+            "tap_rows": self.taps.plane_rows,
             "tap_blocks": self.taps.blocks,
             "grad_vector": self.grad_vector,
         }
@@ -389,25 +469,28 @@ class Planes(PlanesTile, WgradTile):
         return round_up(self.area.tile_size[1], lcm(self.grad_vector, self.grad_piece))
 
     @lazy
-    def stage_bytes(self) -> int:
-        size = self.layer.operands.scalar_bytes
-        pixels = self.slots * self.plane * size
-        grads = self.slots * self.area.tile_size[0] * self.grad_pitch * size
-        return round_up(pixels, 16) + round_up(grads, 16)
+    def plane_bytes(self) -> int:
+        return round_up(self.slots * self.plane * self.layer.operands.scalar_bytes, 16)
+
+    @lazy
+    def grad_bytes(self) -> int:
+        pixels = self.slots * self.area.tile_size[0] * self.grad_pitch
+        return round_up(pixels * self.layer.operands.scalar_bytes, 16)
 
     @property
     def end_bytes(self) -> int:
         return self.threads // 32 * (self.taps.count + 1) * self.layer.operands.sum_bytes
 
-    @property
-    def copies(self) -> int:
+    @lazy
+    def copied_of(self) -> tuple[int, int]:
         grads = self.area.tile_size[0] * ceil_div(self.area.tile_size[1], self.grad_vector)
-        return self.slots * (self.copied + grads)
+        return self.slots * self.copied, self.slots * grads
 
     @lazy
     def loads(self) -> tuple[float, float]:
         size = self.layer.operands.scalar_bytes
-        rows = (self.area.rows - 1) * self.layer.rows.step + self.taps.rows
+        rows = (self.area.rows - 1) * self.layer.rows.step + self.taps.plane_rows
+        rows *= self.taps.planes
         windows, grads = rows * self.pieces, self.area.rows * self.area.columns // self.grad_piece
         widened = (windows * self.piece + self.area.rows * self.area.columns) * (size == 2)
         grad_cycles = read_cycles(self.grad_piece * size, self.area.columns * size)
@@ -486,23 +569,28 @@ class Pixels(PixelsTile, WgradTile):
         """Pixels of the output's gradient."""
         return self.slots * self.area.outputs
 
+    @property
+    def plane_bytes(self) -> int:
+        return self.input_bytes
+
     @lazy
-    def stage_bytes(self) -> int:
+    def grad_bytes(self) -> int:
         grads = self._grads * self.block.grad_vectors * self.block.grad_vector
-        return self.input_bytes + round_up(grads * self.layer.operands.scalar_bytes, 16)
+        return round_up(grads * self.layer.operands.scalar_bytes, 16)
 
     @property
     def end_bytes(self) -> int:
         values = self.taps.block_groups * (self.taps.count + 1) * self.block.count
         return values * self.layer.operands.sum_bytes
 
-    @property
-    def copies(self) -> int:
-        return self.copied + self._grads * self.block.grad_vectors
+    @lazy
+    def copied_of(self) -> tuple[int, int]:
+        return self.copied, self._grads * self.block.grad_vectors
 
     @lazy
     def loads(self) -> tuple[float, float]:
-        rows = (self.area.rows - 1) * self.layer.rows.step + self.taps.rows
+        rows = (self.area.rows - 1) * self.layer.rows.step + self.taps.plane_rows
+        rows *= self.taps.planes
         loads = rows * self.area.window_columns + self.area.rows * self.area.columns
         instructions, cycles = self.block.load
         return loads * instructions, loads * cycles * self.bank_conflicts
@@ -550,10 +638,22 @@ def _lane_shares(layer: Layer) -> set[tuple[int, int, int]]:
 
 
 def _tap_rows(layer: Layer, channels: int, most_taps: int) -> int:
-    """Kernel rows of a thread: all, or equal parts that it has registers for."""
+    """Kernel rows of a thread: all, or equal parts that it has registers for.
+
+    Of volumes, these are the rows of all planes, of some, or some rows of one.
+    """
     most = most_taps // (1 + (layer.operands.scalar_bytes == 8))
-    rows = max(1, most // (channels * layer.columns.kernel))
-    return ceil_div(layer.rows.kernel, ceil_div(layer.rows.kernel, rows))
+    rows, planes = max(1, most // (channels * layer.columns.kernel)), layer.planes.kernel
+    if rows < layer.rows.kernel or planes == 1:
+        return ceil_div(layer.rows.kernel, ceil_div(layer.rows.kernel, rows))
+    return ceil_div(planes, ceil_div(planes, rows // layer.rows.kernel)) * layer.rows.kernel
+
+
+def _tap_groups(layer: Layer, tap_rows: int) -> int:
+    """Parts of a kernel, if a thread has so many of its rows."""
+    if tap_rows <= layer.rows.kernel:
+        return layer.planes.kernel * ceil_div(layer.rows.kernel, tap_rows)
+    return ceil_div(layer.planes.kernel, tap_rows // layer.rows.kernel)
 
 
 def _tap_blocks(layer: Layer, tap_rows: int, most: int) -> tuple[int, int]:
@@ -561,7 +661,7 @@ def _tap_blocks(layer: Layer, tap_rows: int, most: int) -> tuple[int, int]:
 
     The second number is how often a block's tap groups fit then.
     """
-    groups = ceil_div(layer.rows.kernel, tap_rows)
+    groups = _tap_groups(layer, tap_rows)
     blocks = ceil_div(groups, most)
     return blocks, most // ceil_div(groups, blocks)
 
