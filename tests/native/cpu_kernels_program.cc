@@ -121,7 +121,7 @@ void run(bool depthwise) {
   gather.source = {input.data(), in}, gather.target = {output.data(), out};
   gather.weights = {weight.data(), weight_strides(p)};
   gather.blocks = blocks;
-  depthwise ? gather_depthwise(gather, parallel) : gather_direct(gather, parallel);
+  fastconv::cpu::gather(depthwise ? kDepthwise : kDirect, gather, parallel);
   check("output", output, output_sums);
   WeightGrad pass{kFloat32,
                   p.images,
@@ -134,7 +134,7 @@ void run(bool depthwise) {
                   {grad.data(), out},
                   {weight_grad.data(), weight_strides(p)},
                   blocks};
-  depthwise ? weight_grad_depthwise(pass, parallel) : weight_grad_direct(pass, parallel);
+  fastconv::cpu::weight_grad(depthwise ? kDepthwise : kDirect, pass, parallel);
   check("weight gradient", weight_grad, weight_sums);
 }
 

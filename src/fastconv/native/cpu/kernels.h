@@ -40,7 +40,7 @@ enum Activation : int64_t { kIdentity, kRelu, kRelu6, kLeakyRelu, kHardswish };
 
 // How a pass is cut into tiles. Results do not depend on it, except by `depth`.
 struct Blocks {
-  int64_t rows, columns;  // output rows and columns of a tile
+  int64_t rows, columns;  // output rows and columns of a tile, or a matrix's (pointwise.h)
   int64_t depth;          // read channels that are staged together
   int64_t channels;       // written channels of one task
 };
@@ -98,15 +98,15 @@ class Parallel {
   For function_;
 };
 
-// Both functions that gather return false, and compute nothing, if weights are not finite where
-// they need to be.
+enum Kernel : int64_t {
+  kDirect,     // layers with many channels: a register tile of output columns by output channels
+  kDepthwise,  // layers with one read and one written channel in each group
+  kPointwise,  // kernels of 1x1 without padding: products of matrices
+};
 
-// Layers with many channels: a register tile of output columns by output channels.
-bool gather_direct(const Gather& pass, const Parallel& parallel);
-void weight_grad_direct(const WeightGrad& pass, const Parallel& parallel);
+// Returns false, and computes nothing, if weights are not finite where they need to be.
+bool gather(Kernel kernel, const Gather& pass, const Parallel& parallel);
 
-// Layers with one read and one written channel in each group.
-bool gather_depthwise(const Gather& pass, const Parallel& parallel);
-void weight_grad_depthwise(const WeightGrad& pass, const Parallel& parallel);
+void weight_grad(Kernel kernel, const WeightGrad& pass, const Parallel& parallel);
 
 }  // namespace fastconv::cpu

@@ -1,0 +1,375 @@
+// Layers whose kernels are 1x1, without padding: products of matrices.
+//
+//   result[m][n] = sum over k of left[m][k] * right[k][n]
+//
+// n is what neighbours in the result's memory differ by, so sums are stored as they are. Of images
+// with channels last, m are pixels and n are channels; of others, m are channels and n are pixels.
+// In weight gradients k are the pixels of all images. A task has a block of m and n, and adds up
+// one block of k after the other.
+#pragma once
+
+#include "direct.h"
+
+namespace fastconv::cpu {
+
+// An axis of a matrix: the pixels of images, or channels, which are columns of a single row.
+struct Places {
+  int64_t images, rows, columns;
+  int64_t image, row, column;  // strides
+
+  struct Run {
+    int64_t offset, count;
+  };
+
+  static Places of_channels(int64_t count, int64_t stride) { return {1, 1, count, 0, 0, stride}; }
+
+  static Places of_pixels(int64_t images, const Axis& rows, const Axis& columns,
+                          const std::array<int64_t, 4>& strides, bool is_read) {
+    const int64_t down = is_read ? rows.step : 1, right = is_read ? columns.step : 1;
+    return {images,     rows.outputs,      columns.outputs,
+            strides[0], strides[2] * down, strides[3] * right};
+  }
+
+  int64_t count() const { return images * rows * columns; }
+
+  bool has_joined_rows() const { return row == columns * column; }
+  bool has_joined_images() const { return rows == 1 && image == columns * column; }
+  void join_rows() { columns *= rows, rows = 1; }
+  void join_images() { columns *= images, images = 1; }
+
+  // Calls function(offset, count) for parts of the range whose elements are `column` apart.
+  template <class Function>
+  void for_runs(int64_t begin, int64_t end, const Function& function) const {
+    if (images * rows == 1) return function(begin * column, end - begin);
+    for (int64_t i = begin; i < end;) {
+      const int64_t line = i / columns, x = i - line * columns, n = line / rows;
+      const int64_t some = std::min(columns - x, end - i);
+      function(n * image + (line - n * rows) * row + x * column, some);
+      i += some;
+    }
+  }
+};
+
+// Takes rows together, and images, where they follow one another in all tensors.
+template <class... Others>
+void join(Places& first, Others&... others) {
+  if (first.rows > 1 && (first.has_joined_rows() && ... && others.has_joined_rows())) {
+    first.join_rows(), (others.join_rows(), ...);
+  }
+  if (first.images > 1 && (first.has_joined_images() && ... && others.has_joined_images())) {
+    first.join_images(), (others.join_images(), ...);
+  }
+}
+
+template <class Stored>
+struct Matrix {
+  Stored* data;
+  int64_t group;  // the stride of groups
+  Places rows, columns;
+
+  Matrix flipped() const { return {data, group, columns, rows}; }
+};
+
+// Copies a part of a matrix; its rows will lie `to_row` apart.
+template <class Stored>
+void copy_part(Computed<Stored>* to, int64_t to_row, const Matrix<const Stored>& matrix,
+               int64_t group, int64_t row, int64_t rows, int64_t column, int64_t columns) {
+  const Stored* data = matrix.data + group * matrix.group;
+  const int64_t down = matrix.rows.column, right = matrix.columns.column;
+  matrix.rows.for_runs(row, row + rows, [&](int64_t row_offset, int64_t high) {
+    auto* place = to;
+    matrix.columns.for_runs(column, column + columns, [&](int64_t offset, int64_t wide) {
+      const Stored* from = data + row_offset + offset;
+      if constexpr (std::is_same_v<Stored, Computed<Stored>>) {
+        if (down == 1 && right != 1) {
+          copy_transposed(place, to_row, from, right, wide, wide, high);
+          place += wide;
+          return;
+        }
+      }
+      for (int64_t y = 0; y < high; ++y) {
+        copy_row(place + y * to_row, from + y * down, wide, right);
+      }
+      place += wide;
+    });
+    to += high * to_row;
+  });
+}
+
+template <class Stored>
+class MatrixProduct {
+ public:
+  using T = Computed<Stored>;
+
+  MatrixProduct(const Matrix<const Stored>& left, const Matrix<const Stored>& right,
+                const Matrix<Stored>& result, const Matrix<const Stored>& residual = {})
+      : left(left), right(right), result(result), residual(residual) {}
+
+  Matrix<const Stored> left, right;
+  Matrix<Stored> result;
+  Matrix<const Stored> residual;  // its data may be null
+  int64_t groups = 1;
+  const Stored* bias = nullptr;
+  int64_t bias_group = 0;  // the stride of groups
+  bool has_row_bias = false;
+  Epilogue<T> epilogue{kIdentity, T()};
+  Blocks blocks{};  // rows and columns of a task's block
+  // Whether an operand is packed once for all tasks, or by each task for itself.
+  bool shares_left = false, shares_right = false;
+
+  void run(const Parallel& parallel) {
+    m_ = result.rows.count(), n_ = result.columns.count(), k_ = left.columns.count();
+    is_pitched_ = left.columns.column == 1;
+    Buffer left_buffer, right_buffer;
+    if (shares_left) share_left(left_buffer, parallel);
+    if (shares_right) share_right(right_buffer, parallel);
+    const int64_t high = ceil_div(m_, blocks.rows), wide = ceil_div(n_, blocks.columns);
+    parallel(groups * high * wide, [&](int64_t begin, int64_t end) {
+      TaskScratch scratch;
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t m = task / wide % high * blocks.rows, n = task % wide * blocks.columns;
+        compute({task / wide / high, m, std::min(blocks.rows, m_ - m), n,
+                 std::min(blocks.columns, n_ - n)},
+                scratch);
+      }
+    });
+  }
+
+ private:
+  struct Block {
+    int64_t group, m, rows, n, columns;
+  };
+
+  struct TaskScratch : Scratch {
+    Buffer rows, residual_rows;
+  };
+
+  // A panel of the result: as many columns as a register tile has, and where they are in memory.
+  struct Panel {
+    int64_t n, columns, runs;
+    Places::Run results[kTileChannels<T>], residuals[kTileChannels<T>];
+  };
+
+  // --- Packing ---
+  // The left matrix has blocks of kSteps columns. A block has parts of kPitch columns, of which
+  // rows lie kPitch apart, if a row's columns are neighbours in memory; or else it has the rows of
+  // one column next to one another. The right matrix has panels of kTileChannels columns.
+
+  int64_t left_elements(int64_t rows) const { return rows * (ceil_div(k_, kPitch) * kPitch); }
+
+  void pack_left(T* to, int64_t group, int64_t m, int64_t rows, int64_t k, int64_t steps) const {
+    if (!is_pitched_) return copy_part(to, rows, left.flipped(), group, k, steps, m, rows);
+    for (int64_t i = 0; i < steps; i += kPitch, to += rows * kPitch) {
+      copy_part(to, kPitch, left, group, m, rows, k + i, std::min(kPitch, steps - i));
+    }
+  }
+
+  void pack_right(T* to, int64_t group, int64_t n, int64_t k, int64_t steps) const {
+    const int64_t some = std::min<int64_t>(kTileChannels<T>, n_ - n);
+    if (some < kTileChannels<T>) std::fill(to, to + steps * kTileChannels<T>, T());
+    copy_part(to, kTileChannels<T>, right, group, k, steps, n, some);
+  }
+
+  void share_left(Buffer& buffer, const Parallel& parallel) {
+    shared_left_ = buffer.take<T>(groups * left_elements(m_));
+    const int64_t parts = ceil_div(k_, kSteps);
+    parallel(groups * parts, [&](int64_t begin, int64_t end) {
+      for (int64_t part = begin; part < end; ++part) {
+        const int64_t group = part / parts, k = part % parts * kSteps;
+        pack_left(shared_left_ + group * left_elements(m_) + k * m_, group, 0, m_, k,
+                  std::min(kSteps, k_ - k));
+      }
+    });
+  }
+
+  void share_right(Buffer& buffer, const Parallel& parallel) {
+    const int64_t panels = ceil_div(n_, kTileChannels<T>), size = k_ * kTileChannels<T>;
+    shared_right_ = buffer.take<T>(groups * panels * size);
+    parallel(groups * panels, [&](int64_t begin, int64_t end) {
+      for (int64_t panel = begin; panel < end; ++panel) {
+        pack_right(shared_right_ + panel * size, panel / panels,
+                   panel % panels * kTileChannels<T>, 0, k_);
+      }
+    });
+  }
+
+  const T* left_of(const Block& block, int64_t k, int64_t steps, TaskScratch& scratch) const {
+    if (shares_left) {
+      return shared_left_ + block.group * left_elements(m_) + k * m_ +
+             block.m * (is_pitched_ ? kPitch : 1);
+    }
+    T* to = scratch.stage.template take<T>(block.rows * std::max(kPitch, kSteps));
+    pack_left(to, block.group, block.m, block.rows, k, steps);
+    return to;
+  }
+
+  const T* right_of(const Block& block, int64_t n, int64_t k, int64_t steps,
+                    TaskScratch& scratch) const {
+    if (shares_right) {
+      const int64_t panels = ceil_div(n_, kTileChannels<T>), panel = n / kTileChannels<T>;
+      return shared_right_ + ((block.group * panels + panel) * k_ + k) * kTileChannels<T>;
+    }
+    T* to = scratch.grad.template take<T>(kSteps * kTileChannels<T>);
+    pack_right(to, block.group, n, k, steps);
+    return to;
+  }
+
+  // --- Multiplying ---
+
+  void compute(const Block& block, TaskScratch& scratch) const {
+    const int64_t rows = block.rows, left_rows = shares_left ? m_ : rows;
+    int32_t* offsets = scratch.offsets.template take<int32_t>(kSteps);
+    for (int64_t i = 0; i < kSteps; ++i) {
+      offsets[i] = int32_t(is_pitched_ ? i / kPitch * left_rows * kPitch + i % kPitch
+                                       : i * left_rows);
+    }
+    const int64_t panels = ceil_div(block.columns, kTileChannels<T>);
+    const bool waits = k_ > kSteps;
+    T* sums = scratch.sums.template take<T>((waits ? panels : 1) * rows * kTileChannels<T>);
+    const int64_t* places = list_rows(result, block, scratch.rows);
+    const int64_t* beside = residual.data ? list_rows(residual, block, scratch.residual_rows) : nullptr;
+    const auto multiplies = is_pitched_ ? multiply_for<T, kPitch> : multiply_for<T, 1>;
+    const int64_t pieces = ceil_div(rows, kTilePositions);
+    for (int64_t k = 0; k == 0 || k < k_; k += kSteps) {  // once even if there is nothing to add
+      const int64_t steps = std::min(kSteps, k_ - k);
+      const T* from = left_of(block, k, steps, scratch);
+      for (int64_t i = 0; i < panels; ++i) {
+        const Panel panel = panel_of(block, i * kTileChannels<T>);
+        const T* by = right_of(block, panel.n, k, steps, scratch);
+        T* to = sums + (waits ? i * rows * kTileChannels<T> : 0);
+        for (int64_t piece = 0; piece < pieces; ++piece) {
+          const int64_t row = rows * piece / pieces, some = rows * (piece + 1) / pieces - row;
+          T* of_tile = to + row * kTileChannels<T>;
+          multiplies(some, panel.columns)(from + row * (is_pitched_ ? kPitch : 1), offsets, steps,
+                                          by, of_tile, kTileChannels<T>, k == 0);
+          if (k + kSteps >= k_) {
+            finish_tile(block, panel, row, some, of_tile, places, beside);
+          }
+        }
+      }
+    }
+  }
+
+  static const int64_t* list_rows(const auto& matrix, const Block& block, Buffer& buffer) {
+    int64_t* places = buffer.take<int64_t>(block.rows);
+    int64_t* next = places;
+    matrix.rows.for_runs(block.m, block.m + block.rows, [&](int64_t offset, int64_t count) {
+      for (int64_t i = 0; i < count; ++i) *next++ = offset + i * matrix.rows.column;
+    });
+    return places;
+  }
+
+  Panel panel_of(const Block& block, int64_t first) const {
+    const int64_t n = block.n + first;
+    Panel panel;
+    panel.n = n;
+    panel.columns = std::min<int64_t>(kTileChannels<T>, block.columns - first);
+    const auto list = [&](const Places& places, Places::Run* to) {
+      const Places::Run* first_run = to;
+      places.for_runs(n, n + panel.columns,
+                      [&](int64_t offset, int64_t count) { *to++ = {offset, count}; });
+      return to - first_run;
+    };
+    panel.runs = list(result.columns, panel.results);
+    if (residual.data) list(residual.columns, panel.residuals);
+    return panel;
+  }
+
+  // Adds the bias and the residual to a register tile's sums, and stores them.
+  void finish_tile(const Block& block, const Panel& panel, int64_t row, int64_t rows,
+                   const T* sums, const int64_t* places, const int64_t* beside) const {
+    const Stored* factors = bias ? bias + block.group * bias_group : nullptr;
+    Stored* to = result.data + block.group * result.group;
+    const Stored* other = residual.data ? residual.data + block.group * residual.group : nullptr;
+    const int64_t stride = result.columns.column, other_stride = residual.columns.column;
+    for (int64_t r = row; r < row + rows; ++r, sums += kTileChannels<T>) {
+      const Vector<T> of_row =
+          factors && has_row_bias ? broadcast(widened(factors[block.m + r])) : Vector<T>{};
+      int64_t done = 0;
+      for (int64_t i = 0; i < panel.runs; ++i) {
+        const auto [offset, count] = panel.results[i];
+        for (int64_t x = 0; x < count; x += kLanes<T>) {
+          const int64_t some = std::min<int64_t>(kLanes<T>, count - x);
+          Vector<T> sum = load_some(sums + done + x, some) + of_row;
+          if (factors && !has_row_bias) sum += gather_some(factors + panel.n + done + x, 1, some);
+          finish(sum, epilogue,
+                 other ? other + beside[r] + panel.residuals[i].offset + x * other_stride : nullptr,
+                 other_stride, to + places[r] + offset + x * stride, stride, some);
+        }
+        done += count;
+      }
+    }
+  }
+
+  int64_t m_ = 0, n_ = 0, k_ = 0;
+  bool is_pitched_ = false;
+  T *shared_left_ = nullptr, *shared_right_ = nullptr;
+};
+
+// The product that computes a forward pass, or an input gradient's residue.
+template <class Stored>
+MatrixProduct<Stored> product_of(const Gather& pass) {
+  const auto pixels = [&](const Images& images, bool is_read) {
+    return Places::of_pixels(pass.images, pass.rows, pass.columns, images.strides, is_read);
+  };
+  const auto &from = pass.source.strides, &to = pass.target.strides,
+             &beside = pass.residual.strides;
+  const auto& by = pass.weights.strides;
+  // Where no tap reads an element of a residue, there is nothing to add up.
+  const int64_t depth = pass.rows.taps * pass.columns.taps * pass.depth;
+  Matrix<const Stored> source{static_cast<const Stored*>(pass.source.data), pass.depth * from[1],
+                              pixels(pass.source, true), Places::of_channels(depth, from[1])};
+  const Matrix<const Stored> weights{static_cast<const Stored*>(pass.weights.data), by[0],
+                                     Places::of_channels(depth, by[2]),
+                                     Places::of_channels(pass.channels, by[1])};
+  Matrix<Stored> target{static_cast<Stored*>(pass.target.data), pass.channels * to[1],
+                        pixels(pass.target, false), Places::of_channels(pass.channels, to[1])};
+  Matrix<const Stored> residual{static_cast<const Stored*>(pass.residual.data),
+                                pass.channels * beside[1], pixels(pass.residual, false),
+                                Places::of_channels(pass.channels, beside[1])};
+  join(source.rows);
+  if (residual.data) {
+    join(target.rows, residual.rows);
+  } else {
+    join(target.rows);
+  }
+  MatrixProduct<Stored> product{source, weights, target, residual};
+  if (to[1] != 1) {
+    product = {weights.flipped(), source.flipped(), target.flipped(), residual.flipped()};
+    product.has_row_bias = true;
+  }
+  product.groups = pass.groups;
+  product.bias = static_cast<const Stored*>(pass.bias);
+  product.bias_group = pass.channels;
+  product.epilogue = {pass.activation, Computed<Stored>(pass.slope)};
+  product.blocks = pass.blocks;
+  // Weights are packed once if more than two tasks read them.
+  const bool is_shared = to[1] == 1 ? target.rows.count() > 2 * pass.blocks.rows
+                                    : target.rows.count() > 2 * pass.blocks.columns;
+  (to[1] == 1 ? product.shares_right : product.shares_left) = is_shared;
+  return product;
+}
+
+template <class Stored>
+MatrixProduct<Stored> product_of(const WeightGrad& pass) {
+  const auto matrix = [&](const Images& images, int64_t channels, bool is_read) {
+    const auto& s = images.strides;
+    Matrix<const Stored> found{
+        static_cast<const Stored*>(images.data), channels * s[1],
+        Places::of_channels(channels, s[1]),
+        Places::of_pixels(pass.images, pass.rows, pass.columns, s, is_read)};
+    join(found.columns);
+    return found;
+  };
+  const auto& s = pass.target.strides;
+  MatrixProduct<Stored> product{
+      matrix(pass.grad, pass.channels, false), matrix(pass.input, pass.depth, true).flipped(),
+      Matrix<Stored>{static_cast<Stored*>(const_cast<void*>(pass.target.data)), s[0],
+                     Places::of_channels(pass.channels, s[1]),
+                     Places::of_channels(pass.depth, s[2])}};
+  product.groups = pass.groups;
+  product.blocks = pass.blocks;
+  return product;
+}
+
+}  // namespace fastconv::cpu
