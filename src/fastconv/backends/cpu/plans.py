@@ -145,17 +145,18 @@ def _pointwise_plan(
     pixels = problem.batch * high * wide
     panel = 2 * VECTOR_BYTES // itemsize
     if which == "weight_grad":
-        rows, columns = _even(written, 112, 14), _even(read, 8 * panel, panel)
+        columns = _even(read, 256, panel)
+        rows = _even(written, 256, 14) if columns >= read else _up(written // -(-written // 256), 14)
     else:
         channels = read if which == "input_grad" else written
-        if channels_last:
-            rows, columns = _even(pixels, 112, 14), _up(channels, panel)
-            if pixels <= 112:
-                columns = _even(channels, 8 * panel, panel)
-        elif pixels <= 4 * panel:
-            rows, columns = _even(channels, 112, 14), _up(pixels, panel)
+        if channels_last and pixels > 112:
+            rows, columns = _even(pixels, 112, 14), _up(-(-channels // -(-channels // 512)), panel)
+        elif channels_last:
+            rows, columns = pixels, _even(channels, 256, panel)
+        elif pixels > 4 * panel:
+            rows, columns = _up(-(-channels // -(-channels // 512)), 14), _even(pixels, 128, panel)
         else:
-            rows, columns = channels, panel
+            rows, columns = _even(channels, 112, 14), _up(pixels, panel)
     return CpuPlan("pointwise", rows, columns, 128, 0)
 
 

@@ -196,7 +196,7 @@ class DirectGather {
                         positions = tile.columns * (piece + 1) / pieces - x;
           multiply_for<T>(positions, channels)(
               block.staged + y * block.row + x, block.offsets + step, steps,
-              right + step * kTileChannels<T>, to, kTileChannels<T>, is_first);
+              right + step * kTileChannels<T>, kTileChannels<T>, to, kTileChannels<T>, is_first);
           if (is_last) finish_tile(tile, channel, channels, y, x, positions, to);
           to += positions * kTileChannels<T>;
         }

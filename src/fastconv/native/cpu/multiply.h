@@ -1,6 +1,6 @@
 // The innermost loop: a register tile of positions by channels.
 //
-//   sums[p][c] += left[offsets[step] + p * pitch] * right[step][c], over all steps
+//   sums[p][c] += left[offsets[step] + p * pitch] * right[step * pace + c], over all steps
 //
 // Sums of neighbouring positions lie `stride` elements apart.
 //
@@ -32,15 +32,15 @@ constexpr int64_t kSteps = 128;
 constexpr int64_t kPitch = 64;
 
 template <class T, int kPositions, int kVectors, int kApart>
-void multiply(const T* left, const int32_t* offsets, int64_t steps, const T* right, T* sums,
-              int64_t stride, bool is_first) {
+void multiply(const T* left, const int32_t* offsets, int64_t steps, const T* right, int64_t pace,
+              T* sums, int64_t stride, bool is_first) {
   Vector<T> chain[kPositions][kVectors] = {};
   for (int64_t step = 0; step < steps; ++step) {
     const T* from = left + offsets[step];
     Vector<T> factors[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      factors[v] = load(right + step * kTileChannels<T> + v * kLanes<T>);
+      factors[v] = load(right + step * pace + v * kLanes<T>);
     }
 #pragma GCC unroll 32
     for (int p = 0; p < kPositions; ++p) {
@@ -60,7 +60,8 @@ void multiply(const T* left, const int32_t* offsets, int64_t steps, const T* rig
 }
 
 template <class T>
-using Multiply = void (*)(const T*, const int32_t*, int64_t, const T*, T*, int64_t, bool);
+using Multiply = void (*)(const T*, const int32_t*, int64_t, const T*, int64_t, T*, int64_t,
+                          bool);
 
 template <class T, int kVectors, int kApart, int... kIndex>
 constexpr Multiply<T> multiply_of(int positions, std::integer_sequence<int, kIndex...>) {

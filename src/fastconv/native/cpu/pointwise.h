@@ -151,35 +151,74 @@ class MatrixProduct {
   };
 
   // --- Packing ---
-  // The left matrix has blocks of kSteps columns. A block has parts of kPitch columns, of which
-  // rows lie kPitch apart, if a row's columns are neighbours in memory; or else it has the rows of
-  // one column next to one another. The right matrix has panels of kTileChannels columns.
+  // The left matrix has, for each block of rows, blocks of kSteps columns. If a row's columns are
+  // neighbours in memory, these have parts of kPitch columns, of which rows lie kPitch apart. Or
+  // else they have register tiles of rows, of which columns lie kApart apart. The right matrix has
+  // panels of kTileChannels columns.
 
-  int64_t left_elements(int64_t rows) const { return rows * (ceil_div(k_, kPitch) * kPitch); }
+  static constexpr int64_t kApart = 16;
+  static_assert(kTilePositions <= kApart);
 
-  void pack_left(T* to, int64_t group, int64_t m, int64_t rows, int64_t k, int64_t steps) const {
-    if (!is_pitched_) return copy_part(to, rows, left.flipped(), group, k, steps, m, rows);
-    for (int64_t i = 0; i < steps; i += kPitch, to += rows * kPitch) {
-      copy_part(to, kPitch, left, group, m, rows, k + i, std::min(kPitch, steps - i));
+  // Elements of a block of rows, for so many columns.
+  int64_t left_elements(int64_t rows, int64_t columns) const {
+    return is_pitched_ ? rows * ceil_div(columns, kPitch) * kPitch
+                       : ceil_div(rows, kTilePositions) * kApart * columns;
+  }
+
+  void pack_left(T* to, const Block& block, int64_t k, int64_t steps) const {
+    constexpr int64_t kSome = 16;  // read together, while what is read stays in the L1 cache
+    const int64_t rows = block.rows;
+    if (is_pitched_) {
+      for (int64_t row = 0; row < rows; row += kSome) {
+        for (int64_t i = 0; i < steps; i += kPitch) {
+          copy_part(to + i * rows + row * kPitch, kPitch, left, block.group, block.m + row,
+                    std::min(kSome, rows - row), k + i, std::min(kPitch, steps - i));
+        }
+      }
+      return;
+    }
+    const int64_t pieces = ceil_div(rows, kTilePositions);
+    for (int64_t i = 0; i < steps; i += kSome) {
+      for (int64_t piece = 0; piece < pieces; ++piece) {
+        const int64_t row = rows * piece / pieces;
+        copy_part(to + (piece * steps + i) * kApart, kApart, left.flipped(), block.group, k + i,
+                  std::min(kSome, steps - i), block.m + row,
+                  rows * (piece + 1) / pieces - row);
+      }
     }
   }
 
-  void pack_right(T* to, int64_t group, int64_t n, int64_t k, int64_t steps) const {
-    const int64_t some = std::min<int64_t>(kTileChannels<T>, n_ - n);
-    if (some < kTileChannels<T>) std::fill(to, to + steps * kTileChannels<T>, T());
-    copy_part(to, kTileChannels<T>, right, group, k, steps, n, some);
+  // Packs some panels, which will lie `apart`.
+  void pack_right(T* to, int64_t apart, int64_t group, int64_t n, int64_t columns, int64_t k,
+                  int64_t steps) const {
+    // Where columns are neighbours in memory, some rows of all panels are read together.
+    const int64_t some = right.rows.column == 1 ? steps : 8;
+    for (int64_t i = 0; i < steps; i += some) {
+      const int64_t high = std::min(some, steps - i);
+      T* panel = to + i * kTileChannels<T>;
+      for (int64_t x = 0; x < columns; x += kTileChannels<T>, panel += apart) {
+        const int64_t wide = std::min<int64_t>(kTileChannels<T>, columns - x);
+        if (wide < kTileChannels<T>) std::fill(panel, panel + high * kTileChannels<T>, T());
+        copy_part(panel, kTileChannels<T>, right, group, k + i, high, n + x, wide);
+      }
+    }
   }
 
   void share_left(Buffer& buffer, const Parallel& parallel) {
-    shared_left_ = buffer.take<T>(groups * left_elements(m_));
-    const int64_t parts = ceil_div(k_, kSteps);
-    parallel(groups * parts, [&](int64_t begin, int64_t end) {
+    const int64_t parts = ceil_div(k_, kSteps), high = ceil_div(m_, blocks.rows);
+    shared_left_ = buffer.take<T>(groups * high * left_elements(blocks.rows, k_));
+    parallel(groups * high * parts, [&](int64_t begin, int64_t end) {
       for (int64_t part = begin; part < end; ++part) {
-        const int64_t group = part / parts, k = part % parts * kSteps;
-        pack_left(shared_left_ + group * left_elements(m_) + k * m_, group, 0, m_, k,
-                  std::min(kSteps, k_ - k));
+        const int64_t m = part / parts % high * blocks.rows, k = part % parts * kSteps;
+        const Block block{part / parts / high, m, std::min(blocks.rows, m_ - m), 0, 0};
+        pack_left(const_cast<T*>(shared_left(block, k)), block, k, std::min(kSteps, k_ - k));
       }
     });
+  }
+
+  const T* shared_left(const Block& block, int64_t k) const {
+    const int64_t number = block.group * ceil_div(m_, blocks.rows) + block.m / blocks.rows;
+    return shared_left_ + number * left_elements(blocks.rows, k_) + left_elements(block.rows, k);
   }
 
   void share_right(Buffer& buffer, const Parallel& parallel) {
@@ -187,64 +226,78 @@ class MatrixProduct {
     shared_right_ = buffer.take<T>(groups * panels * size);
     parallel(groups * panels, [&](int64_t begin, int64_t end) {
       for (int64_t panel = begin; panel < end; ++panel) {
-        pack_right(shared_right_ + panel * size, panel / panels,
-                   panel % panels * kTileChannels<T>, 0, k_);
+        const int64_t n = panel % panels * kTileChannels<T>;
+        pack_right(shared_right_ + panel * size, 0, panel / panels, n,
+                   std::min<int64_t>(kTileChannels<T>, n_ - n), 0, k_);
       }
     });
   }
 
   const T* left_of(const Block& block, int64_t k, int64_t steps, TaskScratch& scratch) const {
-    if (shares_left) {
-      return shared_left_ + block.group * left_elements(m_) + k * m_ +
-             block.m * (is_pitched_ ? kPitch : 1);
-    }
-    T* to = scratch.stage.template take<T>(block.rows * std::max(kPitch, kSteps));
-    pack_left(to, block.group, block.m, block.rows, k, steps);
+    if (shares_left) return shared_left(block, k);
+    T* to = scratch.stage.template take<T>(left_elements(block.rows, kSteps));
+    pack_left(to, block, k, steps);
     return to;
   }
 
-  const T* right_of(const Block& block, int64_t n, int64_t k, int64_t steps,
-                    TaskScratch& scratch) const {
+  // Where panels of a block are: the first one, how far apart panels are, and their rows.
+  struct Panels {
+    const T* first;
+    int64_t apart, pace;
+  };
+
+  Panels right_of(const Block& block, int64_t k, int64_t steps, TaskScratch& scratch) const {
     if (shares_right) {
-      const int64_t panels = ceil_div(n_, kTileChannels<T>), panel = n / kTileChannels<T>;
-      return shared_right_ + ((block.group * panels + panel) * k_ + k) * kTileChannels<T>;
+      const int64_t panels = ceil_div(n_, kTileChannels<T>), panel = block.n / kTileChannels<T>;
+      return {shared_right_ + ((block.group * panels + panel) * k_ + k) * kTileChannels<T>,
+              k_ * kTileChannels<T>, kTileChannels<T>};
     }
-    T* to = scratch.grad.template take<T>(kSteps * kTileChannels<T>);
-    pack_right(to, block.group, n, k, steps);
-    return to;
+    if constexpr (std::is_same_v<Stored, T>) {
+      // A matrix that few register tiles read is not worth a copy.
+      const int64_t whole = block.columns % kTileChannels<T>;
+      if (block.rows <= 2 * kTilePositions && whole == 0 && right.columns.column == 1 &&
+          right.columns.images * right.columns.rows == 1 && right.rows.images * right.rows.rows == 1) {
+        return {right.data + block.group * right.group + k * right.rows.column + block.n,
+                kTileChannels<T>, right.rows.column};
+      }
+    }
+    const int64_t apart = kSteps * kTileChannels<T>;
+    T* to = scratch.grad.template take<T>(ceil_div(block.columns, kTileChannels<T>) * apart);
+    pack_right(to, apart, block.group, block.n, block.columns, k, steps);
+    return {to, apart, kTileChannels<T>};
   }
 
   // --- Multiplying ---
 
   void compute(const Block& block, TaskScratch& scratch) const {
-    const int64_t rows = block.rows, left_rows = shares_left ? m_ : rows;
+    const int64_t rows = block.rows;
     int32_t* offsets = scratch.offsets.template take<int32_t>(kSteps);
     for (int64_t i = 0; i < kSteps; ++i) {
-      offsets[i] = int32_t(is_pitched_ ? i / kPitch * left_rows * kPitch + i % kPitch
-                                       : i * left_rows);
+      offsets[i] =
+          int32_t(is_pitched_ ? i / kPitch * rows * kPitch + i % kPitch : i * kApart);
     }
     const int64_t panels = ceil_div(block.columns, kTileChannels<T>);
     const bool waits = k_ > kSteps;
     T* sums = scratch.sums.template take<T>((waits ? panels : 1) * rows * kTileChannels<T>);
     const int64_t* places = list_rows(result, block, scratch.rows);
-    const int64_t* beside = residual.data ? list_rows(residual, block, scratch.residual_rows) : nullptr;
+    const int64_t* beside =
+        residual.data ? list_rows(residual, block, scratch.residual_rows) : nullptr;
     const auto multiplies = is_pitched_ ? multiply_for<T, kPitch> : multiply_for<T, 1>;
     const int64_t pieces = ceil_div(rows, kTilePositions);
     for (int64_t k = 0; k == 0 || k < k_; k += kSteps) {  // once even if there is nothing to add
       const int64_t steps = std::min(kSteps, k_ - k);
       const T* from = left_of(block, k, steps, scratch);
+      const Panels by = right_of(block, k, steps, scratch);
       for (int64_t i = 0; i < panels; ++i) {
         const Panel panel = panel_of(block, i * kTileChannels<T>);
-        const T* by = right_of(block, panel.n, k, steps, scratch);
         T* to = sums + (waits ? i * rows * kTileChannels<T> : 0);
         for (int64_t piece = 0; piece < pieces; ++piece) {
           const int64_t row = rows * piece / pieces, some = rows * (piece + 1) / pieces - row;
           T* of_tile = to + row * kTileChannels<T>;
-          multiplies(some, panel.columns)(from + row * (is_pitched_ ? kPitch : 1), offsets, steps,
-                                          by, of_tile, kTileChannels<T>, k == 0);
-          if (k + kSteps >= k_) {
-            finish_tile(block, panel, row, some, of_tile, places, beside);
-          }
+          multiplies(some, panel.columns)(
+              from + (is_pitched_ ? row * kPitch : piece * steps * kApart), offsets, steps,
+              by.first + i * by.apart, by.pace, of_tile, kTileChannels<T>, k == 0);
+          if (k + kSteps >= k_) finish_tile(block, panel, row, some, of_tile, places, beside);
         }
       }
     }
@@ -278,26 +331,51 @@ class MatrixProduct {
   // Adds the bias and the residual to a register tile's sums, and stores them.
   void finish_tile(const Block& block, const Panel& panel, int64_t row, int64_t rows,
                    const T* sums, const int64_t* places, const int64_t* beside) const {
-    const Stored* factors = bias ? bias + block.group * bias_group : nullptr;
+    const Stored* added = bias ? bias + block.group * bias_group : nullptr;
+    Vector<T> of_columns[kTileVectors] = {};
+    if (added && !has_row_bias) {
+      for (int v = 0; v < kTileVectors && v * kLanes<T> < panel.columns; ++v) {
+        const int64_t x = v * kLanes<T>;
+        of_columns[v] =
+            gather_some(added + panel.n + x, 1, std::min<int64_t>(kLanes<T>, panel.columns - x));
+      }
+    }
     Stored* to = result.data + block.group * result.group;
-    const Stored* other = residual.data ? residual.data + block.group * residual.group : nullptr;
-    const int64_t stride = result.columns.column, other_stride = residual.columns.column;
     for (int64_t r = row; r < row + rows; ++r, sums += kTileChannels<T>) {
       const Vector<T> of_row =
-          factors && has_row_bias ? broadcast(widened(factors[block.m + r])) : Vector<T>{};
-      int64_t done = 0;
-      for (int64_t i = 0; i < panel.runs; ++i) {
-        const auto [offset, count] = panel.results[i];
-        for (int64_t x = 0; x < count; x += kLanes<T>) {
-          const int64_t some = std::min<int64_t>(kLanes<T>, count - x);
-          Vector<T> sum = load_some(sums + done + x, some) + of_row;
-          if (factors && !has_row_bias) sum += gather_some(factors + panel.n + done + x, 1, some);
-          finish(sum, epilogue,
-                 other ? other + beside[r] + panel.residuals[i].offset + x * other_stride : nullptr,
-                 other_stride, to + places[r] + offset + x * stride, stride, some);
-        }
-        done += count;
+          added && has_row_bias ? broadcast(widened(added[block.m + r])) : Vector<T>{};
+      Vector<T> totals[kTileVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kTileVectors; ++v) {
+        totals[v] = load(sums + v * kLanes<T>) + of_columns[v] + of_row;
       }
+      store_row(totals, panel, to + places[r],
+                residual.data ? residual.data + block.group * residual.group + beside[r] : nullptr);
+    }
+  }
+
+  void store_row(Vector<T>* totals, const Panel& panel, Stored* to, const Stored* beside) const {
+    const int64_t stride = result.columns.column, other_stride = residual.columns.column;
+    if constexpr (std::is_same_v<Stored, T>) {
+      if (panel.runs == 1 && stride == 1 && panel.columns == kTileChannels<T> && !beside) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kTileVectors; ++v) {
+          store(to + panel.results[0].offset + v * kLanes<T>, epilogue.applied(totals[v]));
+        }
+        return;
+      }
+    }
+    T buffer[kTileChannels<T>];
+    for (int v = 0; v < kTileVectors; ++v) store(buffer + v * kLanes<T>, totals[v]);
+    for (int64_t i = 0, done = 0; i < panel.runs; ++i) {
+      const auto [offset, count] = panel.results[i];
+      for (int64_t x = 0; x < count; x += kLanes<T>) {
+        const int64_t some = std::min<int64_t>(kLanes<T>, count - x);
+        finish(load_some(buffer + done + x, some), epilogue,
+               beside ? beside + panel.residuals[i].offset + x * other_stride : nullptr,
+               other_stride, to + offset + x * stride, stride, some);
+      }
+      done += count;
     }
   }
 
