@@ -96,6 +96,27 @@ void copy_part(Computed<Stored>* to, int64_t to_row, const Matrix<const Stored>&
   });
 }
 
+// Requests a share of a part of a matrix from memory, ahead of its copying.
+template <class Stored>
+void prefetch_part(const Matrix<const Stored>& matrix, int64_t group, int64_t row, int64_t rows,
+                   int64_t column, int64_t columns, int64_t share, int64_t shares) {
+  if (matrix.columns.column != 1) {
+    if (matrix.rows.column != 1) return;
+    return prefetch_part(matrix.flipped(), group, column, columns, row, rows, share, shares);
+  }
+  constexpr int64_t kLine = 64 / sizeof(Stored);
+  const Stored* data = matrix.data + group * matrix.group;
+  const int64_t first = rows * share / shares, last = rows * (share + 1) / shares;
+  matrix.rows.for_runs(row + first, row + last, [&](int64_t row_offset, int64_t high) {
+    matrix.columns.for_runs(column, column + columns, [&](int64_t offset, int64_t wide) {
+      const Stored* from = data + row_offset + offset;
+      for (int64_t y = 0; y < high; ++y, from += matrix.rows.column) {
+        for (int64_t x = 0; x < wide; x += kLine) __builtin_prefetch(from + x);
+      }
+    });
+  });
+}
+
 template <class Stored>
 class MatrixProduct {
  public:
@@ -120,6 +141,8 @@ class MatrixProduct {
   void run(const Parallel& parallel) {
     m_ = result.rows.count(), n_ = result.columns.count(), k_ = left.columns.count();
     is_pitched_ = left.columns.column == 1;
+    is_left_in_place_ = !is_pitched_ && is_read_in_place(left.flipped(), 8192);
+    if (is_left_in_place_) shares_left = false;
     Buffer left_buffer, right_buffer;
     if (shares_left) share_left(left_buffer, parallel);
     if (shares_right) share_right(right_buffer, parallel);
@@ -127,10 +150,8 @@ class MatrixProduct {
     parallel(groups * high * wide, [&](int64_t begin, int64_t end) {
       TaskScratch scratch;
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t m = task / wide % high * blocks.rows, n = task % wide * blocks.columns;
-        compute({task / wide / high, m, std::min(blocks.rows, m_ - m), n,
-                 std::min(blocks.columns, n_ - n)},
-                scratch);
+        const Block block = block_of(task, high, wide);
+        compute(block, task + 1 < end ? block_of(task + 1, high, wide) : Block{}, scratch);
       }
     });
   }
@@ -139,6 +160,12 @@ class MatrixProduct {
   struct Block {
     int64_t group, m, rows, n, columns;
   };
+
+  Block block_of(int64_t task, int64_t high, int64_t wide) const {
+    const int64_t m = task / wide % high * blocks.rows, n = task % wide * blocks.columns;
+    return {task / wide / high, m, std::min(blocks.rows, m_ - m), n,
+            std::min(blocks.columns, n_ - n)};
+  }
 
   struct TaskScratch : Scratch {
     Buffer rows, residual_rows;
@@ -233,7 +260,24 @@ class MatrixProduct {
     });
   }
 
+  // Whether register tiles read a matrix where it is: rows of neighbours, of which one step reads
+  // some. Rows that lie a multiple of so many bytes apart would replace one another in caches.
+  static bool is_read_in_place(const Matrix<const Stored>& matrix, int64_t multiple) {
+    const Places &rows = matrix.rows, &columns = matrix.columns;
+    const int64_t bytes = rows.column * int64_t(sizeof(Stored));
+    return std::is_same_v<Stored, T> && columns.column == 1 && columns.images * columns.rows == 1 &&
+           rows.images * rows.rows == 1 && (multiple == 0 || bytes % multiple != 0) &&
+           bytes * kSteps < int64_t(1) << 31;
+  }
+
+  static const T* at(const Matrix<const Stored>& matrix, int64_t group, int64_t row,
+                     int64_t column) {
+    return reinterpret_cast<const T*>(matrix.data + group * matrix.group +
+                                      row * matrix.rows.column + column * matrix.columns.column);
+  }
+
   const T* left_of(const Block& block, int64_t k, int64_t steps, TaskScratch& scratch) const {
+    if (is_left_in_place_) return at(left, block.group, block.m, k);
     if (shares_left) return shared_left(block, k);
     T* to = scratch.stage.template take<T>(left_elements(block.rows, kSteps));
     pack_left(to, block, k, steps);
@@ -252,14 +296,9 @@ class MatrixProduct {
       return {shared_right_ + ((block.group * panels + panel) * k_ + k) * kTileChannels<T>,
               k_ * kTileChannels<T>, kTileChannels<T>};
     }
-    if constexpr (std::is_same_v<Stored, T>) {
-      // A matrix that few register tiles read is not worth a copy.
-      const int64_t whole = block.columns % kTileChannels<T>;
-      if (block.rows <= 2 * kTilePositions && whole == 0 && right.columns.column == 1 &&
-          right.columns.images * right.columns.rows == 1 && right.rows.images * right.rows.rows == 1) {
-        return {right.data + block.group * right.group + k * right.rows.column + block.n,
-                kTileChannels<T>, right.rows.column};
-      }
+    if (block.columns % kTileChannels<T> == 0 &&
+        is_read_in_place(right, block.rows > 2 * kTilePositions ? 1024 : 0)) {
+      return {at(right, block.group, k, block.n), kTileChannels<T>, right.rows.column};
     }
     const int64_t apart = kSteps * kTileChannels<T>;
     T* to = scratch.grad.template take<T>(ceil_div(block.columns, kTileChannels<T>) * apart);
@@ -269,12 +308,13 @@ class MatrixProduct {
 
   // --- Multiplying ---
 
-  void compute(const Block& block, TaskScratch& scratch) const {
+  void compute(const Block& block, const Block& after, TaskScratch& scratch) const {
     const int64_t rows = block.rows;
     int32_t* offsets = scratch.offsets.template take<int32_t>(kSteps);
     for (int64_t i = 0; i < kSteps; ++i) {
-      offsets[i] =
-          int32_t(is_pitched_ ? i / kPitch * rows * kPitch + i % kPitch : i * kApart);
+      offsets[i] = int32_t(is_pitched_         ? i / kPitch * rows * kPitch + i % kPitch
+                           : is_left_in_place_ ? i * left.columns.column
+                                               : i * kApart);
     }
     const int64_t panels = ceil_div(block.columns, kTileChannels<T>);
     const bool waits = k_ > kSteps;
@@ -294,12 +334,29 @@ class MatrixProduct {
         for (int64_t piece = 0; piece < pieces; ++piece) {
           const int64_t row = rows * piece / pieces, some = rows * (piece + 1) / pieces - row;
           T* of_tile = to + row * kTileChannels<T>;
+          const bool is_last = k + kSteps >= k_;
+          prefetch(is_last ? after : block, is_last ? 0 : k + kSteps, i * pieces + piece,
+                   panels * pieces);
           multiplies(some, panel.columns)(
-              from + (is_pitched_ ? row * kPitch : piece * steps * kApart), offsets, steps,
+              from + (is_pitched_         ? row * kPitch
+                      : is_left_in_place_ ? row
+                                          : piece * steps * kApart),
+              offsets, steps,
               by.first + i * by.apart, by.pace, of_tile, kTileChannels<T>, k == 0);
-          if (k + kSteps >= k_) finish_tile(block, panel, row, some, of_tile, places, beside);
+          if (is_last) finish_tile(block, panel, row, some, of_tile, places, beside);
         }
       }
+    }
+  }
+
+  // Requests a share of what a block will pack, while the one before is multiplied.
+  void prefetch(const Block& block, int64_t k, int64_t share, int64_t shares) const {
+    const int64_t steps = std::min(kSteps, k_ - k);
+    if (!shares_left) {
+      prefetch_part(left, block.group, block.m, block.rows, k, steps, share, shares);
+    }
+    if (!shares_right) {
+      prefetch_part(right, block.group, k, steps, block.n, block.columns, share, shares);
     }
   }
 
@@ -380,7 +437,7 @@ class MatrixProduct {
   }
 
   int64_t m_ = 0, n_ = 0, k_ = 0;
-  bool is_pitched_ = false;
+  bool is_pitched_ = false, is_left_in_place_ = false;
   T *shared_left_ = nullptr, *shared_right_ = nullptr;
 };
 
