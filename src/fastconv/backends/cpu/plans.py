@@ -144,6 +144,7 @@ def _pointwise_plan(
     high, wide = problem.output_size
     pixels = problem.batch * high * wide
     panel = 2 * VECTOR_BYTES // itemsize
+    depth = 256
     if which == "weight_grad":
         columns = _even(read, 256, panel)
         rows = _even(written, 256, 14) if columns >= read else _up(written // -(-written // 256), 14)
@@ -154,10 +155,12 @@ def _pointwise_plan(
         elif channels_last:
             rows, columns = pixels, _even(channels, 256, panel)
         elif pixels > 4 * panel:
-            rows, columns = _up(-(-channels // -(-channels // 512)), 14), _even(pixels, 128, panel)
+            depth = 128
+            rows = _up(-(-channels // -(-channels // 512)), 14)
+            columns = _even(pixels, max(4 * panel, min(512, _down(65536 // rows, panel))), panel)
         else:
             rows, columns = _even(channels, 112, 14), _up(pixels, panel)
-    return CpuPlan("pointwise", rows, columns, 128, 0)
+    return CpuPlan("pointwise", rows, columns, depth, 0)
 
 
 def _even(count: int, most: int, unit: int) -> int:
@@ -185,6 +188,10 @@ def _weight_grad_plan(
 
 def _up(count: int, to: int) -> int:
     return -(-count // to) * to
+
+
+def _down(count: int, to: int) -> int:
+    return count // to * to
 
 
 def _staged(rows: Axis, columns: Axis, high: int, wide: int) -> int:

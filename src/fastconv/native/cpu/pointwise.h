@@ -140,6 +140,7 @@ class MatrixProduct {
 
   void run(const Parallel& parallel) {
     m_ = result.rows.count(), n_ = result.columns.count(), k_ = left.columns.count();
+    depth_ = ceil_div(blocks.depth, kSteps) * kSteps;
     is_pitched_ = left.columns.column == 1;
     is_left_in_place_ = !is_pitched_ && is_read_in_place(left.flipped(), 8192);
     if (is_left_in_place_) shares_left = false;
@@ -178,7 +179,7 @@ class MatrixProduct {
   };
 
   // --- Packing ---
-  // The left matrix has, for each block of rows, blocks of kSteps columns. If a row's columns are
+  // The left matrix has, for each block of rows, blocks of `depth` columns. If a row's columns are
   // neighbours in memory, these have parts of kPitch columns, of which rows lie kPitch apart. Or
   // else they have register tiles of rows, of which columns lie kApart apart. The right matrix has
   // panels of kTileChannels columns.
@@ -232,13 +233,13 @@ class MatrixProduct {
   }
 
   void share_left(Buffer& buffer, const Parallel& parallel) {
-    const int64_t parts = ceil_div(k_, kSteps), high = ceil_div(m_, blocks.rows);
+    const int64_t parts = ceil_div(k_, depth_), high = ceil_div(m_, blocks.rows);
     shared_left_ = buffer.take<T>(groups * high * left_elements(blocks.rows, k_));
     parallel(groups * high * parts, [&](int64_t begin, int64_t end) {
       for (int64_t part = begin; part < end; ++part) {
-        const int64_t m = part / parts % high * blocks.rows, k = part % parts * kSteps;
+        const int64_t m = part / parts % high * blocks.rows, k = part % parts * depth_;
         const Block block{part / parts / high, m, std::min(blocks.rows, m_ - m), 0, 0};
-        pack_left(const_cast<T*>(shared_left(block, k)), block, k, std::min(kSteps, k_ - k));
+        pack_left(const_cast<T*>(shared_left(block, k)), block, k, std::min(depth_, k_ - k));
       }
     });
   }
@@ -279,7 +280,7 @@ class MatrixProduct {
   const T* left_of(const Block& block, int64_t k, int64_t steps, TaskScratch& scratch) const {
     if (is_left_in_place_) return at(left, block.group, block.m, k);
     if (shares_left) return shared_left(block, k);
-    T* to = scratch.stage.template take<T>(left_elements(block.rows, kSteps));
+    T* to = scratch.stage.template take<T>(left_elements(block.rows, steps));
     pack_left(to, block, k, steps);
     return to;
   }
@@ -300,7 +301,7 @@ class MatrixProduct {
         is_read_in_place(right, block.rows > 2 * kTilePositions ? 1024 : 0)) {
       return {at(right, block.group, k, block.n), kTileChannels<T>, right.rows.column};
     }
-    const int64_t apart = kSteps * kTileChannels<T>;
+    const int64_t apart = steps * kTileChannels<T>;
     T* to = scratch.grad.template take<T>(ceil_div(block.columns, kTileChannels<T>) * apart);
     pack_right(to, apart, block.group, block.n, block.columns, k, steps);
     return {to, apart, kTileChannels<T>};
@@ -324,26 +325,32 @@ class MatrixProduct {
         residual.data ? list_rows(residual, block, scratch.residual_rows) : nullptr;
     const auto multiplies = is_pitched_ ? multiply_for<T, kPitch> : multiply_for<T, 1>;
     const int64_t pieces = ceil_div(rows, kTilePositions);
-    for (int64_t k = 0; k == 0 || k < k_; k += kSteps) {  // once even if there is nothing to add
-      const int64_t steps = std::min(kSteps, k_ - k);
-      const T* from = left_of(block, k, steps, scratch);
-      const Panels by = right_of(block, k, steps, scratch);
+    for (int64_t k = 0; k == 0 || k < k_; k += depth_) {  // once even if there is nothing to add
+      const int64_t deep = std::min(depth_, k_ - k);
+      const bool ends = k + depth_ >= k_;
+      const T* from = left_of(block, k, deep, scratch);
+      const Panels by = right_of(block, k, deep, scratch);
+      int64_t calls = 0;
+      const int64_t all_calls = panels * pieces * std::max<int64_t>(1, ceil_div(deep, kSteps));
       for (int64_t i = 0; i < panels; ++i) {
         const Panel panel = panel_of(block, i * kTileChannels<T>);
         T* to = sums + (waits ? i * rows * kTileChannels<T> : 0);
-        for (int64_t piece = 0; piece < pieces; ++piece) {
-          const int64_t row = rows * piece / pieces, some = rows * (piece + 1) / pieces - row;
-          T* of_tile = to + row * kTileChannels<T>;
-          const bool is_last = k + kSteps >= k_;
-          prefetch(is_last ? after : block, is_last ? 0 : k + kSteps, i * pieces + piece,
-                   panels * pieces);
-          multiplies(some, panel.columns)(
-              from + (is_pitched_         ? row * kPitch
-                      : is_left_in_place_ ? row
-                                          : piece * steps * kApart),
-              offsets, steps,
-              by.first + i * by.apart, by.pace, of_tile, kTileChannels<T>, k == 0);
-          if (is_last) finish_tile(block, panel, row, some, of_tile, places, beside);
+        for (int64_t step = 0; step == 0 || step < deep; step += kSteps) {
+          const int64_t steps = std::min(kSteps, deep - step);
+          const T* right_part = by.first + i * by.apart + step * by.pace;
+          for (int64_t piece = 0; piece < pieces; ++piece) {
+            const int64_t row = rows * piece / pieces, some = rows * (piece + 1) / pieces - row;
+            T* of_tile = to + row * kTileChannels<T>;
+            prefetch(ends ? after : block, ends ? 0 : k + depth_, calls++, all_calls);
+            const T* left_part = is_pitched_         ? from + step * rows + row * kPitch
+                                 : is_left_in_place_ ? from + step * left.columns.column + row
+                                                     : from + (piece * deep + step) * kApart;
+            multiplies(some, panel.columns)(left_part, offsets, steps, right_part, by.pace,
+                                            of_tile, kTileChannels<T>, k + step == 0);
+            if (ends && step + kSteps >= deep) {
+              finish_tile(block, panel, row, some, of_tile, places, beside);
+            }
+          }
         }
       }
     }
@@ -351,7 +358,7 @@ class MatrixProduct {
 
   // Requests a share of what a block will pack, while the one before is multiplied.
   void prefetch(const Block& block, int64_t k, int64_t share, int64_t shares) const {
-    const int64_t steps = std::min(kSteps, k_ - k);
+    const int64_t steps = std::min(depth_, k_ - k);
     if (!shares_left) {
       prefetch_part(left, block.group, block.m, block.rows, k, steps, share, shares);
     }
@@ -437,6 +444,7 @@ class MatrixProduct {
   }
 
   int64_t m_ = 0, n_ = 0, k_ = 0;
+  int64_t depth_ = kSteps;  // columns of the left matrix that are packed together
   bool is_pitched_ = false, is_left_in_place_ = false;
   T *shared_left_ = nullptr, *shared_right_ = nullptr;
 };
