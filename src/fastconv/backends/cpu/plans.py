@@ -25,6 +25,8 @@ _BYTES = {torch.float32: 4, torch.float64: 8, torch.bfloat16: 4, torch.float16: 
 # Activations that they apply. The others are PyTorch's, which compute exponentials in vectors.
 _ACTIVATIONS = ("identity", "relu", "relu6", "leaky_relu", "hardswish")
 
+# The most read channels that are staged together: ``kPitch`` of ``native/cpu/multiply.h``.
+MOST_DEPTH = 64
 # The widest vectors that there are. Narrower ones have panels of a block that are narrower.
 VECTOR_BYTES = 64
 # The most bytes of a thread's buffers.
@@ -125,7 +127,7 @@ def _direct_plan(
         return f"{written} written channels of a group do not fill vectors"
     if which == "weight_grad":
         return _weight_grad_plan(rows, columns, read, written, itemsize)
-    depth = min(read, 64)
+    depth = min(read, MOST_DEPTH)
     for high, wide in _tiles(rows, columns):
         staged = depth * _staged(rows, columns, high, wide)
         sums = high * wide * written
