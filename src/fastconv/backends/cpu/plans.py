@@ -109,9 +109,14 @@ def _gathering(axis: Axis) -> Axis:
 
 
 def _depthwise_plan(rows: Axis, columns: Axis, itemsize: int) -> CpuPlan | str:
+    lanes = VECTOR_BYTES // itemsize
+
+    def read(axis: Axis, outputs: int) -> int:
+        return (outputs - 1) * axis.step + (axis.taps - 1) * axis.reach + 1
+
     for high, wide in _tiles(rows, columns):
-        if 3 * _staged(rows, columns, high, wide) * itemsize <= l2_bytes():
-            return CpuPlan("depthwise", high, wide, 1, 1)
+        if 4 * read(rows, high) * read(columns, wide) * lanes * itemsize <= l2_bytes():
+            return CpuPlan("depthwise", high, wide, 1, lanes)
     return "its taps are so far apart that a tile exceeds the cache"
 
 
