@@ -32,6 +32,24 @@ inline void parallel_for(int64_t count, cpu::Parallel::Body body, void* context)
   at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) { body(context, begin, end); });
 }
 
+inline void in_this_thread(int64_t count, cpu::Parallel::Body body, void* context) {
+  if (count > 0) body(context, 0, count);
+}
+
+// How to run a pass: work of a few microseconds is not worth waking other threads. Depthwise
+// layers take longer for a product, as they use each element that they read for few of them.
+template <class Pass>
+cpu::Parallel threads_for(const Pass& pass, const CpuPlan& plan) {
+  constexpr double kLeast = 1 << 20;
+  const double products = double(pass.images * pass.groups) * double(pass.depth * pass.channels) *
+                          double(pass.rows.outputs * pass.rows.taps) *
+                          double(pass.columns.outputs * pass.columns.taps);
+  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  const bool is_short = products * (plan.kernel == cpu::kDepthwise ? 8 : 1) < kLeast;
+  return threads == 1 || is_short ? cpu::Parallel(in_this_thread)
+                                  : cpu::Parallel(parallel_for, threads);
+}
+
 inline cpu::Type cpu_type(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case at::kFloat:
@@ -127,7 +145,7 @@ inline cpu::Gather gather_of(const Call& call, const CpuPlan& plan, const Tensor
 }
 
 inline bool run_gather(const cpu::Gather& pass, const CpuPlan& plan) {
-  return cpu::gather(plan.kernel, pass, cpu::Parallel(parallel_for));
+  return cpu::gather(plan.kernel, pass, threads_for(pass, plan));
 }
 
 inline bool forward_by_kernels(const Call& call, const CpuPlan& plan, const Tensor& result) {
@@ -188,7 +206,7 @@ inline void weight_grad_by_kernels(const Call& call, const CpuPlan& plan, const 
                  {result.stride(0) * pass.channels, result.stride(0), result.stride(1),
                   result.stride(2), result.stride(3)}};
   pass.blocks = plan.blocks;
-  cpu::weight_grad(plan.kernel, pass, cpu::Parallel(parallel_for));
+  cpu::weight_grad(plan.kernel, pass, threads_for(pass, plan));
 }
 
 // Computes a call, or returns false if its numbers need another way.

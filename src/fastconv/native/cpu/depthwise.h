@@ -59,10 +59,11 @@ class DepthwiseGather {
     Buffer packed;
     const T* factors = pack_planes(packed);
     if (!factors) return false;
-    const auto& [high, wide, depth, channels] = pass_.blocks;
-    const int64_t down = ceil_div(pass_.rows.outputs, high),
-                  across = ceil_div(pass_.columns.outputs, wide),
-                  vectors = ceil_div(pass_.groups, kLanes<T>);
+    const int64_t wide = pass_.blocks.columns, vectors = ceil_div(pass_.groups, kLanes<T>),
+                  across = ceil_div(pass_.columns.outputs, wide);
+    const int64_t high = balanced(pass_.rows.outputs, pass_.blocks.rows,
+                                  pass_.images * vectors * across, parallel.threads());
+    const int64_t down = ceil_div(pass_.rows.outputs, high);
     parallel(pass_.images * vectors * down * across, [&](int64_t begin, int64_t end) {
       DepthwiseScratch scratch;
       for (int64_t task = begin; task < end; ++task) {

@@ -130,10 +130,15 @@ class DirectGather {
 
   bool run(const Parallel& parallel) const {
     if (!weights_.are_finite) return false;
-    const auto& [rows, columns, depth, channels] = pass_.blocks;
-    const int64_t row_tiles = ceil_div(pass_.rows.outputs, rows),
-                  column_tiles = ceil_div(pass_.columns.outputs, columns),
-                  shares = ceil_div(pass_.channels, channels);
+    const int64_t channels = pass_.blocks.channels, shares = ceil_div(pass_.channels, channels);
+    const int64_t others = pass_.images * pass_.groups * shares;
+    const int64_t columns =
+        balanced(pass_.columns.outputs, pass_.blocks.columns, others * pass_.rows.outputs,
+                 parallel.threads());
+    const int64_t column_tiles = ceil_div(pass_.columns.outputs, columns);
+    const int64_t rows = balanced(pass_.rows.outputs, pass_.blocks.rows, others * column_tiles,
+                                  parallel.threads());
+    const int64_t row_tiles = ceil_div(pass_.rows.outputs, rows);
     const int64_t tasks = pass_.images * pass_.groups * row_tiles * column_tiles * shares;
     parallel(tasks, [&](int64_t begin, int64_t end) {
       Scratch scratch;

@@ -82,7 +82,10 @@ class Parallel {
   using Body = void (*)(void* context, int64_t begin, int64_t end);
   using For = void (*)(int64_t count, Body body, void* context);
 
-  explicit Parallel(For function) : function_(function) {}
+  explicit Parallel(For function, int64_t threads = 1) : function_(function), threads_(threads) {}
+
+  // So many threads may run at once. Results do not depend on it.
+  int64_t threads() const { return threads_; }
 
   template <class Function>
   void operator()(int64_t count, Function function) const {
@@ -96,6 +99,7 @@ class Parallel {
 
  private:
   For function_;
+  int64_t threads_;
 };
 
 enum Kernel : int64_t {

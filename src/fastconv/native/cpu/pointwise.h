@@ -140,6 +140,8 @@ class MatrixProduct {
 
   void run(const Parallel& parallel) {
     m_ = result.rows.count(), n_ = result.columns.count(), k_ = left.columns.count();
+    blocks.rows = balanced(m_, blocks.rows, groups * ceil_div(n_, blocks.columns),
+                           parallel.threads());
     depth_ = ceil_div(blocks.depth, kSteps) * kSteps;
     is_pitched_ = left.columns.column == 1;
     is_left_in_place_ = !is_pitched_ && is_read_in_place(left.flipped(), 8192);

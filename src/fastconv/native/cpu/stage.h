@@ -17,6 +17,14 @@ namespace fastconv::cpu {
 
 inline int64_t ceil_div(int64_t number, int64_t by) { return (number + by - 1) / by; }
 
+// The size of parts of an axis: at most `most`, all about equal, and so many of them that threads
+// have equal shares of the tasks, of which there are `others` for each part.
+inline int64_t balanced(int64_t count, int64_t most, int64_t others, int64_t threads) {
+  int64_t parts = ceil_div(count, most);
+  while (parts < count && parts * others < 4 * threads && parts * others % threads != 0) ++parts;
+  return ceil_div(count, std::max<int64_t>(parts, 1));
+}
+
 // Memory at a multiple of a vector's size, as large as it has been asked to be.
 class Buffer {
  public:

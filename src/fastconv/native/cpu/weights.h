@@ -20,17 +20,19 @@ class DirectWeightGrad {
 
   void run(const Parallel& parallel) const {
     const auto& blocks = pass_.blocks;
-    const int64_t deep = ceil_div(pass_.depth, blocks.depth),
-                  wide = ceil_div(pass_.channels, blocks.channels);
+    const int64_t wide = ceil_div(pass_.channels, blocks.channels);
+    const int64_t depth =
+        balanced(pass_.depth, blocks.depth, pass_.groups * wide, parallel.threads());
+    const int64_t deep = ceil_div(pass_.depth, depth);
     parallel(pass_.groups * wide * deep, [&](int64_t begin, int64_t end) {
       Scratch scratch;
       for (int64_t task = begin; task < end; ++task) {
         Part part;
         part.group = task / (wide * deep);
         part.channel = task / deep % wide * blocks.channels;
-        part.first = task % deep * blocks.depth;
+        part.first = task % deep * depth;
         part.channels = std::min(blocks.channels, pass_.channels - part.channel);
-        part.depth = std::min(blocks.depth, pass_.depth - part.first);
+        part.depth = std::min(depth, pass_.depth - part.first);
         compute(part, scratch);
       }
     });
