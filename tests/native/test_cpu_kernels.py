@@ -114,7 +114,8 @@ class TestResults:
     def test_random_problems(self, dtype: torch.dtype, kernel: Kernel) -> None:
         draw, planned = random.Random(f"{dtype} {kernel}"), 0
         for _ in range(12):
-            problem = drawn_pointwise(draw) if kernel == "pointwise" else drawn(draw, kernel == "depthwise")
+            is_pointwise = kernel == "pointwise"
+            problem = drawn_pointwise(draw) if is_pointwise else drawn(draw, kernel == "depthwise")
             formats = [draw.choice((torch.contiguous_format, LAST)) for _ in range(3)]
             given = tensors(problem, dtype, formats)
             passes: tuple[Pass, ...] = ("forward", "input_grad", "weight_grad")

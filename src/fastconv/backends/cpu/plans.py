@@ -29,6 +29,8 @@ _ACTIVATIONS = ("identity", "relu", "relu6", "leaky_relu", "hardswish")
 MOST_DEPTH = 64
 # The widest vectors that there are. Narrower ones have panels of a block that are narrower.
 VECTOR_BYTES = 64
+# The most sums of a pointwise block whose rows are channels: beside what is packed in the L2 cache.
+_SUMS = 1 << 16
 # The most bytes of a thread's buffers.
 _SCRATCH_BYTES = 8 << 20
 # The L2 cache where the operating system does not say: no CPU of the last ten years has less.
@@ -141,10 +143,12 @@ def _direct_plan(
     return "its taps are so far apart that a tile exceeds the cache"
 
 
-def _pointwise_plan(
-    problem: Problem, which: Pass, channels_last: bool, itemsize: int
-) -> CpuPlan:
-    """Blocks of a matrix product: large enough that packing its operands costs little."""
+def _pointwise_plan(problem: Problem, which: Pass, channels_last: bool, itemsize: int) -> CpuPlan:
+    """Blocks of a matrix product: large enough that its operands' packing takes little time.
+
+    Rows of a block that are apart in memory are long enough that they arrive at memory's rate, and
+    what a task packs and adds up fits the L2 cache.
+    """
     read, written = (
         count // problem.groups for count in (problem.in_channels, problem.out_channels)
     )
@@ -153,27 +157,24 @@ def _pointwise_plan(
     panel = 2 * VECTOR_BYTES // itemsize
     depth = 256
     if which == "weight_grad":
-        columns = _even(read, 256, panel)
-        rows = _even(written, 256, 14) if columns >= read else _up(written // -(-written // 256), 14)
+        rows, columns = _share(written, 256, 14), _share(read, 256, panel)
     else:
         channels = read if which == "input_grad" else written
-        if channels_last and pixels > 112:
-            rows, columns = _even(pixels, 112, 14), _up(-(-channels // -(-channels // 512)), panel)
-        elif channels_last:
-            rows, columns = pixels, _even(channels, 256, panel)
+        if channels_last:
+            rows, columns = _share(pixels, 112, 14), _share(channels, 512, panel)
         elif pixels > 4 * panel:
             depth = 128
-            rows = _up(-(-channels // -(-channels // 512)), 14)
-            columns = _even(pixels, max(4 * panel, min(512, _down(65536 // rows, panel))), panel)
-        else:
-            rows, columns = _even(channels, 112, 14), _up(pixels, panel)
+            rows = _share(channels, 512, 14)
+            most = min(512, max(4 * panel, _SUMS // rows))
+            columns = _share(pixels, most, panel)
+        else:  # there are so few pixels that each task takes all of them
+            rows, columns = _share(channels, 112, 14), _up(pixels, panel)
     return CpuPlan("pointwise", rows, columns, depth, 0)
 
 
-def _even(count: int, most: int, unit: int) -> int:
-    """The size of blocks of units, of which there are as few as possible, but an even number."""
+def _share(count: int, most: int, unit: int) -> int:
+    """The size of as few equal blocks as there can be, in units."""
     blocks = -(-count // most)
-    blocks += blocks % 2 if count > unit else 0
     return _up(-(-count // blocks), unit)
 
 
@@ -195,10 +196,6 @@ def _weight_grad_plan(
 
 def _up(count: int, to: int) -> int:
     return -(-count // to) * to
-
-
-def _down(count: int, to: int) -> int:
-    return count // to * to
 
 
 def _staged(rows: Axis, columns: Axis, high: int, wide: int) -> int:

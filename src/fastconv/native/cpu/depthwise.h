@@ -23,9 +23,8 @@ inline Axis read_by(const Axis& axis, int64_t first, int64_t outputs) {
 
 // Stages a tile of some planes: (rows, columns, lanes of a vector).
 template <class Stored>
-void stage_planes(Computed<Stored>* to, const Stored* source,
-                  const std::array<int64_t, 4>& strides, int64_t planes, const Axis& rows,
-                  const Axis& columns) {
+void stage_planes(Computed<Stored>* to, const Stored* source, const std::array<int64_t, 4>& strides,
+                  int64_t planes, const Axis& rows, const Axis& columns) {
   const Phases of_rows(rows), of_columns(columns);
   stage_pixels(to, kLanes<Computed<Stored>>, source, strides, planes,
                Window(rows, of_rows, 0, rows.outputs),
@@ -69,10 +68,10 @@ class DepthwiseGather {
       for (int64_t task = begin; task < end; ++task) {
         const int64_t x = task % across * wide, y = task / across % down * high,
                       vector = task / across / down;
-        convolve_tile({vector / vectors, vector % vectors * kLanes<T>, y,
-                       std::min(high, pass_.rows.outputs - y), x,
-                       std::min(wide, pass_.columns.outputs - x)},
-                      factors + vector % vectors * (taps() + 1) * kLanes<T>, scratch);
+        convolve_tile(
+            {vector / vectors, vector % vectors * kLanes<T>, y,
+             std::min(high, pass_.rows.outputs - y), x, std::min(wide, pass_.columns.outputs - x)},
+            factors + vector % vectors * (taps() + 1) * kLanes<T>, scratch);
       }
     });
     return true;
@@ -137,10 +136,10 @@ class DepthwiseGather {
     T* staged = scratch.stage.take<T>(rows.outputs * columns.outputs * kLanes<T>);
     const auto& s = pass_.source.strides;
     if (taps() > 0) {
-      stage_planes(staged,
-                   static_cast<const Stored*>(pass_.source.data) + tile.image * s[0] +
-                       tile.channel * s[1],
-                   s, planes, rows, columns);
+      stage_planes(
+          staged,
+          static_cast<const Stored*>(pass_.source.data) + tile.image * s[0] + tile.channel * s[1],
+          s, planes, rows, columns);
     }
     int64_t* offsets = scratch.offsets.take<int64_t>(taps());
     for (int64_t p = 0, tap = 0; p < pass_.rows.taps; ++p) {
@@ -396,7 +395,7 @@ class DepthwiseWeightGrad {
 
   // The sums of products of two rows of vectors of channels, in four chains.
   static Vector<T> row_product(const T* left, int64_t left_step, const T* right, int64_t right_step,
-                           int64_t begin, int64_t end, int64_t channels) {
+                               int64_t begin, int64_t end, int64_t channels) {
     Vector<T> chains[4] = {};
     int64_t i = begin;
     if (channels == kLanes<T>) {
@@ -445,9 +444,8 @@ class DepthwiseWeightGrad {
         const T* from = input + (p * rows.reach * pitch + q * columns.reach) * kLanes<T>;
         for (int64_t y = 0; y < high; y += most) {
           *sums += product(grad + y * wide * kLanes<T>, wide,
-                           from + y * rows.step * pitch * kLanes<T>,
-                           rows.step * pitch * kLanes<T>, columns.step * kLanes<T>,
-                           std::min(most, high - y));
+                           from + y * rows.step * pitch * kLanes<T>, rows.step * pitch * kLanes<T>,
+                           columns.step * kLanes<T>, std::min(most, high - y));
         }
       }
     }

@@ -21,8 +21,8 @@ inline bool stages_pixels(const Gather& pass) {
 }
 
 // The weights in the order in which they are multiplied: for each group and each tile of channels,
-// (read channels, tap rows, tap columns, channels), with zeros for channels that do not exist. Where
-// pixels are staged, each block of read channels has its taps first.
+// (read channels, tap rows, tap columns, channels), with zeros for channels that do not exist.
+// Where pixels are staged, each block of read channels has its taps first.
 template <class Stored>
 class PackedWeights {
  public:
@@ -132,12 +132,11 @@ class DirectGather {
     if (!weights_.are_finite) return false;
     const int64_t channels = pass_.blocks.channels, shares = ceil_div(pass_.channels, channels);
     const int64_t others = pass_.images * pass_.groups * shares;
-    const int64_t columns =
-        balanced(pass_.columns.outputs, pass_.blocks.columns, others * pass_.rows.outputs,
-                 parallel.threads());
+    const int64_t columns = balanced(pass_.columns.outputs, pass_.blocks.columns,
+                                     others * pass_.rows.outputs, parallel.threads());
     const int64_t column_tiles = ceil_div(pass_.columns.outputs, columns);
-    const int64_t rows = balanced(pass_.rows.outputs, pass_.blocks.rows, others * column_tiles,
-                                  parallel.threads());
+    const int64_t rows =
+        balanced(pass_.rows.outputs, pass_.blocks.rows, others * column_tiles, parallel.threads());
     const int64_t row_tiles = ceil_div(pass_.rows.outputs, rows);
     const int64_t tasks = pass_.images * pass_.groups * row_tiles * column_tiles * shares;
     parallel(tasks, [&](int64_t begin, int64_t end) {
@@ -235,8 +234,9 @@ class DirectGather {
                         positions = tile.columns * (piece + 1) / pieces - x;
           const auto multiplies = is_pixels_ ? multiply_for<T, kPitch> : multiply_for<T, 1>;
           multiplies(positions, channels)(
-              block.staged + (y * block.row + x) * (is_pixels_ ? kPitch : 1), block.offsets + step, steps,
-              right + step * kTileChannels<T>, kTileChannels<T>, to, kTileChannels<T>, is_first);
+              block.staged + (y * block.row + x) * (is_pixels_ ? kPitch : 1), block.offsets + step,
+              steps, right + step * kTileChannels<T>, kTileChannels<T>, to, kTileChannels<T>,
+              is_first);
           if (is_last) finish_tile(tile, channel, channels, y, x, positions, to);
           to += positions * kTileChannels<T>;
         }

@@ -60,8 +60,7 @@ void multiply(const T* left, const int32_t* offsets, int64_t steps, const T* rig
 }
 
 template <class T>
-using Multiply = void (*)(const T*, const int32_t*, int64_t, const T*, int64_t, T*, int64_t,
-                          bool);
+using Multiply = void (*)(const T*, const int32_t*, int64_t, const T*, int64_t, T*, int64_t, bool);
 
 template <class T, int kVectors, int kApart, int... kIndex>
 constexpr Multiply<T> multiply_of(int positions, std::integer_sequence<int, kIndex...>) {

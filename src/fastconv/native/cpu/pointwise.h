@@ -140,8 +140,8 @@ class MatrixProduct {
 
   void run(const Parallel& parallel) {
     m_ = result.rows.count(), n_ = result.columns.count(), k_ = left.columns.count();
-    blocks.rows = balanced(m_, blocks.rows, groups * ceil_div(n_, blocks.columns),
-                           parallel.threads());
+    blocks.rows =
+        balanced(m_, blocks.rows, groups * ceil_div(n_, blocks.columns), parallel.threads());
     depth_ = ceil_div(blocks.depth, kSteps) * kSteps;
     is_pitched_ = left.columns.column == 1;
     is_left_in_place_ = !is_pitched_ && is_read_in_place(left.flipped(), 8192);
@@ -212,8 +212,7 @@ class MatrixProduct {
       for (int64_t piece = 0; piece < pieces; ++piece) {
         const int64_t row = rows * piece / pieces;
         copy_part(to + (piece * steps + i) * kApart, kApart, left.flipped(), block.group, k + i,
-                  std::min(kSome, steps - i), block.m + row,
-                  rows * (piece + 1) / pieces - row);
+                  std::min(kSome, steps - i), block.m + row, rows * (piece + 1) / pieces - row);
       }
     }
   }
@@ -347,8 +346,8 @@ class MatrixProduct {
             const T* left_part = is_pitched_         ? from + step * rows + row * kPitch
                                  : is_left_in_place_ ? from + step * left.columns.column + row
                                                      : from + (piece * deep + step) * kApart;
-            multiplies(some, panel.columns)(left_part, offsets, steps, right_part, by.pace,
-                                            of_tile, kTileChannels<T>, k + step == 0);
+            multiplies(some, panel.columns)(left_part, offsets, steps, right_part, by.pace, of_tile,
+                                            kTileChannels<T>, k + step == 0);
             if (ends && step + kSteps >= deep) {
               finish_tile(block, panel, row, some, of_tile, places, beside);
             }
@@ -395,8 +394,8 @@ class MatrixProduct {
   }
 
   // Adds the bias and the residual to a register tile's sums, and stores them.
-  void finish_tile(const Block& block, const Panel& panel, int64_t row, int64_t rows,
-                   const T* sums, const int64_t* places, const int64_t* beside) const {
+  void finish_tile(const Block& block, const Panel& panel, int64_t row, int64_t rows, const T* sums,
+                   const int64_t* places, const int64_t* beside) const {
     const Stored* added = bias ? bias + block.group * bias_group : nullptr;
     Vector<T> of_columns[kTileVectors] = {};
     if (added && !has_row_bias) {
@@ -499,10 +498,9 @@ template <class Stored>
 MatrixProduct<Stored> product_of(const WeightGrad& pass) {
   const auto matrix = [&](const Images& images, int64_t channels, bool is_read) {
     const auto& s = images.strides;
-    Matrix<const Stored> found{
-        static_cast<const Stored*>(images.data), channels * s[1],
-        Places::of_channels(channels, s[1]),
-        Places::of_pixels(pass.images, pass.rows, pass.columns, s, is_read)};
+    Matrix<const Stored> found{static_cast<const Stored*>(images.data), channels * s[1],
+                               Places::of_channels(channels, s[1]),
+                               Places::of_pixels(pass.images, pass.rows, pass.columns, s, is_read)};
     join(found.columns);
     return found;
   };

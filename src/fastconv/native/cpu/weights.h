@@ -120,7 +120,8 @@ class DirectWeightGrad {
               const int64_t i = part.depth * piece / pieces,
                             some = part.depth * (piece + 1) / pieces - i;
               multiply_for<T>(some, channels)(
-                  left + i, offsets + pixel, steps, grad + pixel * kTileChannels<T>, kTileChannels<T>,
+                  left + i, offsets + pixel, steps, grad + pixel * kTileChannels<T>,
+                  kTileChannels<T>,
                   to + (i * taps() + p * pass_.columns.taps + q) * kTileChannels<T>,
                   taps() * kTileChannels<T>, false);
             }
