@@ -27,7 +27,9 @@ SHAPE_SYNTAX = (
     "[stride=S|SD,SH,SW] [padding=P|PD,PH,PW|F,B,T,B,L,R]; of a transposed convolution "
     '"NxCxHxW IxOxKHxKW transposed", with [output_padding=P|PH,PW]'
 )
-SUITES = ("founding", "real", "odd", "depthwise", "sequence", "transposed", "video", "volume")
+SUITES = (
+    "founding", "real", "odd", "depthwise", "sequence", "transposed", "video", "volume", "cpu",
+)  # fmt: skip
 PEERS = ("pytorch", "best", "compile")
 GPUS = (
     "sm_70", "sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90a", "sm_100a", "sm_103a",

@@ -398,6 +398,34 @@ VOLUME = (
                 stride=(2, 2, 2)),
 )  # fmt: skip
 
+CPU = (
+    _dense("cpu_tiny", "so small that the call itself takes long", (1, 16, 16, 16), 16, (3, 3),
+           padding=(1, 1)),
+    _dense("cpu_asym5x9", "asymmetric kernel", (2, 32, 128, 128), 64, (5, 9)),
+    _dense("cpu_stem", "ResNet's first layer", (1, 3, 224, 224), 64, (7, 7), stride=(2, 2),
+           padding=(3, 3)),
+    _dense("cpu_56", "ResNet-18's first stage", (1, 64, 56, 56), 64, (3, 3), padding=(1, 1)),
+    _dense("cpu_28", "ResNet-18's second stage, batch 8", (8, 128, 28, 28), 128, (3, 3),
+           padding=(1, 1)),
+    _dense("cpu_14_s2", "ResNet-18, between its stages", (1, 256, 14, 14), 512, (3, 3),
+           stride=(2, 2), padding=(1, 1)),
+    _dense("cpu_7", "ResNet-18's last stage, batch 8", (8, 512, 7, 7), 512, (3, 3),
+           padding=(1, 1)),
+    _dense("cpu_wider", "ResNet-50, 1x1", (1, 64, 56, 56), 256, (1, 1)),
+    _dense("cpu_narrower", "ResNet-50, 1x1, batch 8", (8, 512, 28, 28), 128, (1, 1)),
+    _dense("cpu_1x1_s2", "ResNet-50's shortcut", (1, 256, 56, 56), 512, (1, 1), stride=(2, 2)),
+    _dense("cpu_mobile", "MobileNet-v2, 1x1", (1, 144, 56, 56), 24, (1, 1)),
+    _depthwise("cpu_dw3", "MobileNet-v2's first planes", (1, 144, 56, 56), (3, 3)),
+    _depthwise("cpu_dw3_7", "MobileNet-v2's last planes, batch 8", (8, 960, 7, 7), (3, 3)),
+    _depthwise("cpu_dw3_s2", "MobileNet-v2, with stride", (1, 96, 112, 112), (3, 3), 2),
+    _depthwise("cpu_dw5", "EfficientNet-B0", (1, 480, 14, 14), (5, 5)),
+    _depthwise("cpu_dw7", "ConvNeXt-T", (1, 384, 14, 14), (7, 7)),
+    _depthwise("cpu_dw21x1", "SegNeXt's strip", (1, 64, 64, 64), (21, 1)),
+    _dense("cpu_13x13", "large kernel", (2, 32, 56, 56), 32, (13, 13), padding=(6, 6)),
+    _dense("cpu_dilated", "DeepLabV3's dilation", (1, 128, 28, 28), 128, (3, 3),
+           padding=(4, 4), dilation=(4, 4)),
+)  # fmt: skip
+
 SUITES = {
     "founding": FOUNDING,
     "real": REAL,
@@ -407,6 +435,7 @@ SUITES = {
     "transposed": TRANSPOSED,
     "video": VIDEO,
     "volume": VOLUME,
+    "cpu": CPU,
 }
 
 

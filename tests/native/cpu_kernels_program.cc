@@ -34,14 +34,22 @@ Axis drawn_axis() {
   return axis;
 }
 
-Problem drawn_problem(bool depthwise) {
+// An axis of a kernel of one tap, without padding.
+Axis pointwise_axis() {
+  Axis axis{0, drawn(1, 12), 1, drawn(1, 3), 1, 0};
+  axis.size = (axis.outputs - 1) * axis.step + drawn(1, axis.step);
+  return axis;
+}
+
+Problem drawn_problem(Kernel kernel) {
+  const bool depthwise = kernel == kDepthwise, pointwise = kernel == kPointwise;
   const int64_t groups = depthwise ? drawn(1, 40) : drawn(1, 2);
   return {drawn(1, 2),
           groups,
-          depthwise ? 1 : drawn(1, 20),
+          depthwise ? 1 : drawn(1, pointwise ? 150 : 40),
           depthwise ? 1 : drawn(1, 40),
-          drawn_axis(),
-          drawn_axis(),
+          pointwise ? pointwise_axis() : drawn_axis(),
+          pointwise ? pointwise_axis() : drawn_axis(),
           drawn(0, 1) == 1};
 }
 
@@ -98,8 +106,8 @@ void check(const char* what, const std::vector<float>& found, const std::vector<
   }
 }
 
-void run(bool depthwise) {
-  const Problem p = drawn_problem(depthwise);
+void run(Kernel kernel) {
+  const Problem p = drawn_problem(kernel);
   const int64_t read = p.groups * p.depth, written = p.groups * p.channels;
   const auto in = strides(p, read, p.rows.size, p.columns.size),
              out = strides(p, written, p.rows.outputs, p.columns.outputs);
@@ -112,8 +120,9 @@ void run(bool depthwise) {
     output_sums[o] += input[i] * weight[w];
     weight_sums[w] += input[i] * grad[o];
   });
-  const Parallel parallel(serial);
-  const Blocks blocks{drawn(1, 20), drawn(1, 20), drawn(1, 20), 32 * drawn(1, 2)};
+  const Parallel parallel(serial, drawn(1, 3));
+  Blocks blocks{drawn(1, 20), drawn(1, 20), drawn(1, 20), 32 * drawn(1, 2)};
+  if (kernel == kPointwise) blocks.columns = 32 * drawn(1, 3), blocks.depth = drawn(1, 300);
   Gather gather{};
   gather.images = p.images, gather.groups = p.groups;
   gather.depth = p.depth, gather.channels = p.channels;
@@ -121,7 +130,7 @@ void run(bool depthwise) {
   gather.source = {input.data(), in}, gather.target = {output.data(), out};
   gather.weights = {weight.data(), weight_strides(p)};
   gather.blocks = blocks;
-  depthwise ? gather_depthwise(gather, parallel) : gather_direct(gather, parallel);
+  fastconv::cpu::gather(kernel, gather, parallel);
   check("output", output, output_sums);
   WeightGrad pass{kFloat32,
                   p.images,
@@ -134,12 +143,12 @@ void run(bool depthwise) {
                   {grad.data(), out},
                   {weight_grad.data(), weight_strides(p)},
                   blocks};
-  depthwise ? weight_grad_depthwise(pass, parallel) : weight_grad_direct(pass, parallel);
+  fastconv::cpu::weight_grad(kernel, pass, parallel);
   check("weight gradient", weight_grad, weight_sums);
 }
 
 int main(int, char** arguments) {
   const int count = std::atoi(arguments[1]);
-  for (int i = 0; i < count; ++i) run(i % 2 == 1);
+  for (int i = 0; i < count; ++i) run(Kernel(i % 3));
   std::printf("%d problems\n", count);
 }

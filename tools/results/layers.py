@@ -45,8 +45,8 @@ class Section:
     only: tuple[str, ...] = ()  # the suites' layers of these names alone; () for all
 
     def cases(self, device: torch.device) -> list[Case]:
-        """All rows of the section; suites are scaled down on a CPU."""
-        divisor = CPU_DIVISOR if device.type == "cpu" else 1
+        """All rows of the section; on a CPU, suites for GPUs are scaled down."""
+        divisor = CPU_DIVISOR if device.type == "cpu" and self.suites != ("cpu",) else 1
         named = [one.scaled(divisor) for one in self._named()]
         workloads = [*named, *(one for name in self.models for one in _layers_of(name))]
         return [case for mode in self.modes for case in self._in_mode(workloads, mode)]
@@ -129,7 +129,10 @@ _OF_FILES = {
     "layers": _FOUNDING + _OTHERS, "layers-ampere": _AMPERE, "sequences": _SEQUENCES,
     "volumes": _VOLUMES,
 }  # fmt: skip
-_ON_CPU = (Section("Founding workloads", ("founding",), (), PASSES, _IEEE, ("nchw",)),)
+_ON_CPU = (
+    Section("Founding workloads", ("founding",), (), PASSES, _IEEE, ("nchw",)),
+    Section("Layers of networks", ("cpu",), (), PASSES, _IEEE, ("nchw", "nhwc")),
+)
 
 
 def sections(file: str, device_type: str) -> tuple[Section, ...]:

@@ -17,12 +17,37 @@ namespace fastconv::host {
 
 // How the kernels compute a call; backends/cpu/plans.py has a class of the same name.
 struct CpuPlan {
-  bool depthwise;
+  cpu::Kernel kernel;
   cpu::Blocks blocks;
 };
 
+inline cpu::Kernel cpu_kernel(std::string_view name) {
+  if (name == "depthwise") return cpu::kDepthwise;
+  if (name == "pointwise") return cpu::kPointwise;
+  TORCH_INTERNAL_ASSERT(name == "direct", "no CPU kernel ", name);
+  return cpu::kDirect;
+}
+
 inline void parallel_for(int64_t count, cpu::Parallel::Body body, void* context) {
   at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) { body(context, begin, end); });
+}
+
+inline void in_this_thread(int64_t count, cpu::Parallel::Body body, void* context) {
+  if (count > 0) body(context, 0, count);
+}
+
+// How to run a pass: work of a few microseconds is not worth waking other threads. Depthwise
+// layers take longer for a product, as they use each element that they read for few of them.
+template <class Pass>
+cpu::Parallel threads_for(const Pass& pass, const CpuPlan& plan) {
+  constexpr double kLeast = 1 << 20;
+  const double products = double(pass.images * pass.groups) * double(pass.depth * pass.channels) *
+                          double(pass.rows.outputs * pass.rows.taps) *
+                          double(pass.columns.outputs * pass.columns.taps);
+  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  const bool is_short = products * (plan.kernel == cpu::kDepthwise ? 8 : 1) < kLeast;
+  return threads == 1 || is_short ? cpu::Parallel(in_this_thread)
+                                  : cpu::Parallel(parallel_for, threads);
 }
 
 inline cpu::Type cpu_type(const Tensor& tensor) {
@@ -120,9 +145,7 @@ inline cpu::Gather gather_of(const Call& call, const CpuPlan& plan, const Tensor
 }
 
 inline bool run_gather(const cpu::Gather& pass, const CpuPlan& plan) {
-  const cpu::Parallel parallel(parallel_for);
-  return plan.depthwise ? cpu::gather_depthwise(pass, parallel)
-                        : cpu::gather_direct(pass, parallel);
+  return cpu::gather(plan.kernel, pass, threads_for(pass, plan));
 }
 
 inline bool forward_by_kernels(const Call& call, const CpuPlan& plan, const Tensor& result) {
@@ -183,9 +206,7 @@ inline void weight_grad_by_kernels(const Call& call, const CpuPlan& plan, const 
                  {result.stride(0) * pass.channels, result.stride(0), result.stride(1),
                   result.stride(2), result.stride(3)}};
   pass.blocks = plan.blocks;
-  const cpu::Parallel parallel(parallel_for);
-  plan.depthwise ? cpu::weight_grad_depthwise(pass, parallel)
-                 : cpu::weight_grad_direct(pass, parallel);
+  cpu::weight_grad(plan.kernel, pass, threads_for(pass, plan));
 }
 
 // Computes a call, or returns false if its numbers need another way.

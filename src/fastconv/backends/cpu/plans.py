@@ -18,12 +18,19 @@ from fastconv.backends.cpu.axes import Axis, axes
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 Pass = Literal["forward", "input_grad", "weight_grad"]
+Kernel = Literal["direct", "depthwise", "pointwise"]
 
 # The types that the kernels multiply, and that they multiply them in.
 _BYTES = {torch.float32: 4, torch.float64: 8, torch.bfloat16: 4, torch.float16: 4}
 # Activations that they apply. The others are PyTorch's, which compute exponentials in vectors.
 _ACTIVATIONS = ("identity", "relu", "relu6", "leaky_relu", "hardswish")
 
+# The most read channels that are staged together: ``kPitch`` of ``native/cpu/multiply.h``.
+MOST_DEPTH = 64
+# The widest vectors that there are. Narrower ones have panels of a block that are narrower.
+VECTOR_BYTES = 64
+# The most sums of a pointwise block whose rows are channels: beside what is packed in the L2 cache.
+_SUMS = 1 << 16
 # The most bytes of a thread's buffers.
 _SCRATCH_BYTES = 8 << 20
 # The L2 cache where the operating system does not say: no CPU of the last ten years has less.
@@ -40,15 +47,17 @@ _MOST_RESIDUES = 16
 class CpuPlan(NamedTuple):
     """How the kernels compute a pass; ``native/compute_cpu.h`` has a struct of the same name."""
 
-    depthwise: bool
-    rows: int  # output rows and columns of a tile
+    kernel: Kernel
+    rows: int  # output rows and columns of a tile; a block's of the matrix of a pointwise kernel
     columns: int
     depth: int  # read channels that are staged together
     channels: int  # written channels of a task
 
     def __str__(self) -> str:
-        if self.depthwise:
+        if self.kernel == "depthwise":
             return f"depthwise kernel: tiles of {self.rows} rows by {self.columns} columns"
+        if self.kernel == "pointwise":
+            return f"pointwise kernel: blocks of {self.rows} by {self.columns} of a matrix product"
         return (
             f"direct kernel: tiles of {self.rows} rows by {self.columns} columns, "
             f"{self.depth} read channels at a time, {self.channels} written ones"
@@ -81,6 +90,8 @@ def plan(
         rows, columns = _gathering(rows), _gathering(columns)
     if problem.in_channels == problem.out_channels == problem.groups:
         return _depthwise_plan(rows, columns, _BYTES[dtype])
+    if problem.kernel_size == (1, 1) and not any(problem.padding):
+        return _pointwise_plan(problem, which, channels_last, _BYTES[dtype])
     positions = problem.batch * rows.outputs * columns.outputs
     if channels_last and which != "weight_grad" and positions < _FEWEST_POSITIONS:
         return f"{positions} positions do not repay the packing of weights"
@@ -100,9 +111,14 @@ def _gathering(axis: Axis) -> Axis:
 
 
 def _depthwise_plan(rows: Axis, columns: Axis, itemsize: int) -> CpuPlan | str:
+    lanes = VECTOR_BYTES // itemsize
+
+    def read(axis: Axis, outputs: int) -> int:
+        return (outputs - 1) * axis.step + (axis.taps - 1) * axis.reach + 1
+
     for high, wide in _tiles(rows, columns):
-        if 3 * _staged(rows, columns, high, wide) * itemsize <= l2_bytes():
-            return CpuPlan(True, high, wide, 1, 1)
+        if 4 * read(rows, high) * read(columns, wide) * lanes * itemsize <= l2_bytes():
+            return CpuPlan("depthwise", high, wide, 1, lanes)
     return "its taps are so far apart that a tile exceeds the cache"
 
 
@@ -116,17 +132,50 @@ def _direct_plan(
         read, written = written, read
     if written < _FEWEST_CHANNELS:
         return f"{written} written channels of a group do not fill vectors"
-    if problem.kernel_size == (1, 1):
-        return "a 1x1 kernel is a matrix product"
     if which == "weight_grad":
         return _weight_grad_plan(rows, columns, read, written, itemsize)
-    depth = min(read, 64)
+    depth = min(read, MOST_DEPTH)
     for high, wide in _tiles(rows, columns):
         staged = depth * _staged(rows, columns, high, wide)
         sums = high * wide * written
         if 2 * staged * itemsize <= l2_bytes() and (staged + sums) * itemsize <= _SCRATCH_BYTES:
-            return CpuPlan(False, high, wide, depth, written)
+            return CpuPlan("direct", high, wide, depth, written)
     return "its taps are so far apart that a tile exceeds the cache"
+
+
+def _pointwise_plan(problem: Problem, which: Pass, channels_last: bool, itemsize: int) -> CpuPlan:
+    """Blocks of a matrix product: large enough that its operands' packing takes little time.
+
+    Rows of a block that are apart in memory are long enough that they arrive at memory's rate, and
+    what a task packs and adds up fits the L2 cache.
+    """
+    read, written = (
+        count // problem.groups for count in (problem.in_channels, problem.out_channels)
+    )
+    high, wide = problem.output_size
+    pixels = problem.batch * high * wide
+    panel = 2 * VECTOR_BYTES // itemsize
+    depth = 256
+    if which == "weight_grad":
+        rows, columns = _share(written, 256, 14), _share(read, 256, panel)
+    else:
+        channels = read if which == "input_grad" else written
+        if channels_last:
+            rows, columns = _share(pixels, 112, 14), _share(channels, 512, panel)
+        elif pixels > 4 * panel:
+            depth = 128
+            rows = _share(channels, 512, 14)
+            most = min(512, max(4 * panel, _SUMS // rows))
+            columns = _share(pixels, most, panel)
+        else:  # there are so few pixels that each task takes all of them
+            rows, columns = _share(channels, 112, 14), _up(pixels, panel)
+    return CpuPlan("pointwise", rows, columns, depth, 0)
+
+
+def _share(count: int, most: int, unit: int) -> int:
+    """The size of as few equal blocks as there can be, in units."""
+    blocks = -(-count // most)
+    return _up(-(-count // blocks), unit)
 
 
 def _weight_grad_plan(
@@ -141,7 +190,7 @@ def _weight_grad_plan(
     for high, wide in _tiles(rows, columns):
         staged = some * _staged(rows, columns, high, wide) + high * wide * _up(most, 32)
         if 2 * staged * itemsize <= l2_bytes():
-            return CpuPlan(False, high, wide, some, most)
+            return CpuPlan("direct", high, wide, some, most)
     return "its taps are so far apart that a tile exceeds the cache"
 
 

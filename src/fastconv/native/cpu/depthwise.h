@@ -1,17 +1,35 @@
 // Depthwise layers: each group has one read and one written channel.
 //
-// Where channels are neighbours in memory, vectors hold channels, and padding is left out. Where
-// columns are, a tile of a plane is staged, and vectors hold its elements from any one on: what
-// lies beyond a row's last output is computed and not stored, so short rows fill vectors, too.
+// Vectors hold channels. Where these are neighbours in memory, forward passes read them there, and
+// leave padding out. Elsewhere, and in weight gradients, a tile of as many planes as a vector has
+// lanes is staged, with zeros for the padding, and transposed on the way.
 #pragma once
 
 #include "epilogue.h"
+#include "multiply.h"
 
 namespace fastconv::cpu {
 
 struct DepthwiseScratch {
-  Buffer stage, grad, sums, offsets, factors;
+  Buffer stage, grad, sums, offsets;
 };
+
+// The elements that some outputs of an axis read, next to one another: an axis of its own, of which
+// the outputs are these elements.
+inline Axis read_by(const Axis& axis, int64_t first, int64_t outputs) {
+  const int64_t elements = (outputs - 1) * axis.step + (axis.taps - 1) * axis.reach + 1;
+  return {axis.size, axis.taps ? elements : 0, 1, 1, 1, axis.before - first * axis.step};
+}
+
+// Stages a tile of some planes: (rows, columns, lanes of a vector).
+template <class Stored>
+void stage_planes(Computed<Stored>* to, const Stored* source, const std::array<int64_t, 4>& strides,
+                  int64_t planes, const Axis& rows, const Axis& columns) {
+  const Phases of_rows(rows), of_columns(columns);
+  stage_pixels(to, kLanes<Computed<Stored>>, source, strides, planes,
+               Window(rows, of_rows, 0, rows.outputs),
+               Window(columns, of_columns, 0, columns.outputs));
+}
 
 // The outputs for which all taps read elements that exist: from `begin` to before `end`.
 inline std::pair<int64_t, int64_t> inner_outputs(const Axis& axis, int64_t first_tap,
@@ -30,42 +48,57 @@ class DepthwiseGather {
   using T = Computed<Stored>;
 
   explicit DepthwiseGather(const Gather& pass)
-      : pass_(pass),
-        row_phases_(pass.rows),
-        column_phases_(pass.columns),
-        epilogue_{pass.activation, T(pass.slope)} {}
+      : pass_(pass), epilogue_{pass.activation, T(pass.slope)} {}
 
   bool run(const Parallel& parallel) const {
     if (std::is_same_v<Stored, T> && pass_.source.strides[1] == 1 && pass_.target.strides[1] == 1) {
       run_by_channels(parallel);
       return true;
     }
-    if (pass_.needs_finite_weights && !has_finite_weights()) return false;
-    const int64_t tiles = ceil_div(pass_.rows.outputs, pass_.blocks.rows);
-    parallel(pass_.images * pass_.groups * tiles, [&](int64_t begin, int64_t end) {
+    Buffer packed;
+    const T* factors = pack_planes(packed);
+    if (!factors) return false;
+    const int64_t wide = pass_.blocks.columns, vectors = ceil_div(pass_.groups, kLanes<T>),
+                  across = ceil_div(pass_.columns.outputs, wide);
+    const int64_t high = balanced(pass_.rows.outputs, pass_.blocks.rows,
+                                  pass_.images * vectors * across, parallel.threads());
+    const int64_t down = ceil_div(pass_.rows.outputs, high);
+    parallel(pass_.images * vectors * down * across, [&](int64_t begin, int64_t end) {
       DepthwiseScratch scratch;
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t row = task % tiles * pass_.blocks.rows, plane = task / tiles;
-        const int64_t rows = std::min(pass_.blocks.rows, pass_.rows.outputs - row);
-        for (int64_t x = 0; x < pass_.columns.outputs; x += pass_.blocks.columns) {
-          const int64_t columns = std::min(pass_.blocks.columns, pass_.columns.outputs - x);
-          convolve_tile({plane / pass_.groups, plane % pass_.groups, row, rows, x, columns},
-                        scratch);
-        }
+        const int64_t x = task % across * wide, y = task / across % down * high,
+                      vector = task / across / down;
+        convolve_tile(
+            {vector / vectors, vector % vectors * kLanes<T>, y,
+             std::min(high, pass_.rows.outputs - y), x, std::min(wide, pass_.columns.outputs - x)},
+            factors + vector % vectors * (taps() + 1) * kLanes<T>, scratch);
       }
     });
     return true;
   }
 
  private:
-  bool has_finite_weights() const {
-    T products{};
-    for (int64_t channel = 0; channel < pass_.groups; ++channel) {
-      for (int64_t tap = 0; tap < taps(); ++tap) {
-        products += T() * factor(channel, tap / pass_.columns.taps, tap % pass_.columns.taps);
+  // Packs, for each vector of channels, the factors of its taps, and behind them the bias. Returns
+  // null if weights are not finite where they need to be.
+  const T* pack_planes(Buffer& buffer) const {
+    const int64_t of_vector = (taps() + 1) * kLanes<T>;
+    const auto& s = pass_.weights.strides;
+    T* factors = buffer.take<T>(ceil_div(pass_.groups, kLanes<T>) * of_vector);
+    T* to = factors;
+    for (int64_t channel = 0; channel < pass_.groups; channel += kLanes<T>, to += of_vector) {
+      const int64_t planes = std::min<int64_t>(kLanes<T>, pass_.groups - channel);
+      const Stored* from = static_cast<const Stored*>(pass_.weights.data) + channel * s[0];
+      std::fill(to, to + of_vector, T());
+      for (int64_t p = 0; p < pass_.rows.taps; ++p) {
+        for (int64_t q = 0; q < pass_.columns.taps; ++q) {
+          copy_row(to + (p * pass_.columns.taps + q) * kLanes<T>, from + p * s[3] + q * s[4],
+                   planes, s[0]);
+        }
       }
+      if (pass_.needs_finite_weights && !are_finite(to, taps() * kLanes<T>)) return nullptr;
+      for (int64_t c = 0; c < planes; ++c) to[taps() * kLanes<T> + c] = bias(channel + c);
     }
-    return products == T();
+    return factors;
   }
 
   struct Tile {
@@ -91,66 +124,115 @@ class DepthwiseGather {
            (tile.row + y) * s[2] + tile.column * s[3];
   }
 
-  // --- Vectors of columns
-  // --------------------------------------------------------------------------
+  static constexpr int kPositions = 8;  // the most columns whose sums are in registers
 
-  void convolve_tile(const Tile& tile, DepthwiseScratch& scratch) const {
-    const Window rows(pass_.rows, row_phases_, tile.row, tile.rows),
-        columns(pass_.columns, column_phases_, tile.column, tile.columns);
-    const Layout layout(rows, columns);
-    constexpr int kVectors = 4, kMost = kVectors * kLanes<T>;
-    T* staged = scratch.stage.take<T>(layout.channel + kMost);
+  // --- Staged planes
+  // -------------------------------------------------------------------------------
+
+  void convolve_tile(const Tile& tile, const T* factors, DepthwiseScratch& scratch) const {
+    const int64_t planes = std::min<int64_t>(kLanes<T>, pass_.groups - tile.channel);
+    const Axis rows = read_by(pass_.rows, tile.row, tile.rows),
+               columns = read_by(pass_.columns, tile.column, tile.columns);
+    T* staged = scratch.stage.take<T>(rows.outputs * columns.outputs * kLanes<T>);
     const auto& s = pass_.source.strides;
     if (taps() > 0) {
-      stage(staged, layout,
-            static_cast<const Stored*>(pass_.source.data) + tile.image * s[0] + tile.channel * s[1],
-            s, 1, rows, columns);
+      stage_planes(
+          staged,
+          static_cast<const Stored*>(pass_.source.data) + tile.image * s[0] + tile.channel * s[1],
+          s, planes, rows, columns);
     }
-    std::fill(staged + layout.channel, staged + layout.channel + kMost, T());
     int64_t* offsets = scratch.offsets.take<int64_t>(taps());
-    T* factors = scratch.factors.take<T>(taps());
     for (int64_t p = 0, tap = 0; p < pass_.rows.taps; ++p) {
       for (int64_t q = 0; q < pass_.columns.taps; ++q, ++tap) {
-        offsets[tap] = layout.offset(row_phases_, column_phases_, p, q);
-        factors[tap] = factor(tile.channel, p, q);
+        offsets[tap] =
+            (p * pass_.rows.reach * columns.outputs + q * pass_.columns.reach) * kLanes<T>;
       }
     }
-    // The last row's outputs end before its pitch does.
-    const int64_t count = (tile.rows - 1) * layout.row + tile.columns;
-    T* sums = scratch.sums.take<T>(count + kMost);
-    const Vector<T> first = broadcast(bias(tile.channel));
-    for (int64_t i = 0; i < count; i += kMost) {
-      Vector<T> sum[kVectors] = {};
-      for (int64_t tap = 0; tap < taps(); ++tap) {
-        const T* from = staged + offsets[tap] + i;
-        const Vector<T> by = broadcast(factors[tap]);
-#pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) sum[v] += by * load(from + v * kLanes<T>);
+    T* sums = scratch.sums.take<T>(tile.rows * tile.columns * kLanes<T>);
+    constexpr auto kAll = std::make_integer_sequence<int, kPositions>();
+    for (int64_t y = 0; y < tile.rows; ++y) {
+      const int64_t pieces = ceil_div(tile.columns, kPositions);
+      for (int64_t piece = 0; piece < pieces; ++piece) {
+        const int64_t x = tile.columns * piece / pieces,
+                      some = tile.columns * (piece + 1) / pieces - x;
+        sum_for(some, kAll)(
+            staged + (y * pass_.rows.step * columns.outputs + x * pass_.columns.step) * kLanes<T>,
+            pass_.columns.step * kLanes<T>, offsets, taps(), factors,
+            sums + (y * tile.columns + x) * kLanes<T>);
       }
-#pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) store(sums + i + v * kLanes<T>, sum[v] + first);
     }
-    finish_rows(tile, sums, layout.row);
+    finish_planes(tile, planes, sums);
   }
 
-  void finish_rows(const Tile& tile, const T* sums, int64_t pitch) const {
-    const int64_t stride = pass_.target.strides[3], beside = pass_.residual.strides[3];
-    for (int64_t y = 0; y < tile.rows; ++y, sums += pitch) {
+  using Sum = void (*)(const T*, int64_t, const int64_t*, int64_t, const T*, T*);
+
+  template <int... kIndex>
+  static Sum sum_for(int64_t columns, std::integer_sequence<int, kIndex...>) {
+    static constexpr Sum kFound[] = {sum_columns<kIndex + 1>...};
+    return kFound[columns - 1];
+  }
+
+  // Sums the taps of some columns of a row; the bias lies behind the taps' factors.
+  template <int kColumns>
+  static void sum_columns(const T* from, int64_t step, const int64_t* offsets, int64_t taps,
+                          const T* factors, T* to) {
+    Vector<T> sums[kColumns] = {};
+    for (int64_t tap = 0; tap < taps; ++tap) {
+      const Vector<T> by = load(factors + tap * kLanes<T>);
+      const T* read = from + offsets[tap];
+#pragma GCC unroll 8
+      for (int x = 0; x < kColumns; ++x) sums[x] += by * load(read + x * step);
+    }
+    const Vector<T> bias = load(factors + taps * kLanes<T>);
+#pragma GCC unroll 8
+    for (int x = 0; x < kColumns; ++x) store(to + x * kLanes<T>, sums[x] + bias);
+  }
+
+  void finish_planes(const Tile& tile, int64_t planes, const T* sums) const {
+    const auto joined = [&](const Images& images) {
+      return images.strides[2] == tile.columns * images.strides[3];
+    };
+    const bool is_one = joined(pass_.target) && (!pass_.residual.data || joined(pass_.residual));
+    const int64_t rows = is_one ? 1 : tile.rows, columns = tile.rows * tile.columns / rows;
+    for (int64_t y = 0; y < rows; ++y, sums += columns * kLanes<T>) {
       Stored* to = place<Stored*>(pass_.target, tile, y);
       const Stored* residual =
           pass_.residual.data ? place<const Stored*>(pass_.residual, tile, y) : nullptr;
-      for (int64_t x = 0; x < tile.columns; x += kLanes<T>) {
-        const int64_t some = std::min<int64_t>(kLanes<T>, tile.columns - x);
-        finish(load_some(sums + x, some), epilogue_, residual ? residual + x * beside : nullptr,
-               beside, to + x * stride, stride, some);
+      if (pass_.target.strides[1] == 1) {
+        finish_channels(to, residual, sums, columns, planes);
+      } else {
+        finish_columns(to, residual, sums, columns, planes);
       }
     }
   }
 
-  // --- Vectors of channels
-  // -------------------------------------------------------------------------
+  void finish_channels(Stored* to, const Stored* residual, const T* sums, int64_t columns,
+                       int64_t planes) const {
+    const auto& s = pass_.residual.strides;
+    for (int64_t x = 0; x < columns; ++x) {
+      finish(load(sums + x * kLanes<T>), epilogue_, residual ? residual + x * s[3] : nullptr, s[1],
+             to + x * pass_.target.strides[3], 1, planes);
+    }
+  }
 
-  static constexpr int kPositions = 8;  // the most columns whose sums are in registers
+  void finish_columns(Stored* to, const Stored* residual, const T* sums, int64_t columns,
+                      int64_t planes) const {
+    constexpr int kBlock = kLanes<T>;
+    const auto &into = pass_.target.strides, &from = pass_.residual.strides;
+    for (int64_t x = 0; x < columns; x += kBlock) {
+      const int64_t some = std::min<int64_t>(kBlock, columns - x);
+      Vector<T> block[kBlock] = {};
+      for (int64_t i = 0; i < some; ++i) block[i] = load(sums + (x + i) * kLanes<T>);
+      transpose<T>(block);
+      for (int64_t c = 0; c < planes; ++c) {
+        finish(block[c], epilogue_, residual ? residual + c * from[1] + x * from[3] : nullptr,
+               from[3], to + c * into[1] + x * into[3], into[3], some);
+      }
+    }
+  }
+
+  // --- Channels that are neighbours
+  // ----------------------------------------------------------------
 
   // A tap that reads no padding: where it reads, and where its factors are.
   struct Read {
@@ -249,7 +331,6 @@ class DepthwiseGather {
   }
 
   const Gather& pass_;
-  Phases row_phases_, column_phases_;
   Epilogue<T> epilogue_;
 };
 
@@ -258,35 +339,33 @@ class DepthwiseWeightGrad {
  public:
   using T = Computed<Stored>;
 
-  explicit DepthwiseWeightGrad(const WeightGrad& pass)
-      : pass_(pass), row_phases_(pass.rows), column_phases_(pass.columns) {
+  explicit DepthwiseWeightGrad(const WeightGrad& pass) : pass_(pass) {
     for (int64_t q = 0; q < pass.columns.taps; ++q) {
       readers_.push_back(inner_outputs(pass.columns, q, q));
     }
   }
 
   void run(const Parallel& parallel) const {
-    const bool by_channels =
+    const bool in_place =
         std::is_same_v<Stored, T> && pass_.input.strides[1] == 1 && pass_.grad.strides[1] == 1;
-    const int64_t lanes = by_channels ? kLanes<T> : 1;
-    parallel(ceil_div(pass_.groups, lanes), [&](int64_t begin, int64_t end) {
+    parallel(ceil_div(pass_.groups, kLanes<T>), [&](int64_t begin, int64_t end) {
       DepthwiseScratch scratch;
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t channel = task * lanes,
-                      channels = std::min<int64_t>(lanes, pass_.groups - channel);
+        const int64_t channel = task * kLanes<T>,
+                      planes = std::min<int64_t>(kLanes<T>, pass_.groups - channel);
         Vector<T>* sums = scratch.sums.take<Vector<T>>(2 * taps());
         std::fill(sums, sums + taps(), Vector<T>{});
         for (int64_t image = 0; image < pass_.images; ++image) {
           // Sums of an image are a chain of their own.
           std::fill(sums + taps(), sums + 2 * taps(), Vector<T>{});
-          if (by_channels) {
-            add_channels(image, channel, channels, sums + taps());
+          if (in_place) {
+            add_channels(image, channel, planes, sums + taps());
           } else {
-            add_plane(image, channel, sums + taps(), scratch);
+            add_image(image, channel, planes, sums + taps(), scratch);
           }
           for (int64_t tap = 0; tap < taps(); ++tap) sums[tap] += sums[taps() + tap];
         }
-        store_sums(channel, channels, by_channels, sums);
+        store_sums(channel, planes, sums);
       }
     });
   }
@@ -294,6 +373,7 @@ class DepthwiseWeightGrad {
  private:
   int64_t taps() const { return pass_.rows.taps * pass_.columns.taps; }
 
+  // Reads channels that are neighbours in memory there.
   void add_channels(int64_t image, int64_t channel, int64_t channels, Vector<T>* sums) const {
     const auto &s = pass_.input.strides, &g = pass_.grad.strides;
     const T* grad = static_cast<const T*>(pass_.grad.data) + image * g[0] + channel;
@@ -307,15 +387,15 @@ class DepthwiseWeightGrad {
           const auto [begin, end] = readers_[q];
           const T* from = input + row * s[2] + (q * columns.reach - columns.before) * s[3];
           sums[p * columns.taps + q] +=
-              product(grad + y * g[2], g[3], from, columns.step * s[3], begin, end, channels);
+              row_product(grad + y * g[2], g[3], from, columns.step * s[3], begin, end, channels);
         }
       }
     }
   }
 
   // The sums of products of two rows of vectors of channels, in four chains.
-  static Vector<T> product(const T* left, int64_t left_step, const T* right, int64_t right_step,
-                           int64_t begin, int64_t end, int64_t channels) {
+  static Vector<T> row_product(const T* left, int64_t left_step, const T* right, int64_t right_step,
+                               int64_t begin, int64_t end, int64_t channels) {
     Vector<T> chains[4] = {};
     int64_t i = begin;
     if (channels == kLanes<T>) {
@@ -333,78 +413,76 @@ class DepthwiseWeightGrad {
     return (chains[0] + chains[1]) + (chains[2] + chains[3]);
   }
 
-  void add_plane(int64_t image, int64_t channel, Vector<T>* sums, DepthwiseScratch& scratch) const {
-    const auto &s = pass_.input.strides, &g = pass_.grad.strides;
-    const Stored* input =
-        static_cast<const Stored*>(pass_.input.data) + image * s[0] + channel * s[1];
-    const Stored* grad =
-        static_cast<const Stored*>(pass_.grad.data) + image * g[0] + channel * g[1];
+  void add_image(int64_t image, int64_t channel, int64_t planes, Vector<T>* sums,
+                 DepthwiseScratch& scratch) const {
     for (int64_t y = 0; y < pass_.rows.outputs; y += pass_.blocks.rows) {
       const int64_t high = std::min(pass_.blocks.rows, pass_.rows.outputs - y);
       for (int64_t x = 0; x < pass_.columns.outputs; x += pass_.blocks.columns) {
         const int64_t wide = std::min(pass_.blocks.columns, pass_.columns.outputs - x);
-        add_tile(input, grad, y, high, x, wide, sums, scratch);
+        const auto first = [&](const Images& images, int64_t row, int64_t column) {
+          const auto& s = images.strides;
+          return static_cast<const Stored*>(images.data) + image * s[0] + channel * s[1] +
+                 row * s[2] + column * s[3];
+        };
+        const Axis rows = read_by(pass_.rows, y, high), columns = read_by(pass_.columns, x, wide);
+        T* input = scratch.stage.take<T>(rows.outputs * columns.outputs * kLanes<T>);
+        stage_planes(input, first(pass_.input, 0, 0), pass_.input.strides, planes, rows, columns);
+        T* grad = scratch.grad.take<T>(high * wide * kLanes<T>);
+        stage_planes(grad, first(pass_.grad, y, x), pass_.grad.strides, planes,
+                     Axis{high, high, 1, 1, 1, 0}, Axis{wide, wide, 1, 1, 1, 0});
+        add_tile(input, columns.outputs, grad, high, wide, sums);
       }
     }
   }
 
-  void add_tile(const Stored* input, const Stored* grad, int64_t y, int64_t high, int64_t x,
-                int64_t wide, Vector<T>* sums, DepthwiseScratch& scratch) const {
-    const auto& g = pass_.grad.strides;
-    const Window rows(pass_.rows, row_phases_, y, high),
-        columns(pass_.columns, column_phases_, x, wide);
-    const Layout layout(rows, columns);
-    T* staged = scratch.stage.take<T>(layout.channel);
-    stage(staged, layout, input, pass_.input.strides, 1, rows, columns);
-    T* row = scratch.grad.take<T>(wide);
-    for (int64_t i = 0; i < high; ++i) {
-      copy_row(row, grad + (y + i) * g[2] + x * g[3], wide, g[3]);
-      for (int64_t p = 0; p < pass_.rows.taps; ++p) {
-        const int64_t read = (y + i) * pass_.rows.step + p * pass_.rows.reach - pass_.rows.before;
-        if (read < 0 || read >= pass_.rows.size) continue;
-        for (int64_t q = 0; q < pass_.columns.taps; ++q) {
-          const auto [left, right] = readers_[q];
-          const T* from =
-              staged + layout.offset(row_phases_, column_phases_, p, q) + i * layout.row;
-          sums[p * pass_.columns.taps + q] +=
-              dot(row, from, std::max<int64_t>(0, left - x), std::min(wide, right - x));
+  void add_tile(const T* input, int64_t pitch, const T* grad, int64_t high, int64_t wide,
+                Vector<T>* sums) const {
+    const auto &rows = pass_.rows, &columns = pass_.columns;
+    const int64_t most = std::max<int64_t>(1, 4 * kSteps / wide);  // rows in one chain
+    for (int64_t p = 0; p < rows.taps; ++p) {
+      for (int64_t q = 0; q < columns.taps; ++q, ++sums) {
+        const T* from = input + (p * rows.reach * pitch + q * columns.reach) * kLanes<T>;
+        for (int64_t y = 0; y < high; y += most) {
+          *sums += product(grad + y * wide * kLanes<T>, wide,
+                           from + y * rows.step * pitch * kLanes<T>, rows.step * pitch * kLanes<T>,
+                           columns.step * kLanes<T>, std::min(most, high - y));
         }
       }
     }
   }
 
-  static Vector<T> dot(const T* left, const T* right, int64_t begin, int64_t end) {
-    Vector<T> chain{}, other{};
-    int64_t i = begin;
-    for (; i + 2 * kLanes<T> <= end; i += 2 * kLanes<T>) {
-      chain += load(left + i) * load(right + i);
-      other += load(left + i + kLanes<T>) * load(right + i + kLanes<T>);
+  // The sums of products of rows of vectors, in four chains.
+  static Vector<T> product(const T* left, int64_t wide, const T* right, int64_t right_row,
+                           int64_t right_step, int64_t rows) {
+    Vector<T> chains[4] = {};
+    for (int64_t y = 0; y < rows; ++y, left += wide * kLanes<T>, right += right_row) {
+      int64_t i = 0;
+      for (; i + 4 <= wide; i += 4) {
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+          chains[j] += load(left + (i + j) * kLanes<T>) * load(right + (i + j) * right_step);
+        }
+      }
+      for (int j = 0; i < wide; ++i, ++j) {
+        chains[j] += load(left + i * kLanes<T>) * load(right + i * right_step);
+      }
     }
-    for (; i < end; i += kLanes<T>) {
-      chain += load_some(left + i, end - i) * load_some(right + i, end - i);
-    }
-    return chain + other;
+    return (chains[0] + chains[1]) + (chains[2] + chains[3]);
   }
 
-  void store_sums(int64_t channel, int64_t channels, bool by_channels,
-                  const Vector<T>* sums) const {
+  void store_sums(int64_t channel, int64_t planes, const Vector<T>* sums) const {
     const auto& s = pass_.target.strides;
     Stored* to = static_cast<Stored*>(const_cast<void*>(pass_.target.data)) + channel * s[0];
     for (int64_t p = 0; p < pass_.rows.taps; ++p) {
       for (int64_t q = 0; q < pass_.columns.taps; ++q, ++sums) {
-        Stored* place = to + p * s[3] + q * s[4];
-        T total{};
-        for (int64_t lane = 0; lane < kLanes<T>; ++lane) {
-          if (by_channels && lane < channels) place[lane * s[0]] = rounded<Stored>((*sums)[lane]);
-          total += (*sums)[lane];
+        for (int64_t lane = 0; lane < planes; ++lane) {
+          to[lane * s[0] + p * s[3] + q * s[4]] = rounded<Stored>((*sums)[lane]);
         }
-        if (!by_channels) *place = rounded<Stored>(total);
       }
     }
   }
 
   const WeightGrad& pass_;
-  Phases row_phases_, column_phases_;
   std::vector<std::pair<int64_t, int64_t>> readers_;  // each tap column's outputs
 };
 

@@ -3,6 +3,9 @@
 // A task is a tile of output rows and columns of one image and group, and some channels. It stages
 // a block of read channels after the other, and for each multiplies register tiles: some columns
 // of a row by two vectors of channels. Sums wait in a buffer until all blocks have been added.
+//
+// Where read channels are neighbours in memory they are so in the stage, too: a pixel's lie next to
+// one another, kPitch elements after those of the pixel before.
 #pragma once
 
 #include <atomic>
@@ -12,8 +15,14 @@
 
 namespace fastconv::cpu {
 
+// Whether a pass stages pixels: with few channels, most of a pixel would be gaps.
+inline bool stages_pixels(const Gather& pass) {
+  return pass.source.strides[1] == 1 && pass.depth >= 16;
+}
+
 // The weights in the order in which they are multiplied: for each group and each tile of channels,
 // (read channels, tap rows, tap columns, channels), with zeros for channels that do not exist.
+// Where pixels are staged, each block of read channels has its taps first.
 template <class Stored>
 class PackedWeights {
  public:
@@ -25,7 +34,9 @@ class PackedWeights {
         tiles_(ceil_div(pass.channels, kTileChannels<T>)),
         memory_(buffer_.take<T>(pass.groups * tiles_ * tile_elements_)) {
     // A part is a share of a tile's read channels, so that few tiles are packed in parallel, too.
-    const int64_t share = std::max<int64_t>(1, 4096 / std::max<int64_t>(taps_, 1));
+    const int64_t share = stages_pixels(pass)
+                              ? std::min(pass.blocks.depth, pass.depth)
+                              : std::max<int64_t>(1, 4096 / std::max<int64_t>(taps_, 1));
     const int64_t shares = ceil_div(pass.depth, share);
     parallel(pass.groups * tiles_ * shares, [&](int64_t begin, int64_t end) {
       for (int64_t part = begin; part < end; ++part) {
@@ -57,17 +68,27 @@ class PackedWeights {
                          channel * s[1] + first * s[2];
     const bool in_order = s[4] == 1 && s[3] == pass.columns.taps && s[2] == taps_;
     if constexpr (std::is_same_v<Stored, T>) {
-      if (in_order) {  // read channels and taps follow one another in memory as steps do
+      if (in_order && !stages_pixels(pass)) {  // steps follow one another in memory
         return copy_transposed(to, kTileChannels<T>, from, s[1], count, kTileChannels<T>,
                                (last - first) * taps_);
       }
     }
-    const int64_t row_step = pass.columns.taps * kTileChannels<T>;
+    // How far steps of neighbouring read channels lie apart, and those of neighbouring taps.
+    const int64_t depth = last - first;
+    const int64_t of_channel = stages_pixels(pass) ? kTileChannels<T> : taps_ * kTileChannels<T>,
+                  of_tap = stages_pixels(pass) ? depth * kTileChannels<T> : kTileChannels<T>;
     for (int64_t p = 0; p < pass.rows.taps; ++p) {
-      for (int64_t q = 0; q < pass.columns.taps; ++q) {
-        for (int64_t c = 0; c < last - first; ++c) {
-          T* step = to + c * taps_ * kTileChannels<T> + p * row_step + q * kTileChannels<T>;
-          copy_row(step, from + c * s[2] + p * s[3] + q * s[4], count, s[1]);
+      for (int64_t q = 0; q < pass.columns.taps; ++q, to += of_tap) {
+        const Stored* tap = from + p * s[3] + q * s[4];
+        if constexpr (std::is_same_v<Stored, T>) {
+          if (s[2] == 1) {
+            copy_transposed(to, of_channel, tap, s[1], count, kTileChannels<T>, depth);
+            continue;
+          }
+        }
+        for (int64_t c = 0; c < depth; ++c) {
+          T* step = to + c * of_channel;
+          copy_row(step, tap + c * s[2], count, s[1]);
           std::fill(step + count, step + kTileChannels<T>, T());
         }
       }
@@ -103,15 +124,20 @@ class DirectGather {
       : pass_(pass),
         row_phases_(pass.rows),
         column_phases_(pass.columns),
+        is_pixels_(stages_pixels(pass)),
         weights_(pass, parallel),
         epilogue_{pass.activation, T(pass.slope)} {}
 
   bool run(const Parallel& parallel) const {
     if (!weights_.are_finite) return false;
-    const auto& [rows, columns, depth, channels] = pass_.blocks;
-    const int64_t row_tiles = ceil_div(pass_.rows.outputs, rows),
-                  column_tiles = ceil_div(pass_.columns.outputs, columns),
-                  shares = ceil_div(pass_.channels, channels);
+    const int64_t channels = pass_.blocks.channels, shares = ceil_div(pass_.channels, channels);
+    const int64_t others = pass_.images * pass_.groups * shares;
+    const int64_t columns = balanced(pass_.columns.outputs, pass_.blocks.columns,
+                                     others * pass_.rows.outputs, parallel.threads());
+    const int64_t column_tiles = ceil_div(pass_.columns.outputs, columns);
+    const int64_t rows =
+        balanced(pass_.rows.outputs, pass_.blocks.rows, others * column_tiles, parallel.threads());
+    const int64_t row_tiles = ceil_div(pass_.rows.outputs, rows);
     const int64_t tasks = pass_.images * pass_.groups * row_tiles * column_tiles * shares;
     parallel(tasks, [&](int64_t begin, int64_t end) {
       Scratch scratch;
@@ -149,8 +175,7 @@ class DirectGather {
     const int64_t depth = std::min(pass_.blocks.depth, pass_.depth);
     const int64_t taps = pass_.rows.taps * pass_.columns.taps;
     int32_t* offsets = scratch.offsets.take<int32_t>(depth * taps);
-    list_offsets(offsets, layout, depth);
-    T* staged = scratch.stage.take<T>(depth * layout.channel);
+    T* staged = scratch.stage.take<T>(layout.channel * (is_pixels_ ? kPitch : depth));
     const int64_t kept = pass_.depth > depth ? ceil_div(tile.channels, kTileChannels<T>) : 1;
     T* sums = scratch.sums.take<T>(tile.rows * tile.columns * kept * kTileChannels<T>);
     const auto& s = pass_.source.strides;
@@ -158,7 +183,14 @@ class DirectGather {
                            tile.group * pass_.depth * s[1];
     for (int64_t first = 0; first == 0 || first < pass_.depth; first += depth) {
       const int64_t some = std::min(depth, pass_.depth - first);
-      if (taps > 0) stage(staged, layout, source + first * s[1], s, some, rows, columns);
+      if (first == 0 || some < depth) list_offsets(offsets, layout, some);
+      if (taps > 0) {
+        if (is_pixels_) {
+          stage_pixels(staged, kPitch, source + first * s[1], s, some, rows, columns);
+        } else {
+          stage(staged, layout, source + first * s[1], s, some, rows, columns);
+        }
+      }
       const Block block{staged, layout.row,  offsets,
                         first,  some * taps, first + depth >= pass_.depth};
       for (int64_t c = 0; c < tile.channels; c += kTileChannels<T>) {
@@ -169,10 +201,16 @@ class DirectGather {
   }
 
   void list_offsets(int32_t* to, const Layout& layout, int64_t depth) const {
-    for (int64_t c = 0; c < depth; ++c) {
-      for (int64_t p = 0; p < pass_.rows.taps; ++p) {
-        for (int64_t q = 0; q < pass_.columns.taps; ++q) {
-          *to++ = int32_t(c * layout.channel + layout.offset(row_phases_, column_phases_, p, q));
+    const int64_t taps = pass_.rows.taps * pass_.columns.taps;
+    for (int64_t p = 0, tap = 0; p < pass_.rows.taps; ++p) {
+      for (int64_t q = 0; q < pass_.columns.taps; ++q, ++tap) {
+        const int64_t offset = layout.offset(row_phases_, column_phases_, p, q);
+        for (int64_t c = 0; c < depth; ++c) {
+          if (is_pixels_) {
+            to[tap * depth + c] = int32_t(offset * kPitch + c);
+          } else {
+            to[c * taps + tap] = int32_t(offset + c * layout.channel);
+          }
         }
       }
     }
@@ -194,9 +232,11 @@ class DirectGather {
         for (int64_t piece = 0; piece < pieces; ++piece) {
           const int64_t x = tile.columns * piece / pieces,
                         positions = tile.columns * (piece + 1) / pieces - x;
-          multiply_for<T>(positions, channels)(
-              block.staged + y * block.row + x, block.offsets + step, steps,
-              right + step * kTileChannels<T>, to, kTileChannels<T>, is_first);
+          const auto multiplies = is_pixels_ ? multiply_for<T, kPitch> : multiply_for<T, 1>;
+          multiplies(positions, channels)(
+              block.staged + (y * block.row + x) * (is_pixels_ ? kPitch : 1), block.offsets + step,
+              steps, right + step * kTileChannels<T>, kTileChannels<T>, to, kTileChannels<T>,
+              is_first);
           if (is_last) finish_tile(tile, channel, channels, y, x, positions, to);
           to += positions * kTileChannels<T>;
         }
@@ -263,6 +303,7 @@ class DirectGather {
 
   const Gather& pass_;
   Phases row_phases_, column_phases_;
+  bool is_pixels_;
   PackedWeights<Stored> weights_;
   Epilogue<T> epilogue_;
 };

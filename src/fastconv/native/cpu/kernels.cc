@@ -8,6 +8,7 @@
 
 #include "depthwise.h"
 #include "direct.h"
+#include "pointwise.h"
 #include "weights.h"
 
 namespace fastconv::cpu {
@@ -35,25 +36,34 @@ auto for_type(Type type, const Function& function) {
   __builtin_unreachable();
 }
 
-bool gather_direct(const Gather& pass, const Parallel& parallel) {
+bool gather(Kernel kernel, const Gather& pass, const Parallel& parallel) {
   return for_type(pass.type, [&](auto stored) {
-    return DirectGather<decltype(stored)>(pass, parallel).run(parallel);
+    using Stored = decltype(stored);
+    switch (kernel) {
+      case kDirect:
+        return DirectGather<Stored>(pass, parallel).run(parallel);
+      case kDepthwise:
+        return DepthwiseGather<Stored>(pass).run(parallel);
+      case kPointwise:
+        product_of<Stored>(pass).run(parallel);
+        return true;
+    }
+    __builtin_unreachable();
   });
 }
 
-void weight_grad_direct(const WeightGrad& pass, const Parallel& parallel) {
-  for_type(pass.type, [&](auto stored) { DirectWeightGrad<decltype(stored)>(pass).run(parallel); });
-}
-
-bool gather_depthwise(const Gather& pass, const Parallel& parallel) {
-  return for_type(pass.type, [&](auto stored) {
-    return DepthwiseGather<decltype(stored)>(pass).run(parallel);
+void weight_grad(Kernel kernel, const WeightGrad& pass, const Parallel& parallel) {
+  for_type(pass.type, [&](auto stored) {
+    using Stored = decltype(stored);
+    switch (kernel) {
+      case kDirect:
+        return DirectWeightGrad<Stored>(pass).run(parallel);
+      case kDepthwise:
+        return DepthwiseWeightGrad<Stored>(pass).run(parallel);
+      case kPointwise:
+        return product_of<Stored>(pass).run(parallel);
+    }
   });
-}
-
-void weight_grad_depthwise(const WeightGrad& pass, const Parallel& parallel) {
-  for_type(pass.type,
-           [&](auto stored) { DepthwiseWeightGrad<decltype(stored)>(pass).run(parallel); });
 }
 
 }  // namespace fastconv::cpu

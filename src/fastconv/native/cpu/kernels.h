@@ -40,7 +40,7 @@ enum Activation : int64_t { kIdentity, kRelu, kRelu6, kLeakyRelu, kHardswish };
 
 // How a pass is cut into tiles. Results do not depend on it, except by `depth`.
 struct Blocks {
-  int64_t rows, columns;  // output rows and columns of a tile
+  int64_t rows, columns;  // output rows and columns of a tile, or a matrix's (pointwise.h)
   int64_t depth;          // read channels that are staged together
   int64_t channels;       // written channels of one task
 };
@@ -82,7 +82,10 @@ class Parallel {
   using Body = void (*)(void* context, int64_t begin, int64_t end);
   using For = void (*)(int64_t count, Body body, void* context);
 
-  explicit Parallel(For function) : function_(function) {}
+  explicit Parallel(For function, int64_t threads = 1) : function_(function), threads_(threads) {}
+
+  // So many threads may run at once. Results do not depend on it.
+  int64_t threads() const { return threads_; }
 
   template <class Function>
   void operator()(int64_t count, Function function) const {
@@ -96,17 +99,18 @@ class Parallel {
 
  private:
   For function_;
+  int64_t threads_;
 };
 
-// Both functions that gather return false, and compute nothing, if weights are not finite where
-// they need to be.
+enum Kernel : int64_t {
+  kDirect,     // layers with many channels: a register tile of output columns by output channels
+  kDepthwise,  // layers with one read and one written channel in each group
+  kPointwise,  // kernels of 1x1 without padding: products of matrices
+};
 
-// Layers with many channels: a register tile of output columns by output channels.
-bool gather_direct(const Gather& pass, const Parallel& parallel);
-void weight_grad_direct(const WeightGrad& pass, const Parallel& parallel);
+// Returns false, and computes nothing, if weights are not finite where they need to be.
+bool gather(Kernel kernel, const Gather& pass, const Parallel& parallel);
 
-// Layers with one read and one written channel in each group.
-bool gather_depthwise(const Gather& pass, const Parallel& parallel);
-void weight_grad_depthwise(const WeightGrad& pass, const Parallel& parallel);
+void weight_grad(Kernel kernel, const WeightGrad& pass, const Parallel& parallel);
 
 }  // namespace fastconv::cpu

@@ -1,12 +1,13 @@
 // The innermost loop: a register tile of positions by channels.
 //
-//   sums[p][c] += left[offsets[step] + p] * right[step][c], over all steps
+//   sums[p][c] += left[offsets[step] + p * pitch] * right[step * pace + c], over all steps
 //
 // Sums of neighbouring positions lie `stride` elements apart.
 //
 // A step is a tap and a read channel in passes that gather, where p is an output column; it is a
 // pixel in weight gradients, where p is a channel of the input. Numbers of `left` are broadcast,
-// those of `right` are vectors.
+// those of `right` are vectors. The pitch is 1, or kPitch where steps are neighbours in `left`: it
+// is a constant, so that all positions have the same address but for a displacement.
 #pragma once
 
 #include "vectors.h"
@@ -27,20 +28,23 @@ constexpr int kTileChannels = kTileVectors * kLanes<T>;
 // are added to one another.
 constexpr int64_t kSteps = 128;
 
-template <class T, int kPositions, int kVectors>
-void multiply(const T* left, const int32_t* offsets, int64_t steps, const T* right, T* sums,
-              int64_t stride, bool is_first) {
+// The pitch of positions whose steps are neighbours: elements of a pixel that are staged together.
+constexpr int64_t kPitch = 64;
+
+template <class T, int kPositions, int kVectors, int kApart>
+void multiply(const T* left, const int32_t* offsets, int64_t steps, const T* right, int64_t pace,
+              T* sums, int64_t stride, bool is_first) {
   Vector<T> chain[kPositions][kVectors] = {};
   for (int64_t step = 0; step < steps; ++step) {
     const T* from = left + offsets[step];
     Vector<T> factors[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      factors[v] = load(right + step * kTileChannels<T> + v * kLanes<T>);
+      factors[v] = load(right + step * pace + v * kLanes<T>);
     }
 #pragma GCC unroll 32
     for (int p = 0; p < kPositions; ++p) {
-      const Vector<T> number = broadcast(from[p]);
+      const Vector<T> number = broadcast(from[p * kApart]);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) chain[p][v] += number * factors[v];
     }
@@ -56,20 +60,20 @@ void multiply(const T* left, const int32_t* offsets, int64_t steps, const T* rig
 }
 
 template <class T>
-using Multiply = void (*)(const T*, const int32_t*, int64_t, const T*, T*, int64_t, bool);
+using Multiply = void (*)(const T*, const int32_t*, int64_t, const T*, int64_t, T*, int64_t, bool);
 
-template <class T, int kVectors, int... kIndex>
+template <class T, int kVectors, int kApart, int... kIndex>
 constexpr Multiply<T> multiply_of(int positions, std::integer_sequence<int, kIndex...>) {
-  constexpr Multiply<T> found[] = {multiply<T, kIndex + 1, kVectors>...};
+  constexpr Multiply<T> found[] = {multiply<T, kIndex + 1, kVectors, kApart>...};
   return found[positions - 1];
 }
 
 // The function for this many positions and channels of a tile.
-template <class T>
+template <class T, int kApart = 1>
 Multiply<T> multiply_for(int64_t positions, int64_t channels) {
   constexpr auto kAll = std::make_integer_sequence<int, kTilePositions>();
-  return channels > kLanes<T> ? multiply_of<T, 2>(int(positions), kAll)
-                              : multiply_of<T, 1>(int(positions), kAll);
+  return channels > kLanes<T> ? multiply_of<T, 2, kApart>(int(positions), kAll)
+                              : multiply_of<T, 1, kApart>(int(positions), kAll);
 }
 
 }  // namespace fastconv::cpu

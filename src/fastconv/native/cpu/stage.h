@@ -17,6 +17,14 @@ namespace fastconv::cpu {
 
 inline int64_t ceil_div(int64_t number, int64_t by) { return (number + by - 1) / by; }
 
+// The size of parts of an axis: at most `most`, all about equal, and so many of them that threads
+// have equal shares of the tasks, of which there are `others` for each part.
+inline int64_t balanced(int64_t count, int64_t most, int64_t others, int64_t threads) {
+  int64_t parts = ceil_div(count, most);
+  while (parts < count && parts * others < 4 * threads && parts * others % threads != 0) ++parts;
+  return ceil_div(count, std::max<int64_t>(parts, 1));
+}
+
 // Memory at a multiple of a vector's size, as large as it has been asked to be.
 class Buffer {
  public:
@@ -160,6 +168,43 @@ void stage(Computed<Stored>* to, const Layout& layout, const Stored* source,
                              columns.index(column_phase, begin) * column_stride;
         copy_columns(to + begin, layout.channel, from, channel_stride,
                      column_stride * columns.axis->step, end - begin, channels);
+      }
+    }
+  }
+}
+
+// Copies a tile's pixels as (pixels, channels), with zeros up to `pitch` channels and where an
+// index lies outside of the tensor.
+template <class Stored>
+void stage_pixels(Computed<Stored>* to, int64_t pitch, const Stored* source,
+                  const std::array<int64_t, 4>& strides, int64_t channels, const Window& rows,
+                  const Window& columns) {
+  using T = Computed<Stored>;
+  const int64_t channel_stride = strides[1];
+  for (const int64_t row_phase : rows.phases->phases) {
+    for (const int64_t column_phase : columns.phases->phases) {
+      const auto [top, bottom] = rows.existing(row_phase);
+      const auto [left, right] = columns.existing(column_phase);
+      for (int64_t y = 0; y < rows.length; ++y, to += columns.length * pitch) {
+        const bool exists = top <= y && y < bottom && left < right;
+        const int64_t begin = exists ? left : columns.length, end = exists ? right : begin;
+        std::fill(to, to + begin * pitch, T());
+        std::fill(to + end * pitch, to + columns.length * pitch, T());
+        if (!exists) continue;
+        const int64_t step = strides[3] * columns.axis->step;
+        const Stored* from = source + rows.index(row_phase, y) * strides[2] +
+                             columns.index(column_phase, begin) * strides[3];
+        T* row = to + begin * pitch;
+        if constexpr (std::is_same_v<Stored, T>) {
+          if (step == 1 && channel_stride != 1) {
+            copy_transposed(row, pitch, from, channel_stride, channels, pitch, end - begin);
+            continue;
+          }
+        }
+        for (int64_t x = 0; x < end - begin; ++x, row += pitch) {
+          copy_row(row, from + x * step, channels, channel_stride);
+          std::fill(row + channels, row + pitch, T());
+        }
       }
     }
   }

@@ -10,43 +10,6 @@
 
 namespace fastconv::cpu {
 
-// Copies a tile's pixels as (pixels, channels), with zeros up to `pitch` channels and where an
-// index lies outside of the tensor.
-template <class Stored>
-void stage_pixels(Computed<Stored>* to, int64_t pitch, const Stored* source,
-                  const std::array<int64_t, 4>& strides, int64_t channels, const Window& rows,
-                  const Window& columns) {
-  using T = Computed<Stored>;
-  const int64_t channel_stride = strides[1];
-  for (const int64_t row_phase : rows.phases->phases) {
-    for (const int64_t column_phase : columns.phases->phases) {
-      const auto [top, bottom] = rows.existing(row_phase);
-      const auto [left, right] = columns.existing(column_phase);
-      for (int64_t y = 0; y < rows.length; ++y, to += columns.length * pitch) {
-        const bool exists = top <= y && y < bottom && left < right;
-        const int64_t begin = exists ? left : columns.length, end = exists ? right : begin;
-        std::fill(to, to + begin * pitch, T());
-        std::fill(to + end * pitch, to + columns.length * pitch, T());
-        if (!exists) continue;
-        const int64_t step = strides[3] * columns.axis->step;
-        const Stored* from = source + rows.index(row_phase, y) * strides[2] +
-                             columns.index(column_phase, begin) * strides[3];
-        T* row = to + begin * pitch;
-        if constexpr (std::is_same_v<Stored, T>) {
-          if (step == 1 && channel_stride != 1) {
-            copy_transposed(row, pitch, from, channel_stride, channels, pitch, end - begin);
-            continue;
-          }
-        }
-        for (int64_t x = 0; x < end - begin; ++x, row += pitch) {
-          copy_row(row, from + x * step, channels, channel_stride);
-          std::fill(row + channels, row + pitch, T());
-        }
-      }
-    }
-  }
-}
-
 template <class Stored>
 class DirectWeightGrad {
  public:
@@ -57,17 +20,19 @@ class DirectWeightGrad {
 
   void run(const Parallel& parallel) const {
     const auto& blocks = pass_.blocks;
-    const int64_t deep = ceil_div(pass_.depth, blocks.depth),
-                  wide = ceil_div(pass_.channels, blocks.channels);
+    const int64_t wide = ceil_div(pass_.channels, blocks.channels);
+    const int64_t depth =
+        balanced(pass_.depth, blocks.depth, pass_.groups * wide, parallel.threads());
+    const int64_t deep = ceil_div(pass_.depth, depth);
     parallel(pass_.groups * wide * deep, [&](int64_t begin, int64_t end) {
       Scratch scratch;
       for (int64_t task = begin; task < end; ++task) {
         Part part;
         part.group = task / (wide * deep);
         part.channel = task / deep % wide * blocks.channels;
-        part.first = task % deep * blocks.depth;
+        part.first = task % deep * depth;
         part.channels = std::min(blocks.channels, pass_.channels - part.channel);
-        part.depth = std::min(blocks.depth, pass_.depth - part.first);
+        part.depth = std::min(depth, pass_.depth - part.first);
         compute(part, scratch);
       }
     });
@@ -156,6 +121,7 @@ class DirectWeightGrad {
                             some = part.depth * (piece + 1) / pieces - i;
               multiply_for<T>(some, channels)(
                   left + i, offsets + pixel, steps, grad + pixel * kTileChannels<T>,
+                  kTileChannels<T>,
                   to + (i * taps() + p * pass_.columns.taps + q) * kTileChannels<T>,
                   taps() * kTileChannels<T>, false);
             }

@@ -1,0 +1,518 @@
+// Layers whose kernels are 1x1, without padding: products of matrices.
+//
+//   result[m][n] = sum over k of left[m][k] * right[k][n]
+//
+// n is what neighbours in the result's memory differ by, so sums are stored as they are. Of images
+// with channels last, m are pixels and n are channels; of others, m are channels and n are pixels.
+// In weight gradients k are the pixels of all images. A task has a block of m and n, and adds up
+// one block of k after the other.
+#pragma once
+
+#include "direct.h"
+
+namespace fastconv::cpu {
+
+// An axis of a matrix: the pixels of images, or channels, which are columns of a single row.
+struct Places {
+  int64_t images, rows, columns;
+  int64_t image, row, column;  // strides
+
+  struct Run {
+    int64_t offset, count;
+  };
+
+  static Places of_channels(int64_t count, int64_t stride) { return {1, 1, count, 0, 0, stride}; }
+
+  static Places of_pixels(int64_t images, const Axis& rows, const Axis& columns,
+                          const std::array<int64_t, 4>& strides, bool is_read) {
+    const int64_t down = is_read ? rows.step : 1, right = is_read ? columns.step : 1;
+    return {images,     rows.outputs,      columns.outputs,
+            strides[0], strides[2] * down, strides[3] * right};
+  }
+
+  int64_t count() const { return images * rows * columns; }
+
+  bool has_joined_rows() const { return row == columns * column; }
+  bool has_joined_images() const { return rows == 1 && image == columns * column; }
+  void join_rows() { columns *= rows, rows = 1; }
+  void join_images() { columns *= images, images = 1; }
+
+  // Calls function(offset, count) for parts of the range whose elements are `column` apart.
+  template <class Function>
+  void for_runs(int64_t begin, int64_t end, const Function& function) const {
+    if (images * rows == 1) return function(begin * column, end - begin);
+    for (int64_t i = begin; i < end;) {
+      const int64_t line = i / columns, x = i - line * columns, n = line / rows;
+      const int64_t some = std::min(columns - x, end - i);
+      function(n * image + (line - n * rows) * row + x * column, some);
+      i += some;
+    }
+  }
+};
+
+// Takes rows together, and images, where they follow one another in all tensors.
+template <class... Others>
+void join(Places& first, Others&... others) {
+  if (first.rows > 1 && (first.has_joined_rows() && ... && others.has_joined_rows())) {
+    first.join_rows(), (others.join_rows(), ...);
+  }
+  if (first.images > 1 && (first.has_joined_images() && ... && others.has_joined_images())) {
+    first.join_images(), (others.join_images(), ...);
+  }
+}
+
+template <class Stored>
+struct Matrix {
+  Stored* data;
+  int64_t group;  // the stride of groups
+  Places rows, columns;
+
+  Matrix flipped() const { return {data, group, columns, rows}; }
+};
+
+// Copies a part of a matrix; its rows will lie `to_row` apart.
+template <class Stored>
+void copy_part(Computed<Stored>* to, int64_t to_row, const Matrix<const Stored>& matrix,
+               int64_t group, int64_t row, int64_t rows, int64_t column, int64_t columns) {
+  const Stored* data = matrix.data + group * matrix.group;
+  const int64_t down = matrix.rows.column, right = matrix.columns.column;
+  matrix.rows.for_runs(row, row + rows, [&](int64_t row_offset, int64_t high) {
+    auto* place = to;
+    matrix.columns.for_runs(column, column + columns, [&](int64_t offset, int64_t wide) {
+      const Stored* from = data + row_offset + offset;
+      if constexpr (std::is_same_v<Stored, Computed<Stored>>) {
+        if (down == 1 && right != 1) {
+          copy_transposed(place, to_row, from, right, wide, wide, high);
+          place += wide;
+          return;
+        }
+      }
+      for (int64_t y = 0; y < high; ++y) {
+        copy_row(place + y * to_row, from + y * down, wide, right);
+      }
+      place += wide;
+    });
+    to += high * to_row;
+  });
+}
+
+// Requests a share of a part of a matrix from memory, ahead of its copying.
+template <class Stored>
+void prefetch_part(const Matrix<const Stored>& matrix, int64_t group, int64_t row, int64_t rows,
+                   int64_t column, int64_t columns, int64_t share, int64_t shares) {
+  if (matrix.columns.column != 1) {
+    if (matrix.rows.column != 1) return;
+    return prefetch_part(matrix.flipped(), group, column, columns, row, rows, share, shares);
+  }
+  constexpr int64_t kLine = 64 / sizeof(Stored);
+  const Stored* data = matrix.data + group * matrix.group;
+  const int64_t first = rows * share / shares, last = rows * (share + 1) / shares;
+  matrix.rows.for_runs(row + first, row + last, [&](int64_t row_offset, int64_t high) {
+    matrix.columns.for_runs(column, column + columns, [&](int64_t offset, int64_t wide) {
+      const Stored* from = data + row_offset + offset;
+      for (int64_t y = 0; y < high; ++y, from += matrix.rows.column) {
+        for (int64_t x = 0; x < wide; x += kLine) __builtin_prefetch(from + x);
+      }
+    });
+  });
+}
+
+template <class Stored>
+class MatrixProduct {
+ public:
+  using T = Computed<Stored>;
+
+  MatrixProduct(const Matrix<const Stored>& left, const Matrix<const Stored>& right,
+                const Matrix<Stored>& result, const Matrix<const Stored>& residual = {})
+      : left(left), right(right), result(result), residual(residual) {}
+
+  Matrix<const Stored> left, right;
+  Matrix<Stored> result;
+  Matrix<const Stored> residual;  // its data may be null
+  int64_t groups = 1;
+  const Stored* bias = nullptr;
+  int64_t bias_group = 0;  // the stride of groups
+  bool has_row_bias = false;
+  Epilogue<T> epilogue{kIdentity, T()};
+  Blocks blocks{};  // rows and columns of a task's block
+  // Whether an operand is packed once for all tasks, or by each task for itself.
+  bool shares_left = false, shares_right = false;
+
+  void run(const Parallel& parallel) {
+    m_ = result.rows.count(), n_ = result.columns.count(), k_ = left.columns.count();
+    blocks.rows =
+        balanced(m_, blocks.rows, groups * ceil_div(n_, blocks.columns), parallel.threads());
+    depth_ = ceil_div(blocks.depth, kSteps) * kSteps;
+    is_pitched_ = left.columns.column == 1;
+    is_left_in_place_ = !is_pitched_ && is_read_in_place(left.flipped(), 8192);
+    if (is_left_in_place_) shares_left = false;
+    Buffer left_buffer, right_buffer;
+    if (shares_left) share_left(left_buffer, parallel);
+    if (shares_right) share_right(right_buffer, parallel);
+    const int64_t high = ceil_div(m_, blocks.rows), wide = ceil_div(n_, blocks.columns);
+    parallel(groups * high * wide, [&](int64_t begin, int64_t end) {
+      TaskScratch scratch;
+      for (int64_t task = begin; task < end; ++task) {
+        const Block block = block_of(task, high, wide);
+        compute(block, task + 1 < end ? block_of(task + 1, high, wide) : Block{}, scratch);
+      }
+    });
+  }
+
+ private:
+  struct Block {
+    int64_t group, m, rows, n, columns;
+  };
+
+  Block block_of(int64_t task, int64_t high, int64_t wide) const {
+    const int64_t m = task / wide % high * blocks.rows, n = task % wide * blocks.columns;
+    return {task / wide / high, m, std::min(blocks.rows, m_ - m), n,
+            std::min(blocks.columns, n_ - n)};
+  }
+
+  struct TaskScratch : Scratch {
+    Buffer rows, residual_rows;
+  };
+
+  // A panel of the result: as many columns as a register tile has, and where they are in memory.
+  struct Panel {
+    int64_t n, columns, runs;
+    Places::Run results[kTileChannels<T>], residuals[kTileChannels<T>];
+  };
+
+  // --- Packing ---
+  // The left matrix has, for each block of rows, blocks of `depth` columns. If a row's columns are
+  // neighbours in memory, these have parts of kPitch columns, of which rows lie kPitch apart. Or
+  // else they have register tiles of rows, of which columns lie kApart apart. The right matrix has
+  // panels of kTileChannels columns.
+
+  static constexpr int64_t kApart = 16;
+  static_assert(kTilePositions <= kApart);
+
+  // Elements of a block of rows, for so many columns.
+  int64_t left_elements(int64_t rows, int64_t columns) const {
+    return is_pitched_ ? rows * ceil_div(columns, kPitch) * kPitch
+                       : ceil_div(rows, kTilePositions) * kApart * columns;
+  }
+
+  void pack_left(T* to, const Block& block, int64_t k, int64_t steps) const {
+    constexpr int64_t kSome = 16;  // read together, while what is read stays in the L1 cache
+    const int64_t rows = block.rows;
+    if (is_pitched_) {
+      for (int64_t row = 0; row < rows; row += kSome) {
+        for (int64_t i = 0; i < steps; i += kPitch) {
+          copy_part(to + i * rows + row * kPitch, kPitch, left, block.group, block.m + row,
+                    std::min(kSome, rows - row), k + i, std::min(kPitch, steps - i));
+        }
+      }
+      return;
+    }
+    const int64_t pieces = ceil_div(rows, kTilePositions);
+    for (int64_t i = 0; i < steps; i += kSome) {
+      for (int64_t piece = 0; piece < pieces; ++piece) {
+        const int64_t row = rows * piece / pieces;
+        copy_part(to + (piece * steps + i) * kApart, kApart, left.flipped(), block.group, k + i,
+                  std::min(kSome, steps - i), block.m + row, rows * (piece + 1) / pieces - row);
+      }
+    }
+  }
+
+  // Packs some panels, which will lie `apart`.
+  void pack_right(T* to, int64_t apart, int64_t group, int64_t n, int64_t columns, int64_t k,
+                  int64_t steps) const {
+    // Where columns are neighbours in memory, some rows of all panels are read together.
+    const int64_t some = right.rows.column == 1 ? steps : 8;
+    for (int64_t i = 0; i < steps; i += some) {
+      const int64_t high = std::min(some, steps - i);
+      T* panel = to + i * kTileChannels<T>;
+      for (int64_t x = 0; x < columns; x += kTileChannels<T>, panel += apart) {
+        const int64_t wide = std::min<int64_t>(kTileChannels<T>, columns - x);
+        if (wide < kTileChannels<T>) std::fill(panel, panel + high * kTileChannels<T>, T());
+        copy_part(panel, kTileChannels<T>, right, group, k + i, high, n + x, wide);
+      }
+    }
+  }
+
+  void share_left(Buffer& buffer, const Parallel& parallel) {
+    const int64_t parts = ceil_div(k_, depth_), high = ceil_div(m_, blocks.rows);
+    shared_left_ = buffer.take<T>(groups * high * left_elements(blocks.rows, k_));
+    parallel(groups * high * parts, [&](int64_t begin, int64_t end) {
+      for (int64_t part = begin; part < end; ++part) {
+        const int64_t m = part / parts % high * blocks.rows, k = part % parts * depth_;
+        const Block block{part / parts / high, m, std::min(blocks.rows, m_ - m), 0, 0};
+        pack_left(const_cast<T*>(shared_left(block, k)), block, k, std::min(depth_, k_ - k));
+      }
+    });
+  }
+
+  const T* shared_left(const Block& block, int64_t k) const {
+    const int64_t number = block.group * ceil_div(m_, blocks.rows) + block.m / blocks.rows;
+    return shared_left_ + number * left_elements(blocks.rows, k_) + left_elements(block.rows, k);
+  }
+
+  void share_right(Buffer& buffer, const Parallel& parallel) {
+    const int64_t panels = ceil_div(n_, kTileChannels<T>), size = k_ * kTileChannels<T>;
+    shared_right_ = buffer.take<T>(groups * panels * size);
+    parallel(groups * panels, [&](int64_t begin, int64_t end) {
+      for (int64_t panel = begin; panel < end; ++panel) {
+        const int64_t n = panel % panels * kTileChannels<T>;
+        pack_right(shared_right_ + panel * size, 0, panel / panels, n,
+                   std::min<int64_t>(kTileChannels<T>, n_ - n), 0, k_);
+      }
+    });
+  }
+
+  // Whether register tiles read a matrix where it is: rows of neighbours, of which one step reads
+  // some. Rows that lie a multiple of so many bytes apart would replace one another in caches.
+  static bool is_read_in_place(const Matrix<const Stored>& matrix, int64_t multiple) {
+    const Places &rows = matrix.rows, &columns = matrix.columns;
+    const int64_t bytes = rows.column * int64_t(sizeof(Stored));
+    return std::is_same_v<Stored, T> && columns.column == 1 && columns.images * columns.rows == 1 &&
+           rows.images * rows.rows == 1 && (multiple == 0 || bytes % multiple != 0) &&
+           bytes * kSteps < int64_t(1) << 31;
+  }
+
+  static const T* at(const Matrix<const Stored>& matrix, int64_t group, int64_t row,
+                     int64_t column) {
+    return reinterpret_cast<const T*>(matrix.data + group * matrix.group +
+                                      row * matrix.rows.column + column * matrix.columns.column);
+  }
+
+  const T* left_of(const Block& block, int64_t k, int64_t steps, TaskScratch& scratch) const {
+    if (is_left_in_place_) return at(left, block.group, block.m, k);
+    if (shares_left) return shared_left(block, k);
+    T* to = scratch.stage.template take<T>(left_elements(block.rows, steps));
+    pack_left(to, block, k, steps);
+    return to;
+  }
+
+  // Where panels of a block are: the first one, how far apart panels are, and their rows.
+  struct Panels {
+    const T* first;
+    int64_t apart, pace;
+  };
+
+  Panels right_of(const Block& block, int64_t k, int64_t steps, TaskScratch& scratch) const {
+    if (shares_right) {
+      const int64_t panels = ceil_div(n_, kTileChannels<T>), panel = block.n / kTileChannels<T>;
+      return {shared_right_ + ((block.group * panels + panel) * k_ + k) * kTileChannels<T>,
+              k_ * kTileChannels<T>, kTileChannels<T>};
+    }
+    if (block.columns % kTileChannels<T> == 0 &&
+        is_read_in_place(right, block.rows > 2 * kTilePositions ? 1024 : 0)) {
+      return {at(right, block.group, k, block.n), kTileChannels<T>, right.rows.column};
+    }
+    const int64_t apart = steps * kTileChannels<T>;
+    T* to = scratch.grad.template take<T>(ceil_div(block.columns, kTileChannels<T>) * apart);
+    pack_right(to, apart, block.group, block.n, block.columns, k, steps);
+    return {to, apart, kTileChannels<T>};
+  }
+
+  // --- Multiplying ---
+
+  void compute(const Block& block, const Block& after, TaskScratch& scratch) const {
+    const int64_t rows = block.rows;
+    int32_t* offsets = scratch.offsets.template take<int32_t>(kSteps);
+    for (int64_t i = 0; i < kSteps; ++i) {
+      offsets[i] = int32_t(is_pitched_         ? i / kPitch * rows * kPitch + i % kPitch
+                           : is_left_in_place_ ? i * left.columns.column
+                                               : i * kApart);
+    }
+    const int64_t panels = ceil_div(block.columns, kTileChannels<T>);
+    const bool waits = k_ > kSteps;
+    T* sums = scratch.sums.template take<T>((waits ? panels : 1) * rows * kTileChannels<T>);
+    const int64_t* places = list_rows(result, block, scratch.rows);
+    const int64_t* beside =
+        residual.data ? list_rows(residual, block, scratch.residual_rows) : nullptr;
+    const auto multiplies = is_pitched_ ? multiply_for<T, kPitch> : multiply_for<T, 1>;
+    const int64_t pieces = ceil_div(rows, kTilePositions);
+    for (int64_t k = 0; k == 0 || k < k_; k += depth_) {  // once even if there is nothing to add
+      const int64_t deep = std::min(depth_, k_ - k);
+      const bool ends = k + depth_ >= k_;
+      const T* from = left_of(block, k, deep, scratch);
+      const Panels by = right_of(block, k, deep, scratch);
+      int64_t calls = 0;
+      const int64_t all_calls = panels * pieces * std::max<int64_t>(1, ceil_div(deep, kSteps));
+      for (int64_t i = 0; i < panels; ++i) {
+        const Panel panel = panel_of(block, i * kTileChannels<T>);
+        T* to = sums + (waits ? i * rows * kTileChannels<T> : 0);
+        for (int64_t step = 0; step == 0 || step < deep; step += kSteps) {
+          const int64_t steps = std::min(kSteps, deep - step);
+          const T* right_part = by.first + i * by.apart + step * by.pace;
+          for (int64_t piece = 0; piece < pieces; ++piece) {
+            const int64_t row = rows * piece / pieces, some = rows * (piece + 1) / pieces - row;
+            T* of_tile = to + row * kTileChannels<T>;
+            prefetch(ends ? after : block, ends ? 0 : k + depth_, calls++, all_calls);
+            const T* left_part = is_pitched_         ? from + step * rows + row * kPitch
+                                 : is_left_in_place_ ? from + step * left.columns.column + row
+                                                     : from + (piece * deep + step) * kApart;
+            multiplies(some, panel.columns)(left_part, offsets, steps, right_part, by.pace, of_tile,
+                                            kTileChannels<T>, k + step == 0);
+            if (ends && step + kSteps >= deep) {
+              finish_tile(block, panel, row, some, of_tile, places, beside);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // Requests a share of what a block will pack, while the one before is multiplied.
+  void prefetch(const Block& block, int64_t k, int64_t share, int64_t shares) const {
+    const int64_t steps = std::min(depth_, k_ - k);
+    if (!shares_left) {
+      prefetch_part(left, block.group, block.m, block.rows, k, steps, share, shares);
+    }
+    if (!shares_right) {
+      prefetch_part(right, block.group, k, steps, block.n, block.columns, share, shares);
+    }
+  }
+
+  static const int64_t* list_rows(const auto& matrix, const Block& block, Buffer& buffer) {
+    int64_t* places = buffer.take<int64_t>(block.rows);
+    int64_t* next = places;
+    matrix.rows.for_runs(block.m, block.m + block.rows, [&](int64_t offset, int64_t count) {
+      for (int64_t i = 0; i < count; ++i) *next++ = offset + i * matrix.rows.column;
+    });
+    return places;
+  }
+
+  Panel panel_of(const Block& block, int64_t first) const {
+    const int64_t n = block.n + first;
+    Panel panel;
+    panel.n = n;
+    panel.columns = std::min<int64_t>(kTileChannels<T>, block.columns - first);
+    const auto list = [&](const Places& places, Places::Run* to) {
+      const Places::Run* first_run = to;
+      places.for_runs(n, n + panel.columns,
+                      [&](int64_t offset, int64_t count) { *to++ = {offset, count}; });
+      return to - first_run;
+    };
+    panel.runs = list(result.columns, panel.results);
+    if (residual.data) list(residual.columns, panel.residuals);
+    return panel;
+  }
+
+  // Adds the bias and the residual to a register tile's sums, and stores them.
+  void finish_tile(const Block& block, const Panel& panel, int64_t row, int64_t rows, const T* sums,
+                   const int64_t* places, const int64_t* beside) const {
+    const Stored* added = bias ? bias + block.group * bias_group : nullptr;
+    Vector<T> of_columns[kTileVectors] = {};
+    if (added && !has_row_bias) {
+      for (int v = 0; v < kTileVectors && v * kLanes<T> < panel.columns; ++v) {
+        const int64_t x = v * kLanes<T>;
+        of_columns[v] =
+            gather_some(added + panel.n + x, 1, std::min<int64_t>(kLanes<T>, panel.columns - x));
+      }
+    }
+    Stored* to = result.data + block.group * result.group;
+    for (int64_t r = row; r < row + rows; ++r, sums += kTileChannels<T>) {
+      const Vector<T> of_row =
+          added && has_row_bias ? broadcast(widened(added[block.m + r])) : Vector<T>{};
+      Vector<T> totals[kTileVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kTileVectors; ++v) {
+        totals[v] = load(sums + v * kLanes<T>) + of_columns[v] + of_row;
+      }
+      store_row(totals, panel, to + places[r],
+                residual.data ? residual.data + block.group * residual.group + beside[r] : nullptr);
+    }
+  }
+
+  void store_row(Vector<T>* totals, const Panel& panel, Stored* to, const Stored* beside) const {
+    const int64_t stride = result.columns.column, other_stride = residual.columns.column;
+    if constexpr (std::is_same_v<Stored, T>) {
+      if (panel.runs == 1 && stride == 1 && panel.columns == kTileChannels<T> && !beside) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kTileVectors; ++v) {
+          store(to + panel.results[0].offset + v * kLanes<T>, epilogue.applied(totals[v]));
+        }
+        return;
+      }
+    }
+    T buffer[kTileChannels<T>];
+    for (int v = 0; v < kTileVectors; ++v) store(buffer + v * kLanes<T>, totals[v]);
+    for (int64_t i = 0, done = 0; i < panel.runs; ++i) {
+      const auto [offset, count] = panel.results[i];
+      for (int64_t x = 0; x < count; x += kLanes<T>) {
+        const int64_t some = std::min<int64_t>(kLanes<T>, count - x);
+        finish(load_some(buffer + done + x, some), epilogue,
+               beside ? beside + panel.residuals[i].offset + x * other_stride : nullptr,
+               other_stride, to + offset + x * stride, stride, some);
+      }
+      done += count;
+    }
+  }
+
+  int64_t m_ = 0, n_ = 0, k_ = 0;
+  int64_t depth_ = kSteps;  // columns of the left matrix that are packed together
+  bool is_pitched_ = false, is_left_in_place_ = false;
+  T *shared_left_ = nullptr, *shared_right_ = nullptr;
+};
+
+// The product that computes a forward pass, or an input gradient's residue.
+template <class Stored>
+MatrixProduct<Stored> product_of(const Gather& pass) {
+  const auto pixels = [&](const Images& images, bool is_read) {
+    return Places::of_pixels(pass.images, pass.rows, pass.columns, images.strides, is_read);
+  };
+  const auto &from = pass.source.strides, &to = pass.target.strides,
+             &beside = pass.residual.strides;
+  const auto& by = pass.weights.strides;
+  // Where no tap reads an element of a residue, there is nothing to add up.
+  const int64_t depth = pass.rows.taps * pass.columns.taps * pass.depth;
+  Matrix<const Stored> source{static_cast<const Stored*>(pass.source.data), pass.depth * from[1],
+                              pixels(pass.source, true), Places::of_channels(depth, from[1])};
+  const Matrix<const Stored> weights{static_cast<const Stored*>(pass.weights.data), by[0],
+                                     Places::of_channels(depth, by[2]),
+                                     Places::of_channels(pass.channels, by[1])};
+  Matrix<Stored> target{static_cast<Stored*>(pass.target.data), pass.channels * to[1],
+                        pixels(pass.target, false), Places::of_channels(pass.channels, to[1])};
+  Matrix<const Stored> residual{static_cast<const Stored*>(pass.residual.data),
+                                pass.channels * beside[1], pixels(pass.residual, false),
+                                Places::of_channels(pass.channels, beside[1])};
+  join(source.rows);
+  if (residual.data) {
+    join(target.rows, residual.rows);
+  } else {
+    join(target.rows);
+  }
+  MatrixProduct<Stored> product{source, weights, target, residual};
+  if (to[1] != 1) {
+    product = {weights.flipped(), source.flipped(), target.flipped(), residual.flipped()};
+    product.has_row_bias = true;
+  }
+  product.groups = pass.groups;
+  product.bias = static_cast<const Stored*>(pass.bias);
+  product.bias_group = pass.channels;
+  product.epilogue = {pass.activation, Computed<Stored>(pass.slope)};
+  product.blocks = pass.blocks;
+  // Weights are packed once if more than two tasks read them.
+  const bool is_shared = to[1] == 1 ? target.rows.count() > 2 * pass.blocks.rows
+                                    : target.rows.count() > 2 * pass.blocks.columns;
+  (to[1] == 1 ? product.shares_right : product.shares_left) = is_shared;
+  return product;
+}
+
+template <class Stored>
+MatrixProduct<Stored> product_of(const WeightGrad& pass) {
+  const auto matrix = [&](const Images& images, int64_t channels, bool is_read) {
+    const auto& s = images.strides;
+    Matrix<const Stored> found{static_cast<const Stored*>(images.data), channels * s[1],
+                               Places::of_channels(channels, s[1]),
+                               Places::of_pixels(pass.images, pass.rows, pass.columns, s, is_read)};
+    join(found.columns);
+    return found;
+  };
+  const auto& s = pass.target.strides;
+  MatrixProduct<Stored> product{
+      matrix(pass.grad, pass.channels, false), matrix(pass.input, pass.depth, true).flipped(),
+      Matrix<Stored>{static_cast<Stored*>(const_cast<void*>(pass.target.data)), s[0],
+                     Places::of_channels(pass.channels, s[1]),
+                     Places::of_channels(pass.depth, s[2])}};
+  product.groups = pass.groups;
+  product.blocks = pass.blocks;
+  return product;
+}
+
+}  // namespace fastconv::cpu
