@@ -449,6 +449,15 @@ MUTANTS = [
             "return y < rows ? element[y + 1 < rows] : 0;",
         ),
     ),
+    Mutant(
+        "the plane before instead of zeros",
+        "sm_90a/1 input_grad* float32 nhwc/nhwc: 1x7x2x1x7 5x7x1x1x3 stride=2,2,2",
+        Fault(
+            "device/tensor/clear_planes.cuh",
+            "plane[x] = C::Scalar{};",
+            "plane[x] = at > 0 ? plane[x - C::plane] : C::Scalar{};",
+        ),
+    ),
 ]
 
 # CI has no time for these.
