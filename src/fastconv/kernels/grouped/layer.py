@@ -33,6 +33,7 @@ MOST_STRIDE = 4
 MMA_PRODUCTS = 16 * 8 * 16
 ISSUED = 3.0  # instructions in a cycle
 COPY = 16  # instructions of a copied vector
+REQUEST_CHANNELS = 16  # channels that the requests of a pixel cost beside its own
 SHARED_BYTES = 128  # bytes of shared memory in a cycle
 BLOCK_CYCLES = 3000.0  # start and end of a block: latencies that other blocks hide
 LAUNCH_CYCLES = 3000.0
@@ -278,6 +279,11 @@ def tiles_of(layer: Layer) -> Iterator[Tile]:
                     for slots in (2, 4, MOST_SLOTS):
                         if slots < 2 * layer.problem.batch:
                             yield Tile(layer, chunk, slots, rows, columns)
+
+
+def request_loss(tile: Tile) -> float:
+    """How many times longer a tile's loads take than those of whole lines of memory."""
+    return 1 + REQUEST_CHANNELS / tile.chunk
 
 
 def resident(gpu: Gpu, shared_bytes: int, registers: int) -> int:

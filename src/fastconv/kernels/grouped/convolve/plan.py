@@ -32,6 +32,7 @@ from fastconv.kernels.grouped.layer import (
     WARPS,
     Layer,
     Tile,
+    request_loss,
     resident,
     tiles_of,
 )
@@ -138,7 +139,7 @@ class Estimate:
         return together(
             pairs * mmas * MMA_PRODUCTS / rates.mma["bfloat16"],
             (rows * pieces * 128 + loaded + 3 * outputs) / SHARED_BYTES,
-            (loaded + outputs + weights) / rates.l2_bytes,
+            (loaded * request_loss(tile) + outputs + weights) / rates.l2_bytes,
             instructions / ISSUED,
             self._memory / self.blocks,
         )
