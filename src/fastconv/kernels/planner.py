@@ -1,6 +1,8 @@
 """Chooses the kernel family that computes a pass: the first of a list that takes the problem.
 
 A new family is one more entry in a list. The portable kernels come last: they take every problem.
+The kernels for groups of few channels come first: they take those for which no other family's
+estimate is lower (:data:`COMPARED`).
 On Hopper, Ampere's kernels are used only if a switch asks for them: for the problems that Hopper's
 decline, it was not measured whether Ampere's are faster than the portable ones.
 
@@ -22,37 +24,47 @@ from typing import NamedTuple, Protocol
 
 from fastconv import bypass
 from fastconv.errors import FastconvError
-from fastconv.kernels import ampere, depthwise, direct, gpus, hopper
+from fastconv.kernels import ampere, depthwise, direct, gpus, grouped, hopper
 from fastconv.kernels.ampere.coverage import ANATOMIES as AMPERE
 from fastconv.kernels.depthwise.coverage import ANATOMIES as DEPTHWISE
 from fastconv.kernels.direct.coverage import ANATOMIES as DIRECT
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
+from fastconv.kernels.grouped.coverage import ANATOMIES as GROUPED
 from fastconv.kernels.hopper.coverage import ANATOMIES as HOPPER
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 Planner = Callable[[Problem, Operands, Gpu], Plan]
 
 FORWARD: tuple[Planner, ...] = (
+    grouped.forward,
     hopper.forward,
     ampere.forward,
     depthwise.forward,
     direct.forward,
 )
 INPUT_GRAD: tuple[Planner, ...] = (
+    grouped.input_grad,
     hopper.input_grad,
     ampere.input_grad,
     depthwise.input_grad,
     direct.input_grad,
 )
 WEIGHT_GRAD: tuple[Planner, ...] = (
+    grouped.weight_grad,
     hopper.weight_grad,
     ampere.weight_grad,
     depthwise.weight_grad,
     direct.weight_grad,
 )
 
-ANATOMIES = {**HOPPER, **AMPERE, **DEPTHWISE, **DIRECT}
+ANATOMIES = {**GROUPED, **HOPPER, **AMPERE, **DEPTHWISE, **DIRECT}
 """What selects the code of each kernel that a plan can have, by the kernel's source."""
+
+COMPARED = ("grouped",)
+"""The families for several groups.
+
+They take a problem only if the next family that takes it has no lower estimate.
+"""
 
 FOR_VOLUMES = ("hopper", "ampere", "direct")
 """The families that take problems with a depth; the others are for images."""
@@ -245,13 +257,35 @@ def _first(
     asked = switch.planners(planners, gpu)
     if problem.depth is not None:
         asked = tuple(one for one in asked if _family(one) in FOR_VOLUMES)
-    for planner in asked:
+    if problem.groups == 1:
+        asked = tuple(one for one in asked if _family(one) not in COMPARED)
+    plan = _best(asked, problem, operands, switch.gpu(gpu), reasons)
+    return replace(plan, why=plan.why + "".join(reasons))
+
+
+def _best(
+    planners: tuple[Planner, ...],
+    problem: Problem,
+    operands: Operands,
+    gpu: Gpu,
+    reasons: list[str],
+) -> Plan:
+    """The plan of the first family that takes the problem; ``reasons`` gets why others do not."""
+    for index, planner in enumerate(planners):
+        family = _family(planner)
         try:
-            plan = planner(problem, operands, switch.gpu(gpu))
+            plan = planner(problem, operands, gpu)
         except Declined as reason:
-            reasons.append(f"; {_family(planner)} does not take {reason}")
-        else:
-            return replace(plan, why=plan.why + "".join(reasons))
+            reasons.append(f"; {family} does not take {reason}")
+            continue
+        if family in COMPARED:
+            others: list[str] = []
+            other = _best(planners[index + 1 :], problem, operands, gpu, others)
+            if 0 < other.cycles <= plan.cycles:
+                reasons.append(f"; {family} is not estimated to be faster")
+                reasons += others
+                return other
+        return plan
     raise AssertionError("the portable kernels take everything")
 
 

@@ -139,9 +139,11 @@ class Estimate:
         return together(
             pairs * mmas * MMA_PRODUCTS / rates.mma["bfloat16"],
             (rows * pieces * 128 + loaded + 3 * outputs) / SHARED_BYTES,
-            (loaded * request_loss(tile) + outputs + weights) / rates.l2_bytes,
+            max(
+                (loaded * request_loss(tile) + outputs + weights) / rates.l2_bytes,
+                self._memory / self.blocks,
+            ),
             instructions / ISSUED,
-            self._memory / self.blocks,
         )
 
     @lazy

@@ -123,15 +123,16 @@ class Estimate:
         pairs = self.pairs * WARPS
         grads = tile.slots * tile.rows * tile.columns * tile.chunk // OCTET
         loaded = 16 * (tile.halo_vectors + grads)
-        loss = request_loss(tile)
         instructions = (tile.halo_vectors + grads) * COPY / 32
         instructions += pairs * (mmas + PAIR + pieces)
         shared = together(
             pairs * mmas * MMA_PRODUCTS / rates.mma["bfloat16"],
             (pairs * pieces * 128 + loaded) / SHARED_BYTES,
-            loaded * loss / rates.l2_bytes,
+            max(
+                loaded * request_loss(tile) / rates.l2_bytes,
+                self._memory / (tile.tiles * tile.chunk_count),
+            ),
             instructions / ISSUED,
-            self._memory / (tile.tiles * tile.chunk_count),
         )
         alone = TILE_CYCLES + self.pairs * (PAIR_CYCLES + mmas * MMA_CYCLES)
         return shared, alone
