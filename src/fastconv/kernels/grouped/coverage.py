@@ -54,15 +54,14 @@ CONVOLVE = Anatomy(
     parts={
         "load": ("several images", "strided"),
         "pack": ("transposed", "width", "residues"),
-        "multiply": ("Scalar", "width", "window", "several fours", "odd octets", "strided",
+        "multiply": ("Scalar", "width", "window", "ahead", "several fours", "odd octets", "strided",
                      "residues without taps"),
         "walk": ("shared channels", "several images", "residues"),
     },
 )  # fmt: skip
 
 WEIGHT_GRAD = Anatomy(
-    sizes=_SIZES
-    | {"transposed", "in_channels_last", "grad_channels_last", "reduce_threads"},
+    sizes=_SIZES | {"transposed", "in_channels_last", "grad_channels_last", "reduce_threads"},
     chosen=_common,
     parts={
         "load": ("several images", "strided"),

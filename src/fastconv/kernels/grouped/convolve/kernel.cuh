@@ -274,11 +274,10 @@ struct Walk {
                                       const Epilogue<C>& epilogue, int slot, int segment,
                                       int lane) {
     unsigned char* const staged = staging + lane / 2 * kStagedPixel + lane % 2 * 16;
-    load_rows<0, kOldRows>(input, lane);
+    load_rows<0, C::ahead ? kWindowRows : kOldRows>(input, lane);
 #pragma unroll 1
     for (int pair = 0; pair < kRowPairs; ++pair) {
-      load_rows<kOldRows, kWindowRows>(input, lane);
-      input += 2 * Rows::kTimes * kRowBytes;
+      if constexpr (!C::ahead) load_rows<kOldRows, kWindowRows>(input, lane);
       Scalar* address;
       const bool exists = target.template at<kResidue>(address, slot, segment, pair, lane);
       if constexpr (kAddsResidual) {
@@ -293,6 +292,11 @@ struct Walk {
       }
       multiply(acc);
       move_window();
+      input += 2 * Rows::kTimes * kRowBytes;
+      // With registers to spare, the next rows are loaded while these are stored.
+      if constexpr (C::ahead) {
+        if (pair + 1 < kRowPairs) load_rows<kOldRows, kWindowRows>(input, lane);
+      }
       if constexpr (kAddsResidual) __syncwarp();
       stage(acc, staging, lane);
       __syncwarp();

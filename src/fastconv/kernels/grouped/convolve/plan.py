@@ -28,6 +28,7 @@ from fastconv.kernels.grouped.layer import (
     OCTET,
     OTHER_REGISTERS,
     SHARED_BYTES,
+    SM_REGISTERS,
     THREADS,
     WARPS,
     Layer,
@@ -51,6 +52,7 @@ PAIR = 60  # instructions of a warp for two rows of positions, beside MMAs and l
 # Latencies of a warp: two rows of positions, and each of their MMAs along K.
 PAIR_CYCLES = 250
 STEP_CYCLES = 35
+AHEAD_REGISTERS = 56  # of a thread that loads ahead, beside what Taps.registers counts
 EXPLAINED = 5
 
 
@@ -116,6 +118,14 @@ class Estimate:
     @lazy
     def blocks_per_sm(self) -> int:
         return resident(self.gpu, self.shared_bytes, self.registers)
+
+    @lazy
+    def ahead(self) -> bool:
+        """Whether a lane has registers to load rows before it stores those before them."""
+        taken = max(one.registers for one in self.taps)
+        return self.blocks_per_sm == 1 or taken + AHEAD_REGISTERS <= SM_REGISTERS // (
+            THREADS * self.blocks_per_sm
+        )
 
     @lazy
     def blocks(self) -> int:
@@ -222,6 +232,7 @@ def plan(chosen: Estimate, explanation: tuple[str, ...] = ()) -> Plan:
         {
             **layer.constants(),
             **tile.constants(),
+            "ahead": chosen.ahead,
             "blocks_per_sm": chosen.blocks_per_sm,
             "shared_bytes": chosen.shared_bytes,
             **epilogue_constants(layer.operands.epilogue),

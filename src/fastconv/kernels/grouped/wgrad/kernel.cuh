@@ -3,16 +3,16 @@
 //
 //   grad[tap][output][input] = sum over pixels of grad_output[pixel][output] * input[pixel + tap]
 //
-// A block has a chunk of channels. It walks through its split of all tiles (grouped/tile.cuh); while
-// it multiplies one, cp.async copies the next:
+// A block has a chunk of channels. It walks through its split of all tiles (grouped/tile.cuh);
+// while it multiplies one, cp.async copies the next:
 //
 //   stage   halo tile, then the tile of the output's gradient [slot][row][column][channel]
 //
 // A warp has accumulators for 16 output channels (M), two times 8 input channels (N) and all taps.
-// Along K are 16 pixels: 8 neighbours of two rows. Operands are transposed as ldmatrix reads them. A
-// warp keeps a window of input rows in registers, as the forward kernel does (convolve/kernel.cuh).
-// With groups of 4 and 8 channels, MMAs also multiply channels of different groups; what they add to
-// is dropped.
+// Along K are 16 pixels: 8 neighbours of two rows. Operands are transposed as ldmatrix reads them.
+// A warp keeps a window of input rows in registers, as the forward kernel does
+// (convolve/kernel.cuh). With groups of 4 and 8 channels, MMAs also multiply channels of different
+// groups; what they add to is dropped.
 //
 // Warps that have the same channels divide segments of columns among themselves, and add up their
 // accumulators in the end. A second kernel adds up the splits, in order.
@@ -68,9 +68,7 @@ struct Warp {
     part = warp % kParts;
   }
   // The first of 16 input channels, within the chunk.
-  __device__ int first_input() const {
-    return (bundle / kParts * kParts + part) * kBundle;
-  }
+  __device__ int first_input() const { return (bundle / kParts * kParts + part) * kBundle; }
 };
 
 // Fragments of ones: their product adds up the other factor.
@@ -137,14 +135,11 @@ struct Walk {
                                       const unsigned char* grad, const Warp& warp) {
     const int matrix = warp.lane / 8;
     grad += matrix / 2 * kGradRowBytes + warp.lane % 8 * kPixelBytes + matrix % 2 * 16;
-    load_rows<0, kOldRows>(input, warp.lane);
+    unsigned left[4];
+    load_transposed(left, grad);
+    load_rows<0, kWindowRows>(input, warp.lane);
 #pragma unroll 1
     for (int pair = 0; pair < kRowPairs; ++pair) {
-      unsigned left[4];
-      load_transposed(left, grad);
-      load_rows<kOldRows, kWindowRows>(input, warp.lane);
-      input += 2 * Rows::kTimes * kRowBytes;
-      grad += 2 * kGradRowBytes;
       if constexpr (C::bias) {
         const unsigned right[2] = {ones(Scalar{}), ones(Scalar{})};
         mma(Factor{}, sums.bias, left, right);
@@ -160,6 +155,12 @@ struct Walk {
         }
       }
       move_window();
+      input += 2 * Rows::kTimes * kRowBytes;
+      grad += 2 * kGradRowBytes;
+      if (pair + 1 < kRowPairs) {
+        load_transposed(left, grad);
+        load_rows<kOldRows, kWindowRows>(input, warp.lane);
+      }
     }
   }
 };
@@ -220,8 +221,8 @@ __device__ __forceinline__ float sum_of(const float* first, int begin, int end) 
 
 extern "C" __global__ void __launch_bounds__(fastconv::grouped::kThreads, Config::blocks_per_sm)
     weight_grad(const Config::Scalar* __restrict__ grad_output,
-                const Config::Scalar* __restrict__ input, float* __restrict__ workspace,
-                int splits, int images) {
+                const Config::Scalar* __restrict__ input, float* __restrict__ workspace, int splits,
+                int images) {
   using namespace fastconv::grouped;
   // Chunks change fastest: blocks that read the same pixels run together.
   const int chunk = static_cast<int>(blockIdx.x) % kChunks;
@@ -258,8 +259,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::grouped::kThreads, Config
       if (tile.image + slot >= images) break;
       const int pixel = segment * (kOctet * kPixelBytes);
       Walk walk;
-      walk.add(sums,
-               stage + slot * kSlotBytes + pixel + warp.first_input() * kScalarBytes,
+      walk.add(sums, stage + slot * kSlotBytes + pixel + warp.first_input() * kScalarBytes,
                stage + kHaloBytes + slot * kGradSlotBytes + pixel +
                    warp.bundle * (kBundle * kScalarBytes),
                warp);
@@ -295,8 +295,7 @@ extern "C" __global__ void __launch_bounds__(Config::reduce_threads)
       for (int i = 0; i < kReduceRows; ++i) sum += gathered[i * kLanes + lane];
       if (entry < kWeights) {
         const int output = entry / kWidth % kChannels, tap = entry / (kWidth * kChannels);
-        grad[1ll * output * C::weight_stride_out +
-             1ll * (entry % kWidth) * C::weight_stride_in +
+        grad[1ll * output * C::weight_stride_out + 1ll * (entry % kWidth) * C::weight_stride_in +
              1ll * (tap / C::kernel_width) * C::weight_stride_height +
              1ll * (tap % C::kernel_width) * C::weight_stride_width] =
             fastconv::narrow<Scalar>(sum);
