@@ -57,6 +57,7 @@ CONVOLVE = Anatomy(
         "multiply": ("Scalar", "width", "window", "ahead", "several fours", "odd octets", "strided",
                      "residues without taps"),
         "walk": ("shared channels", "several images", "residues"),
+        "store": ("Scalar", "width", "residues"),
     },
 )  # fmt: skip
 
