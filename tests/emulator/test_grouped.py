@@ -19,10 +19,11 @@ from emulator.pass_cases import (
     at_corners,
     check,
     check_special_values,
+    in_batch,
     some,
 )
 from fastconv.bench import population
-from fastconv.kernels import grouped
+from fastconv.kernels import grouped, planner
 from fastconv.kernels.family import Declined
 from fastconv.kernels.gpus import GPUS, H200
 from fastconv.problem import Epilogue, Problem
@@ -52,11 +53,11 @@ CONVS = (
 def _cases() -> list[PassCase]:
     cases = []
     for i, conv in enumerate(CONVS):
-        for j, planner in enumerate(PASSES):
+        for j, plan in enumerate(PASSES):
             dtype = (torch.bfloat16, torch.float16)[(i + j) % 2]
-            bias = planner is grouped.weight_grad and i % 2 == 0
+            bias = plan is grouped.weight_grad and i % 2 == 0
             gpu = (GPU, SMALL)[(i + j) % 2]
-            case = PassCase(conv, planner, dtype, True, gpu=gpu, bias_grad=bias)
+            case = PassCase(conv, plan, dtype, True, gpu=gpu, bias_grad=bias)
             cases.append(replace(case, plain_weight=i % 3 == 1))
     # Strides and dilations at once are no input gradients of this family.
     return [case for case in cases if _takes(case)]
@@ -112,10 +113,10 @@ def test_random_problems(seed: int) -> None:
             problem.dilation,
             problem.groups,
         )
-        planner = draw.choice(PASSES)
-        bias = planner is grouped.weight_grad and draw.random() < 0.5
+        plan = draw.choice(PASSES)
+        bias = plan is grouped.weight_grad and draw.random() < 0.5
         gpu = replace(draw.choice(list(GPUS.values())), sm_count=draw.choice((1, 3)))
-        case = PassCase(conv, planner, torch.bfloat16, True, gpu=gpu, bias_grad=bias)
+        case = PassCase(conv, plan, torch.bfloat16, True, gpu=gpu, bias_grad=bias)
         if _takes(case):
             break
     check(case)
@@ -133,6 +134,17 @@ def test_infinity_and_nan(case: PassCase) -> None:
 @pytest.mark.parametrize("case", IMAGES[:2], ids=str)
 def test_alone_as_in_batch(case: PassCase) -> None:
     assert_alone_as_in_batch(case)
+
+
+@pytest.mark.parametrize("direction", ["forward", "input_grad"])
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_90a"])
+def test_the_batch_does_not_choose_the_family(direction: str, architecture: str) -> None:
+    """Families accumulate in different orders; an image has the same bits in any batch."""
+    for conv in CONVS:
+        case = PassCase(conv, getattr(planner, direction), torch.float16, True)
+        batches = (1, 3, 64, 1024)
+        cases = (replace(in_batch(case, n), gpu=GPUS[architecture]) for n in batches)
+        assert len({one.plan.family for one in cases}) == 1, conv
 
 
 def _plan_of(**changes: object) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -33,7 +33,15 @@ from fastconv.kernels.grouped.coverage import ANATOMIES as GROUPED
 from fastconv.kernels.hopper.coverage import ANATOMIES as HOPPER
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
-Planner = Callable[[Problem, Operands, Gpu], Plan]
+
+class Planner(Protocol):
+    """Plans a pass, or raises Declined."""
+
+    __name__: str
+    __module__: str
+
+    def __call__(self, problem: Problem, operands: Operands, gpu: Gpu, /) -> Plan: ...
+
 
 FORWARD: tuple[Planner, ...] = (
     grouped.forward,
@@ -65,6 +73,9 @@ COMPARED = ("grouped",)
 
 They take a problem only if the next family that takes it has no lower estimate.
 """
+
+MANY_IMAGES = 32
+"""The batch for which forward passes and input gradients are compared, whatever a layer's is."""
 
 FOR_VOLUMES = ("hopper", "ampere", "direct")
 """The families that take problems with a depth; the others are for images."""
@@ -278,15 +289,35 @@ def _best(
         except Declined as reason:
             reasons.append(f"; {family} does not take {reason}")
             continue
-        if family in COMPARED:
-            others: list[str] = []
-            other = _best(planners[index + 1 :], problem, operands, gpu, others)
-            if 0 < other.cycles <= plan.cycles:
-                reasons.append(f"; {family} is not estimated to be faster")
-                reasons += others
-                return other
+        if family in COMPARED and not _is_faster(
+            planner, planners[index + 1 :], problem, operands, gpu
+        ):
+            reasons.append(f"; {family} is not estimated to be faster")
+            continue
         return plan
     raise AssertionError("the portable kernels take everything")
+
+
+def _is_faster(
+    planner: Planner,
+    others: tuple[Planner, ...],
+    problem: Problem,
+    operands: Operands,
+    gpu: Gpu,
+) -> bool:
+    """Whether no lower estimate than a planner's is that of the others' plan.
+
+    Families accumulate in different orders, so the batch must not decide where images have sums of
+    their own.
+    """
+    if planner.__name__ != "weight_grad":
+        problem = replace(problem, batch=MANY_IMAGES)
+    try:
+        cycles = planner(problem, operands, gpu).cycles
+    except Declined:  # so many images
+        return False
+    other = _best(others, problem, operands, gpu, [])
+    return other.cycles == 0 or cycles < other.cycles
 
 
 def _family(planner: Planner) -> str:

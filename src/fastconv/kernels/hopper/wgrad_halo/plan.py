@@ -74,7 +74,7 @@ FEW = "so few channels or pixels that most of the MMAs would be padding"
 def plan(tile: Tile, gpu: Gpu) -> Plan:
     """The launches that compute the gradient with a tile."""
     if not tile.layer.scaled_fp16:
-        return Plan(*_launches(tile, gpu), "hopper", _why(tile), cycles=tile.cycles(gpu))
+        return Plan(*_launches(tile, gpu), "hopper", _why(tile))
     launches, scratch = _launches(tile, gpu)
     operands = replace(tile.layer.operands, bias_grad=False)
     problem = tile.layer.volumes or tile.layer.problem
