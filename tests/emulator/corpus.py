@@ -79,10 +79,11 @@ FAR_MORE = 6
 PRICE = 1e5  # of compiling a test case, in the unit of :func:`cost`
 LARGE_FLOPS = 1e12  # limits of a problem that is only planned
 LARGE_ELEMENTS = 4e9
-# Shares of drawn problems with narrow groups, from practice, and with many channels.
+# Shares of drawn problems with narrow groups, from practice, with many channels, and of volumes.
 NARROW = 0.1
 PRACTICAL = 0.2
 DENSE = 0.15
+VOLUMES = 0.15
 DENSE_MODES = ("tf32", "float16", "bfloat16")
 GROUPED = 0.05  # of layers that the kernels for groups of few channels take
 
@@ -160,6 +161,8 @@ def drawn(draw: Random) -> PassCase:
         problem = population.narrow(Random(place), *limits).problem
     elif kind > 1 - PRACTICAL:
         problem = population.practical(Random(place), *limits).problem
+    elif kind > 1 - PRACTICAL - VOLUMES:
+        problem = population.volume(Random(place), *limits).problem
     mode = draw.choice(("float32", "tf32", "float16", "bfloat16"))
     if draw.random() < 0.05:
         mode = "float64"

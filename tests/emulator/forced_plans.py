@@ -21,6 +21,8 @@ from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper.halo import plan as hopper_halo
 from fastconv.kernels.hopper.implicit_gemm_nchw import plan as implicit_gemm_nchw
 from fastconv.kernels.hopper.implicit_gemm_nhwc import plan as implicit_gemm_nhwc
+from fastconv.kernels.hopper.layers import forward_ways as hopper_forward_ways
+from fastconv.kernels.hopper.layers import input_grad_ways as hopper_input_grad_ways
 from fastconv.kernels.hopper.relayout import plan as relayout
 from fastconv.kernels.hopper.wgrad_halo import plan as hopper_wgrad_halo
 from fastconv.kernels.hopper.wgrad_implicit_gemm import plan as wgrad_implicit_gemm
@@ -33,6 +35,7 @@ GEMM = "gemm"
 SCALED = "scaled"
 MIRRORED = "mirrored"
 COPIES = "copies"
+HALO_COPIES = "halo"
 MOST_TILES = 1000
 
 
@@ -210,6 +213,23 @@ class Copies(Forced):
         return relayout.convolution(plan, problem, last, self.direction == "input_grad")
 
 
+@dataclass(frozen=True)
+class HaloCopies(Forced):
+    """Plans a forward pass or an input gradient of halo tiles on channels-last copies."""
+
+    @property
+    def word(self) -> str:
+        return f"{self.direction}{FORCED}{HALO_COPIES}"
+
+    def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        last, is_reversed = relayout.channels_last(operands), self.direction == "input_grad"
+        limits.check_reach(problem, operands)
+        problem = problem.without_idle_dilation
+        ways = (hopper_input_grad_ways if is_reversed else hopper_forward_ways)(problem, last)
+        plan = hopper_halo.plan(ways, gpu)
+        return relayout.convolution(plan, problem, last, is_reversed)
+
+
 def main_kernel(plan: Plan) -> Kernel:
     """The kernel of a plan that its tile belongs to."""
     kernels = [launch.kernel for launch in plan.launches]
@@ -237,7 +257,13 @@ def planner_of(word: str) -> Planner:
     if not forced:
         chosen: Planner = getattr(planner, direction)
         return chosen
-    kinds = {GEMM: Gemm, SCALED: ScaledFp16, MIRRORED: Mirrored, COPIES: Copies}
+    kinds = {
+        GEMM: Gemm,
+        SCALED: ScaledFp16,
+        MIRRORED: Mirrored,
+        COPIES: Copies,
+        HALO_COPIES: HaloCopies,
+    }
     name = next((name for name in kinds if tile.startswith(name)), "")
     sizes = tile.removeprefix(name)
     kind = kinds.get(name, Forced)
@@ -276,7 +302,7 @@ GEMMS = (implicit_gemm_nhwc.SOURCE, implicit_gemm_nchw.SOURCE, wgrad_implicit_ge
 def kind_of(plan: Plan) -> type[Forced]:
     kernel = main_kernel(plan)
     if plan.regions:
-        return Copies
+        return Copies if kernel.source in GEMMS else HaloCopies
     if kernel.source in GEMMS:
         # Only mirrored weight gradients store taps in reverse.
         mirrored = kernel.source == wgrad_implicit_gemm.SOURCE and _is_mirrored(kernel)

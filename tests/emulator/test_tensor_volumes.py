@@ -40,6 +40,7 @@ CONVS = [
     Conv("strided", (1, 24, 7, 9, 11), (32, 24, 3, 3, 3), (2, 2, 2), (1,) * 6, ONE),
     Conv("along depth", (1, 16, 8, 9, 11), (16, 16, 4, 3, 2), (3, 1, 2), (2, 1, 1, 1, 1, 0), ONE),
     Conv("many volumes", (5, 16, 3, 4, 9), (16, 16, 3, 3, 3), ONE, (1,) * 6, ONE),
+    Conv("idle planes", (2, 16, 7, 6, 7), (24, 16, 2, 3, 3), (3, 2, 2), (1,) * 6, (3, 2, 1)),
     Conv("pointwise planes", (2, 24, 5, 6, 7), (16, 24, 3, 1, 1), ONE, (2, 0, 0, 0, 0, 0), ONE),
 ]
 """Volumes whose taps, strides and paddings differ along the three axes."""

@@ -104,3 +104,13 @@ def classes(plan: Plan, problem: Problem, anatomies: Mapping[str, Anatomy]) -> s
 def describe(one: Class) -> str:
     source, part, choices = one
     return f"{source}, {part}: " + ", ".join(f"{name}={value}" for name, value in choices)
+
+
+TENSOR = {
+    "device/tensor/clear_planes.cuh": Anatomy(
+        sizes=frozenset({"rows", "depth", "first", "step", "plane"}),
+        chosen=lambda constants: {},
+        parts={"clear": ("Scalar",)},
+    )
+}
+"""The kernels that the tensor-core families have in common."""

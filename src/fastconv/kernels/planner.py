@@ -26,6 +26,7 @@ from fastconv import bypass
 from fastconv.errors import FastconvError
 from fastconv.kernels import ampere, depthwise, direct, gpus, grouped, hopper
 from fastconv.kernels.ampere.coverage import ANATOMIES as AMPERE
+from fastconv.kernels.coverage import TENSOR
 from fastconv.kernels.depthwise.coverage import ANATOMIES as DEPTHWISE
 from fastconv.kernels.direct.coverage import ANATOMIES as DIRECT
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
@@ -65,7 +66,7 @@ WEIGHT_GRAD: tuple[Planner, ...] = (
     direct.weight_grad,
 )
 
-ANATOMIES = {**GROUPED, **HOPPER, **AMPERE, **DEPTHWISE, **DIRECT}
+ANATOMIES = {**GROUPED, **HOPPER, **AMPERE, **DEPTHWISE, **DIRECT, **TENSOR}
 """What selects the code of each kernel that a plan can have, by the kernel's source."""
 
 COMPARED = ("grouped",)

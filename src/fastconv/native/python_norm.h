@@ -103,8 +103,8 @@ inline BlockGradients python_gradients(const Tensor& grad, const Tensor& input,
         g.precision == kPyTorchs ? py::object(py::none()) : py::str(kPrecisions[g.precision]);
     const py::tuple found = py::handle(python_block_gradients)(
         wrapped(grad), py::make_tuple(wrapped(input), wrapped(weight), wrapped(bias)),
-        py::make_tuple(g.stride, g.padding, g.dilation, g.groups, precision), saved_of(saved),
-        options_of(options), needs);
+        py::make_tuple(g.stride.list(), g.padding.list(), g.dilation.list(), g.groups, precision),
+        saved_of(saved), options_of(options), needs);
     return BlockGradients{{tensor_of(found[0]), tensor_of(found[1]), tensor_of(found[2])},
                           {{}, tensor_of(found[3]), tensor_of(found[4]), tensor_of(found[5])}};
   });

@@ -26,14 +26,35 @@ from fastconv.kernels.planning import limits, portable
 from fastconv.kernels.planning.layers import MOST_RESIDUES
 from fastconv.problem import Problem
 
-# The halo kernel's estimates serve to choose among its tiles. Measured times were 0.7 to 0.8 of
-# them for large images, and about equal to them for small ones.
+# Estimates serve to choose among a kernel's tiles. To compare kernels, they are multiplied by what
+# measured times on an H200 were of them.
+#
+# The halo kernel takes 0.7 to 0.8 of its estimate for large images, and about all of it for small
+# ones; for layers with residues as channels, 0.8 (ResNet-50's first layer) to 1.9 (AlexNet's first,
+# in TF32).
 HALO_SHARE = 0.92
-# The same for layers with residues as channels: measured 0.8 (ResNet-50's first layer) to 1.9
-# (AlexNet's first, in TF32).
 D2S_SHARE = 1.2
-# The same for 16-bit contiguous weight gradients, against which channels-last copies have to win.
+# The same for volumes: channels-last in 16 bits (0.5 to 0.9), contiguous in 16 bits with vectors of
+# channels (1.0 to 1.8), and all others.
+VOLUME_SHARES = (0.74, 1.15, 1.0)
+VOLUME_D2S_SHARES = (0.8, 1.0, 1.0)
+# Implicit GEMMs of strided input gradients of volumes, whose stores are far apart.
+STRIDED_VOLUME_SHARE = 1.4
+# Few outputs of images of one row in TF32, which take 1.7 of their estimates, against halo tiles that
+# take 0.6 of theirs there.
+FEW_OUTPUTS_ROW_SHARE = 2.75
+# Contiguous weight gradients in 16 bits: halo tiles, implicit GEMMs that gather, and those that
+# gather few channels.
+WGRAD_HALO_SHARE = 1.3
 GATHER_SHARE = 0.75
+FEW_SHARE = 1.5
+LEAST_VECTOR = 8  # channels that channels-last kernels load at once in 16 bits
+LEAST_COPIED_CHANNELS = 16  # copies of fewer channels take longer than estimated
+COPIES_OF_FEW_SHARE = 1.4
+# The portable kernels: weight gradients that are channels-last, strided, or in 16 bits, and other
+# passes of volumes, contiguous and channels-last.
+PORTABLE_WGRAD_LOSSES = (2.5, 1.4, 1.3)
+PORTABLE_VOLUME_LOSSES = (1.5, 3.5)
 
 _WAYS = {"forward": forward_ways, "input_grad": input_grad_ways}
 
@@ -72,7 +93,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     limits.check(operands, problem.groups, channels, *sizes)
     limits.check_reach(problem, operands)
     reasons: list[str] = []  # not the exceptions: see Declined
-    most = portable.wgrad_cycles(problem, gpu) + wgrad_halo.BLOCK_CYCLES
+    most = _portable_wgrad_cycles(problem, operands, gpu) + wgrad_halo.BLOCK_CYCLES
     ways: list[_Way] = []
     for way in _WEIGHT_GRADS if problem.depth is None else _WEIGHT_GRADS_OF_VOLUMES:
         try:
@@ -93,7 +114,8 @@ _Way = tuple[float, Callable[[], Plan]]
 
 def _halo_tiles(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
     tile = wgrad_halo.choose_tile(problem, operands, gpu, most)
-    return tile.cycles(gpu), partial(wgrad_halo.plan, tile, gpu)
+    share = WGRAD_HALO_SHARE if _gathers_16_bits(operands) else 1.0
+    return tile.cycles(gpu) * share, partial(wgrad_halo.plan, tile, gpu)
 
 
 def _few_inputs(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
@@ -116,13 +138,36 @@ def _on_copies(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _
         raise Declined(f"channels-last copies of {operands.scalar} for a weight gradient")
     last = relayout.channels_last(operands)
     cycles, plan = _implicit_gemm(problem, last, gpu, most)
-    cycles = (cycles + relayout.cycles(problem, last, gpu)) / GATHER_SHARE
-    return cycles, lambda: relayout.weight_gradient(plan(), problem, operands)
+    few = problem.in_channels // problem.groups < LEAST_COPIED_CHANNELS
+    cycles += relayout.cycles(problem, last, gpu)
+    return (
+        cycles * (COPIES_OF_FEW_SHARE if few else 1.0),
+        lambda: relayout.weight_gradient(plan(), problem, operands),
+    )
 
 
 def _gemm_way(layer: wgrad_implicit_gemm.Layer, gpu: Gpu) -> _Way:
     tile = wgrad_implicit_gemm.tiles_of(layer, gpu)[0]
-    return tile.cycles(gpu), partial(wgrad_implicit_gemm.plan, tile, gpu)
+    share = 1.0
+    if _gathers_16_bits(layer.operands):
+        share = FEW_SHARE if layer.few else GATHER_SHARE
+    return tile.cycles(gpu) * share, partial(wgrad_implicit_gemm.plan, tile, gpu)
+
+
+def _gathers_16_bits(operands: Operands) -> bool:
+    """Whether a weight gradient reads contiguous tensors of a 16-bit type."""
+    last = operands.input_channels_last or operands.output_channels_last
+    return operands.scalar_bytes == 2 and not last
+
+
+def _portable_wgrad_cycles(problem: Problem, operands: Operands, gpu: Gpu) -> float:
+    """The estimated cycles of a weight gradient by the portable kernels."""
+    last, strided, narrow = PORTABLE_WGRAD_LOSSES
+    cycles = portable.wgrad_cycles(problem, gpu)
+    if operands.input_channels_last or operands.output_channels_last:
+        return cycles * last
+    cycles *= strided if any(axis.stride > 1 for axis in problem.axes) else 1.0
+    return cycles * (narrow if operands.scalar_bytes == 2 else 1.0)
 
 
 _WEIGHT_GRADS = (_halo_tiles, _few_inputs, _implicit_gemm, _mirrored, _on_copies)
@@ -158,41 +203,39 @@ def _choice(direction: str, problem: Problem, operands: Operands, gpu: Gpu) -> _
     """
     limits.check_reach(problem, operands)
     problem = problem.without_idle_dilation
-    if problem.depth is not None:
-        return _of_volumes(problem, operands, gpu, direction == "input_grad")
     ways = _WAYS[direction](problem, operands)
     choices = list(_special(direction, problem, operands, gpu, ways))
-    most = sum(map(portable.image_cycles, ways[0]))
+    most = _portable_cycles(direction, problem, operands, ways[0])
     better = [one for one in choices if one.cycles < most]
     plain = [way for way in ways if not way[0].depth_to_space]
     if better:
         # Planning halo tiles is by far the slowest, so only ways that might win are considered.
-        most = _least(better).cycles / HALO_SHARE
-        plain = [way for way in plain if halo.may_take_less(way, most)]
+        least = _least(better)
+        plain = [
+            way for way in plain if halo.may_take_less(way, least.cycles / _halo_share(way[0]))
+        ]
         if not plain:
-            return _least(better)
+            return least
     try:
         choices.append(_halo(plain, gpu))
     except Declined:
         choices = better
         if not choices:
             raise
-    return _least(choices)
-
-
-def _of_volumes(problem: Problem, operands: Operands, gpu: Gpu, is_reversed: bool) -> _Choice:
-    """The choice for volumes, which implicit GEMMs alone compute.
-
-    Raises:
-        Declined: no kernel can compute the pass, or the portable kernels take fewer cycles.
-    """
-    choices = list(_gemms(problem, operands, gpu, is_reversed))
-    if not choices:
-        raise Declined("such volumes")
-    least = _least(choices)
-    if least.cycles > portable.volume_cycles(problem, operands, is_reversed):
+    chosen = _least(choices)
+    if problem.depth is not None and chosen.cycles > most:
         raise Declined("volumes of so few channels")
-    return least
+    return chosen
+
+
+def _portable_cycles(
+    direction: str, problem: Problem, operands: Operands, way: list[Layer]
+) -> float:
+    """The estimated cycles of one SM for an image by the portable kernels."""
+    if problem.depth is None:
+        return sum(map(portable.image_cycles, way))
+    loss = PORTABLE_VOLUME_LOSSES[operands.input_channels_last or operands.output_channels_last]
+    return loss * portable.volume_cycles(problem, operands, direction == "input_grad")
 
 
 def _least(choices: list[_Choice]) -> _Choice:
@@ -202,12 +245,25 @@ def _least(choices: list[_Choice]) -> _Choice:
 def _halo(ways: list[list[Layer]], gpu: Gpu) -> _Choice:
     if not ways:
         raise Declined(f"input gradients of more than {MOST_RESIDUES} residues, except as channels")
-    share = D2S_SHARE if ways[0][0].depth_to_space else HALO_SHARE
+    share = _halo_share(ways[0][0])
     return _Choice(
         halo.image_cycles(ways, gpu) * share,
         partial(halo.plan, ways, gpu),
         partial(halo.alternatives, ways, gpu),
     )
+
+
+def _halo_share(layer: Layer) -> float:
+    """What times of the halo kernel are of its estimates."""
+    if layer.depth is None:
+        return D2S_SHARE if layer.depth_to_space else HALO_SHARE
+    last, narrow, other = VOLUME_D2S_SHARES if layer.depth_to_space else VOLUME_SHARES
+    operands = layer.operands
+    if operands.scalar_bytes > 2 or layer.in_channels < LEAST_VECTOR:
+        return other
+    if not operands.input_channels_last:
+        return narrow
+    return last if layer.stride == (1, 1) else other
 
 
 def _special(
@@ -216,43 +272,57 @@ def _special(
     """The kernels that take some layers only, and the halo kernel with residues as channels."""
     with suppress(Declined):
         yield _halo([way for way in ways if way[0].depth_to_space], gpu)
-    if problem.depth is not None:  # the others are for images
-        return
-    if len(ways[0]) == 1:
+    if len(ways[0]) == 1 and problem.depth is None:
         with suppress(Declined):
             few = few_outputs.walks_of(ways[0][0], gpu)
             one = partial(few_outputs.plan, few, gpu)
-            yield _Choice(few.image_cycles, one, lambda most: [one()])
-    yield from _gemms(problem, operands, gpu, is_reversed=direction == "input_grad")
-
-
-def _gemms(problem: Problem, operands: Operands, gpu: Gpu, is_reversed: bool) -> Iterator[_Choice]:
-    """The implicit GEMMs, on the tensors or on copies of them."""
+            in_tf32 = operands.scalar_bytes == 4 and operands.precision == "tf32"
+            one_row = ways[0][0].in_size[0] == 1 and in_tf32
+            cycles = few.image_cycles * (FEW_OUTPUTS_ROW_SHARE if one_row else 1.0)
+            yield _Choice(cycles, one, lambda most: [one()])
+    is_reversed = direction == "input_grad"
     for gemm in (implicit_gemm_nhwc, implicit_gemm_nchw):
         with suppress(Declined):
-            yield _gemm(gemm, gemm.layer_of(problem, operands, gpu, is_reversed), gpu)
+            yield _gemm(gemm, problem, operands, gpu, is_reversed)
     with suppress(Declined):
-        yield _gemm_on_copies(problem, operands, gpu, is_reversed)
+        yield from _on_channels_last_copies(direction, problem, operands, gpu)
 
 
-def _gemm(gemm: Any, layer: Any, gpu: Gpu) -> _Choice:
+def _gemm(gemm: Any, problem: Problem, operands: Operands, gpu: Gpu, is_reversed: bool) -> _Choice:
+    layer = gemm.layer_of(problem, operands, gpu, is_reversed)
+    strided = is_reversed and any(axis.stride > 1 for axis in problem.axes)
+    share = STRIDED_VOLUME_SHARE if strided and problem.depth is not None else 1.0
     return _Choice(
-        gemm.image_cycles(layer, gpu),
+        gemm.image_cycles(layer, gpu) * share,
         lambda: gemm.plans(layer, gpu, most=1)[0],
         partial(gemm.plans, layer, gpu),
     )
 
 
-def _gemm_on_copies(problem: Problem, operands: Operands, gpu: Gpu, is_reversed: bool) -> _Choice:
-    last = relayout.channels_last(operands)
-    layer = implicit_gemm_nhwc.layer_of(problem, last, gpu, is_reversed)
-    gemm = _gemm(implicit_gemm_nhwc, layer, gpu)
+def _on_channels_last_copies(
+    direction: str, problem: Problem, operands: Operands, gpu: Gpu
+) -> Iterator[_Choice]:
+    """The kernels that are much faster on channels-last tensors, on copies of contiguous ones."""
+    last, is_reversed = relayout.channels_last(operands), direction == "input_grad"
+    choices = []
+    with suppress(Declined):
+        choices.append(_gemm(implicit_gemm_nhwc, problem, last, gpu, is_reversed))
+    if problem.depth is not None and operands.scalar_bytes == 2:
+        for of_residues in (False, True):
+            ways = _WAYS[direction](problem, last)
+            with suppress(Declined):
+                chosen = [way for way in ways if way[0].depth_to_space == of_residues]
+                choices.append(_halo(chosen, gpu))
+    for choice in choices:
+        yield _on_copies_of(choice, problem, last, is_reversed)
 
+
+def _on_copies_of(choice: _Choice, problem: Problem, last: Operands, is_reversed: bool) -> _Choice:
     def on_copies(plan: Plan) -> Plan:
         return relayout.convolution(plan, problem, last, is_reversed)
 
     return _Choice(
-        gemm.cycles + relayout.image_cycles(problem, last),
-        lambda: on_copies(gemm.plan()),
-        lambda most: list(map(on_copies, gemm.alternatives(most))),
+        choice.cycles + relayout.image_cycles(problem, last),
+        lambda: on_copies(choice.plan()),
+        lambda most: list(map(on_copies, choice.alternatives(most))),
     )

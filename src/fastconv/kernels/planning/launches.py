@@ -8,7 +8,7 @@ reduce.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple, TypeVar
@@ -28,6 +28,7 @@ from fastconv.kernels.planning.limits import MOST_REDUCE_BLOCKS, REDUCE_THREADS
 
 PACK_THREADS = 256
 SCALE_THREADS = 1024
+CLEAR_THREADS = 256
 MOST_PACK_BLOCKS = 4096
 
 AnyTile = TypeVar("AnyTile")
@@ -99,8 +100,38 @@ def launches(
 ) -> tuple[tuple[Launch, ...], int]:
     """The launches of a pass's layers and their repairs, and the workspace in bytes."""
     found, scratch = zip(*(_of_layer(one, repairs) for one in layers), strict=True)
+    cleared = _idle_planes([one.layer for one in layers])
     # A layer's launches have finished with the workspace when the next layer's begin.
-    return tuple(chain.from_iterable(found)), max(scratch)
+    return (*chain.from_iterable(found), *cleared), max(scratch)
+
+
+def _idle_planes(layers: list[Layer]) -> Iterator[Launch]:
+    """The launches that clear the planes of volumes which none of the layers write."""
+    layer, depth = layers[0], layers[0].depth
+    if depth is None:
+        return
+    written = {one.depth.at for one in layers if one.depth is not None}
+    channels = layer.groups * layer.out_channels
+    last = layer.operands.output_channels_last
+    rows, columns = layer.image_size
+    volumes = layer.batch // layer.planes
+    planes = volumes * (1 if last else channels) * ceil_div(depth.image_size, depth.step)
+    for first in sorted(set(range(min(depth.step, depth.image_size))) - written):
+        constants: dict[str, Constant] = {
+            "Scalar": layer.operands.scalar,
+            "rows": 1 if last else channels,
+            "depth": depth.image_size,
+            "first": first,
+            "step": depth.step,
+            "plane": rows * columns * (channels if last else 1),
+        }
+        yield Launch(
+            Kernel("device/tensor/clear_planes.cuh", "clear_planes", tuple(constants.items())),
+            (min(planes, MOST_PACK_BLOCKS), 1, 1),
+            CLEAR_THREADS,
+            0,
+            ("output", volumes),
+        )
 
 
 def _of_layer(one: TiledLayer, repairs: TiledLayer | None) -> tuple[tuple[Launch, ...], int]:

@@ -112,14 +112,17 @@ def _residue_layer(layer: AnyLayer, row: Residue, column: Residue) -> AnyLayer:
 
 
 def _depth_residues(problem: Problem) -> list[Depth | None]:
-    """The depth of each layer that an input gradient needs: none for images, else its residues."""
+    """The depth of each layer that an input gradient needs: none for images, else its residues.
+
+    No layer writes the planes that no tap reaches: launches clear them.
+    """
     if problem.depth is None:
         return [None]
     axis = problem.depth
     found = [
         Depth(
             axis.output_size,
-            residue.size,
+            ceil_div(axis.input_size - residue.placing.at, residue.placing.step),
             residue.taps,
             1,
             residue.dilation,
@@ -131,9 +134,10 @@ def _depth_residues(problem: Problem) -> list[Depth | None]:
             residue.placing.tap_step,
         )
         for residue in residues_of(axis)
+        if residue.placing.at < axis.input_size
     ]
-    if sum(depth.out_size for depth in found) < axis.input_size:
-        raise Declined("planes of an input gradient that no tap reaches")
+    if not found:
+        raise Declined("volumes of which no tap reaches a plane")
     return list(found)
 
 

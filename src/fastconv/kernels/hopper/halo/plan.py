@@ -80,7 +80,7 @@ def alternatives(ways: list[list[Layer]], gpu: Gpu, most: int) -> list[Plan]:
 
 
 def image_cycles(ways: list[list[Layer]], gpu: Gpu) -> float:
-    """The estimated cycles of one SM for an image.
+    """The estimated cycles of one SM for an image or a volume.
 
     Raises:
         Declined: the kernel cannot compute the pass.
@@ -98,10 +98,11 @@ def may_take_less(layers: list[Layer], cycles: float) -> bool:
     if _way_cycles(layers, 0.0) >= cycles:
         return False
     *others, last = layers
-    of_others = sum(least_cycles(views(layer)) for layer in others)
+    of_others = sum(layer.planes * least_cycles(views(layer)) for layer in others)
     # From large to small, because large shapes usually take the fewest cycles.
     shapes = reversed(list(shapes_of(views(last))))
-    return any(_way_cycles(layers, of_others + one.least_cycles) < cycles for one in shapes)
+    least = (of_others + last.planes * one.least_cycles for one in shapes)
+    return any(_way_cycles(layers, of_shape) < cycles for of_shape in least)
 
 
 def _check(layers: list[Layer], gpu: Gpu) -> None:
@@ -166,17 +167,19 @@ def _checked_tiles(layers: list[Layer], gpu: Gpu) -> list[tuple[Tile, ...]]:
 
 
 def _cost(layers: list[Layer], tiles: list[tuple[Tile, ...]]) -> float:
-    fastest = (min(one.shape.image_tiles * one.tile_cycles for one in each) for each in tiles)
+    fastest = (
+        layer.planes * min(one.shape.image_tiles * one.tile_cycles for one in each)
+        for layer, each in zip(layers, tiles, strict=True)
+    )
     return _way_cycles(layers, sum(fastest))
 
 
 def _way_cycles(layers: list[Layer], cycles: float) -> float:
-    """The cycles of an image whose tiles take ``cycles``, with its share of the launches."""
+    """The cycles of an image or volume whose tiles take ``cycles``, with its share of launches."""
     more = LAYER_COST * len(layers)
     if not layers[0].scaled_fp16:
         return cycles * (1 + more)
-    least = SCALED_FP16_CYCLES / layers[0].planes
-    return max(cycles * (1 + more + SCALED_FP16_COST[layers[0].parts]), least)
+    return max(cycles * (1 + more + SCALED_FP16_COST[layers[0].parts]), SCALED_FP16_CYCLES)
 
 
 def _why(tiles: list[Tile]) -> str:

@@ -158,7 +158,7 @@ struct LaneColumn {
     const Column column(number);
     const Tap tap(column.tap);
     from = first.column + tap.column;
-    const bool is_read = column.channel < kIn && first.has_row(tap.row);
+    const bool is_read = column.channel < kIn && first.has_row(tap.plane, tap.row);
     end = is_read ? max_of(min_of(C::in_width, kEnd + tap.column), 0) : 0;
     source = first.first_tap + tap.offset() + InOffset{column.channel} * kChannelStride;
     hold_address(source);
