@@ -490,6 +490,11 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         help=f"tune for one or more of {', '.join(EXPORTED_DTYPES)} (default: float32); the file "
         "computes correctly in all of them",
     )  # fmt: skip
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, metavar="PRECISION",
+        help="the arithmetic of float32, tf32 or ieee, whatever PyTorch's setting (default: that "
+        "setting, at each call)",
+    )  # fmt: skip
 
 
 def _listed(choices: Mapping[str, str]) -> str:

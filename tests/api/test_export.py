@@ -146,6 +146,20 @@ def test_the_attribute_can_be_named(tmp_path: Path) -> None:
     assert list(exported_file.load(path).ModelNew().state_dict()) == ["layer.weight"]
 
 
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_the_arithmetic_can_be_fixed(precision: Any, tmp_path: Path) -> None:
+    """Whatever PyTorch's setting, with plans for that arithmetic alone."""
+    output = tmp_path / "fixed.py"
+    fastconv.export(shape="2x32x16x16 32x32x3x3", output=output, precision=precision)
+    module = runpy.run_path(str(output))
+    assert {key[-1] for key in module["TUNED"]} == {precision}
+    for allowed in (False, True):
+        with torch.backends.cudnn.flags(allow_tf32=allowed):
+            assert module["float32_precision"]() == precision
+    with pytest.raises(fastconv.ExportError, match="'ieee' or 'tf32', but got 'bf16'"):
+        fastconv.export(shape="2x8x8x8 8x8x3x3", precision="bf16")  # type: ignore[arg-type]
+
+
 def test_launches_get_addresses_sizes_and_the_current_stream(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

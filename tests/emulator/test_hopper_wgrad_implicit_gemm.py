@@ -118,9 +118,9 @@ NARROW_GROUPS = Conv("narrow groups", (2, 96, 9, 8), (48, 16, 3, 2), (1, 2), (1,
 # Wide strides and long kernels, gathered by taps: lines that end within a step, and between images.
 WIDE_STRIDE = Conv("wide stride", (2, 16, 1, 530), (70, 16, 1, 20), (1, 10), (0, 0, 5, 5))
 LINES = Conv("lines", (2, 48, 5, 130), (42, 16, 2, 7), (2, 4), (1, 0, 3, 4), (2, 1), 3)
-# Sides that are multiples of the stride: a step's positions read plain boxes.
-BOXES = Conv("boxes", (3, 72, 16, 16), (72, 72, 4, 3), (2, 2), (1, 1, 1, 0), (1, 1))
-LONG_BOXES = Conv("long boxes", (2, 64, 1, 512), (48, 32, 1, 16), (1, 8), (0, 0, 4, 4), groups=2)
+# Sides that are multiples of the stride.
+WHOLE_STEPS = Conv("whole steps", (3, 72, 16, 16), (72, 72, 4, 3), (2, 2), (1, 1, 1, 0), (1, 1))
+LONG_STEPS = Conv("long steps", (2, 64, 1, 512), (48, 32, 1, 16), (1, 8), (0, 0, 4, 4), groups=2)
 POINTWISE_GROUPS = Conv("pointwise groups", (3, 64, 8, 8), (64, 16, 1, 1), groups=4)
 
 
@@ -188,8 +188,8 @@ CASES = [
     _case(WIDE_STRIDE, "float16", False, False, with_tile(1, 2, 64, 64, grid=3)),
     _case(LINES, "tf32", False, False),
     _case(LINES, "bfloat16", False, True),
-    _case(BOXES, "bfloat16", True, True, with_tile(2, 1, 128, 32, grid=7)),
-    _case(LONG_BOXES, "float16", True, False),
+    _case(WHOLE_STEPS, "bfloat16", True, True, with_tile(2, 1, 128, 32, grid=7)),
+    _case(LONG_STEPS, "float16", True, False),
     _case(POINTWISE_GROUPS, "tf32", False, False),
     _case(POINTWISE_GROUPS, "float16", True, True),
 ]
@@ -425,14 +425,13 @@ def test_declines(conv: Conv, mode: str, channels_last: bool, reason: str) -> No
     [
         _case(WIDE_STRIDE, "tf32", False, False),
         _case(LINES, "bfloat16", False, False),
-        _case(BOXES, "bfloat16", True, False),
     ],
     ids=str,
 )
 def test_lines_keep_to_themselves(case: PassCase) -> None:
     """Steps beyond a line's last position multiply nothing, not even infinity by zero."""
     constants = dict(case.plan.launches[0].kernel.constants)
-    assert constants["by_taps"] or constants["boxed"]
+    assert constants["by_taps"]
     tensors = Tensors.random(case)
     tensors.input[..., 0] = torch.inf
     tensors.input[..., -1] = torch.inf

@@ -97,7 +97,7 @@ def write(folder: Path) -> None:
     Plain(environment("verify", 2), verified).write(folder / "verify.json")
     problems = [
         {"problem": 62, "name": "a", "correct": 5, "seeds": 5, "reference_ms": 2.0,
-         "exported_ms": 1.0, "speedup": 2.0},
+         "exported_ms": 1.0, "speedup": 2.0, "precision": "ieee"},
         {"problem": 87, "name": "b", "correct": 4, "seeds": 5, "reference_ms": 1.0,
          "exported_ms": 2.0, "speedup": 0.5},
         {"problem": 50, "name": "c", "error": "no nvcc"},

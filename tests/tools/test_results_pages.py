@@ -175,9 +175,12 @@ def test_pages_of_all_files(folder: Path) -> None:
     assert "| family | hopper | 9 | 1 | 1.5 |" in texts["verify.md"]
     assert "**1 of 2 rows have not been measured.**" in texts["verify.md"]
     assert "- `fastconv verify --shape x`: off" in texts["verify.md"]
-    assert "| 62 | a | 5 of 5 | 2.000 | 1.000 | 2.00x |" in texts["kernelbench.md"]
+    assert (
+        "| 62 | a (`--precision ieee`) | 5 of 5 | 2.000 | 1.000 | 2.00x |"
+        in texts["kernelbench.md"]
+    )
     assert "failed: no nvcc" in texts["kernelbench.md"]
-    assert "Slower than PyTorch: 87 0.50x." in texts["kernelbench.md"]
+    assert "Geometric mean: 1.00x. Slower than PyTorch: 87 0.50x." in texts["kernelbench.md"]
     assert "| 0123456789 | 2026-01-02 03:04 | 1 of 2 |" in texts["README.md"]
     assert not pages.stale()
     (folder / "host.md").write_text("by hand")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -190,12 +191,17 @@ def _kernelbench(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
     lines = ["| problem | | correct | PyTorch ms | exported ms | speed-up |"]
     lines.append("| ---: | --- | --- | ---: | ---: | ---: |")
     for row in rows:
+        name = row["name"]
+        if "precision" in row:
+            name += f" (`--precision {row['precision']}`)"
         if "error" in row:
-            lines.append(f"| {row['problem']} | {row['name']} | failed: {row['error']} | | | |")
+            lines.append(f"| {row['problem']} | {name} | failed: {row['error']} | | | |")
             continue
         times = f"{row['reference_ms']:.3f} | {row['exported_ms']:.3f} | {row['speedup']:.2f}x"
         correct = f"{row['correct']} of {row['seeds']}"
-        lines.append(f"| {row['problem']} | {row['name']} | {correct} | {times} |")
+        lines.append(f"| {row['problem']} | {name} | {correct} | {times} |")
+    faster = [row["speedup"] for row in rows if "speedup" in row]
+    mean = statistics.geometric_mean(faster)
     slower = [
         f"{row['problem']} {row['speedup']:.2f}x" for row in rows if row.get("speedup", 1) < 1
     ]
@@ -206,7 +212,7 @@ def _kernelbench(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
         "`tests/gpu/run_kernelbench.py` runs, but follows its rules: "
         f"all elements within {TOLERANCE:g}, for {len(SEEDS)} seeds; the mean of {TRIALS} single "
         "calls, each between two CUDA events, with a cold cache.\n\n" + "\n".join(lines) + "\n"
-        f"\nSlower than PyTorch: {', '.join(slower) or 'none'}.\n"
+        f"\nGeometric mean: {mean:.2f}x. Slower than PyTorch: {', '.join(slower) or 'none'}.\n"
     )
 
 

@@ -16,6 +16,7 @@ def run(arguments: Namespace) -> int:
         output=arguments.output,
         attribute=arguments.attribute,
         dtypes=arguments.dtype,
+        precision=arguments.precision,
     )
     if arguments.output is None:
         print(text, end="")

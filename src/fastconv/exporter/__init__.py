@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from fastconv import files
+from fastconv._precision import Precision
 from fastconv.errors import ExportError
 from fastconv.exporter.bundles import bundle
 from fastconv.exporter.common import DTYPES
@@ -22,6 +23,7 @@ def export(
     output: str | Path | None = None,
     attribute: str | None = "",
     dtypes: Sequence[Literal["float32", "float16", "bfloat16"]] = ("float32",),
+    precision: Precision | None = None,
 ) -> str:
     """Writes one Python file whose ``ModelNew`` convolves with kernels of its own.
 
@@ -47,6 +49,8 @@ def export(
             a reference's model.
         dtypes: the types to tune for, of "float32", "float16" and "bfloat16". The file computes
             correctly in all of them.
+        precision: the arithmetic of float32, "ieee" or "tf32", whatever PyTorch's setting. By
+            default that setting decides at each call.
 
     Returns:
         The text of the file.
@@ -62,11 +66,13 @@ def export(
     # Imported here, because `import fastconv` does not need the planner.
     from fastconv.exporter import file, subject
 
+    if precision not in (None, *get_args(Precision)):
+        raise ExportError(f"precision should be 'ieee' or 'tf32', but got {precision!r}")
     path = None if output is None else Path(output)
     try:
         files.check_outputs([path], [reference])
         chosen = subject.choose(workload, shape, reference, attribute)
-        text = file.compose(chosen, dtypes)
+        text = file.compose(chosen, dtypes, precision)
         if path is not None:
             files.write(path, text)
     except files.FileError as error:

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from fastconv._precision import Precision
 from fastconv._version import __version__
 from fastconv.exporter import plans
 from fastconv.exporter.subject import Subject
@@ -46,19 +47,32 @@ _TUNING = """
 Tuned for {what}, in {dtypes}, on {gpus}. Everything else is computed by portable kernels: other
 sizes, strides, groups and types (float32, float16, bfloat16), channels-last tensors, older GPUs.
 PyTorch's own convolution is never used as a fallback: what goes wrong raises an error."""
-_ARITHMETIC = """
+_RESULTS = """ Results are deterministic. Gradients cannot be differentiated again."""
+_ARITHMETIC: dict[Precision | None, str] = {
+    None: """
 On tensor cores, float32 arithmetic follows PyTorch's setting, torch.backends.cudnn.allow_tf32;
-other kernels compute in float32 throughout. Results are deterministic. Gradients cannot be
-differentiated again."""
+other kernels compute in float32 throughout."""
+    + _RESULTS,
+    "tf32": """
+On tensor cores, float32 is multiplied in TF32, whatever PyTorch's setting; other kernels compute in
+float32 throughout."""
+    + _RESULTS,
+    "ieee": """
+float32 arithmetic is as accurate as strict float32, whatever PyTorch's setting."""
+    + _RESULTS,
+}
 _CONTENTS = """
 In this file: device code, where each kernel begins with an explanation; host code; plans, which
 give the constants and the grid of each launch; the code that calls PyTorch; ModelNew; a
 self-check."""
 
 
-def compose(subject: Subject, dtypes: Sequence[str]) -> str:
-    """The text of the file for a subject, with plans tuned for the given types."""
-    tuned, made = plans.text(subject.problems, dtypes)
+def compose(subject: Subject, dtypes: Sequence[str], precision: Precision | None = None) -> str:
+    """The text of the file for a subject, with plans tuned for the given types.
+
+    ``precision`` is the arithmetic of float32; with None, PyTorch's setting decides at each call.
+    """
+    tuned, made = plans.text(subject.problems, dtypes, precision)
     sources = list(dict.fromkeys([*plans.sources(made), *PORTABLE]))
     call = ", ".join([subject.example, *map(repr, subject.input_shapes)])
     others = {}
@@ -71,13 +85,13 @@ def compose(subject: Subject, dtypes: Sequence[str]) -> str:
         "Host code": _host_code(),
         "Plans for the portable kernels, for any geometry": _body("portable"),
         "Tuned plans for the exported convolutions, by GPU": tuned,
-        "Compiling, launching and autograd": _body("runtime"),
+        "Compiling, launching and autograd": _runtime(precision),
         **others,
         "The model": "\n" + subject.model,
         "Self-check: the only part that uses PyTorch's convolution": check,
     }
     return (
-        _about(subject, dtypes, made)
+        _about(subject, dtypes, made, precision)
         + "\n"
         + _imports(subject.imports)
         + "".join(f"\n\n{_heading(title)}\n{text}" for title, text in sections.items())
@@ -85,7 +99,18 @@ def compose(subject: Subject, dtypes: Sequence[str]) -> str:
     )
 
 
-def _about(subject: Subject, dtypes: Sequence[str], made: Sequence[Plan]) -> str:
+def _runtime(precision: Precision | None) -> str:
+    line = "PRECISION: str | None = {}\n"
+    head, tail = _body("runtime").split(line.format(None))
+    return head + line.format("None" if precision is None else f'"{precision}"') + tail
+
+
+def _about(
+    subject: Subject,
+    dtypes: Sequence[str],
+    made: Sequence[Plan],
+    precision: Precision | None,
+) -> str:
     one = len(subject.problems) == 1
     tuning = _TUNING.format(
         what="these sizes" if one else "these convolutions",
@@ -93,7 +118,7 @@ def _about(subject: Subject, dtypes: Sequence[str], made: Sequence[Plan]) -> str
         gpus=_gpus({plan.family for plan in made}),
     )
     paragraphs = {"requirements": _REQUIREMENTS, "tuning": tuning,
-                  "arithmetic": _ARITHMETIC, "contents": _CONTENTS}  # fmt: skip
+                  "arithmetic": _ARITHMETIC[precision], "contents": _CONTENTS}  # fmt: skip
     return _ABOUT.format(
         title=_quoted(f"{subject.title}."),
         convolutions=_convolutions(subject),

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from fastconv._precision import Precision
 from fastconv.backends.cuda import Seen, operands_of, seen_by_kernels
 from fastconv.errors import ExportError
 from fastconv.exporter.common import DTYPES
@@ -55,20 +56,28 @@ class Tuned(NamedTuple):
     plan: Plan
 
 
-def tuned(problems: Sequence[Problem], dtypes: Sequence[str]) -> Iterator[Tuned]:
-    """All tuned plans of a file."""
+def tuned(
+    problems: Sequence[Problem], dtypes: Sequence[str], only: Precision | None = None
+) -> Iterator[Tuned]:
+    """All tuned plans of a file; ``only`` is the one arithmetic of float32 that it has."""
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise ExportError(f"dtype should be one of {', '.join(DTYPES)}, but got {dtype!r}")
     for problem in problems:
         seen = _seen(problem)
         for dtype in dtypes:
-            for precision in ("tf32", "ieee") if dtype == "float32" else ("ieee",):
+            for precision in _precisions(dtype, only):
                 operands = _operands(seen, dtype, precision)
                 for which, target in product(_PLANNERS, TARGETS):
                     plan = _plan(which, seen.problem, operands, target)
                     if plan is not None:
                         yield Tuned(target, which, problem, operands.scalar, precision, plan)
+
+
+def _precisions(dtype: str, only: Precision | None) -> tuple[Precision, ...]:
+    if dtype != "float32":
+        return ("ieee",)
+    return ("tf32", "ieee") if only is None else (only,)
 
 
 def _seen(problem: Problem) -> Seen:
@@ -107,7 +116,9 @@ def sources(plans: Sequence[Plan]) -> list[str]:
     return list(dict.fromkeys(launch.kernel.source for plan in plans for launch in plan.launches))
 
 
-def text(problems: Sequence[Problem], dtypes: Sequence[str]) -> tuple[str, list[Plan]]:
+def text(
+    problems: Sequence[Problem], dtypes: Sequence[str], precision: Precision | None = None
+) -> tuple[str, list[Plan]]:
     """Python that fills the dictionary TUNED with all plans, and the plans themselves."""
     geometries = {
         problem: "EXPORTED" if len(problems) == 1 else f"EXPORTED_{number}"
@@ -117,7 +128,7 @@ def text(problems: Sequence[Problem], dtypes: Sequence[str]) -> tuple[str, list[
     parts += [_targets(), "TUNED = {}"]
     names: defaultdict[Problem, dict[Constants, str]] = defaultdict(dict)
     plans = []
-    for one in tuned(problems, dtypes):
+    for one in tuned(problems, dtypes, precision):
         parts.append(_assignment(one, geometries[one.problem], names[one.problem]))
         plans.append(one.plan)
     return "\n\n".join(parts) + "\n", plans

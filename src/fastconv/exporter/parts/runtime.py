@@ -280,8 +280,14 @@ def map_numbers(of: TensorMap | Im2colMap) -> list[int]:
     return [int(tiled), MAPPED_TYPES[of.scalar], *modes, len(of.sizes), *layout, *box]
 
 
+# What the file was exported with, "tf32" or "ieee"; None: PyTorch's setting decides.
+PRECISION: str | None = None
+
+
 def float32_precision() -> str:
-    """PyTorch's current setting for float32 convolutions: "tf32" or "ieee"."""
+    """The arithmetic of float32, "tf32" or "ieee": the file's, or PyTorch's setting."""
+    if PRECISION is not None:
+        return PRECISION
     conv = getattr(torch.backends.cudnn, "conv", None)  # since PyTorch 2.9
     if conv is not None:
         return "tf32" if conv.fp32_precision == "tf32" else "ieee"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fastconv.exporter.parts.runtime import Conv2d, missing_gpu
+from fastconv.exporter.parts.runtime import PRECISION, Conv2d, missing_gpu
 
 # The largest error relative to the norm, by precision. TF32 has a mantissa of 10 bits.
 TOLERANCE = {"ieee": 1e-5, "tf32": 1e-3}
@@ -71,6 +71,7 @@ def self_check(model: nn.Module, *shapes: tuple[int, ...]) -> None:
     torch.backends.cudnn.benchmark = True  # let cuDNN choose its fastest algorithm
     for precision, tolerance in TOLERANCE.items():
         torch.backends.cudnn.allow_tf32 = precision == "tf32"
+        tolerance = max(tolerance, TOLERANCE[PRECISION or precision])
         ours, theirs = results(model, inputs), results(twin, inputs)
         for name, expected in theirs.items():
             error = (torch.norm(ours[name] - expected) / torch.norm(expected)).item()

@@ -437,7 +437,7 @@ WGRAD_IMPLICIT_GEMM = Anatomy(
     },
     chosen=_wgrad_implicit_gemm,
     parts={
-        "load": ("channels_last", "grad_copied", "input_copied", "flat", "boxed", "several rows",
+        "load": ("channels_last", "grad_copied", "input_copied", "flat", "several rows",
                  "several columns", "boxes", "several taps", "several groups", "whole columns",
                  "depth"),
         "gather": ("Scalar", "channels_last", "grad_copied", "input_copied", "parts", "few",

@@ -40,8 +40,8 @@ VOLUME_SHARES = (0.74, 1.15, 1.0)
 VOLUME_D2S_SHARES = (0.8, 1.0, 1.0)
 # Implicit GEMMs of strided input gradients of volumes, whose stores are far apart.
 STRIDED_VOLUME_SHARE = 1.4
-# Few outputs of images of one row in TF32, which take 1.7 of their estimates, against halo tiles that
-# take 0.6 of theirs there.
+# Few outputs of images of one row in TF32, which take 1.7 of their estimates, against halo tiles
+# that take 0.6 of theirs there.
 FEW_OUTPUTS_ROW_SHARE = 2.75
 # Contiguous weight gradients in 16 bits: halo tiles, implicit GEMMs that gather, and those that
 # gather few channels.

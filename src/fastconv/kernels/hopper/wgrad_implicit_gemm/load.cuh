@@ -21,11 +21,6 @@ constexpr int kCopiedBytes =  // bytes of a stage that TMA copies
 // Channels-last tensors: each TMA box is 128 bytes of channels of kDepth positions. TMA gives zeros
 // for positions beyond the last. Channels beyond a group's may be another group's; their
 // accumulators are not stored.
-//
-// In im2col mode TMA takes longer the wider the stride is. Where both sides of an image are
-// multiples of the stride, and steps are whole rows or parts of one (`boxed`), what the positions
-// of a step read at a tap is a plain box of a view of the input: residues along a row are channels,
-// residues of rows an axis of their own.
 template <class Sources>
 __device__ __forceinline__ void copy_pixel_rows(const Shared& shared, const Sources& sources,
                                                 int stage, const Tile& tile, int step) {
@@ -53,15 +48,6 @@ __device__ __forceinline__ void copy_pixel_columns(const Shared& shared, const S
     const int channel = tile.group * kIn + first - tap * kTapColumns;
     if constexpr (C::flat) {
       tensor_load(target, sources.input, {channel, flat}, shared.full(stage));
-    } else if constexpr (C::boxed) {
-      const int x = tap % C::kernel_width * C::dilation_width - C::padding_left;
-      const int y = tap / C::kernel_width * C::dilation_height - C::padding_top;
-      const int across = floor_div(x, C::stride_width), down = floor_div(y, C::stride_height);
-      const int residue = x - across * C::stride_width;
-      tensor_load(target, sources.input,
-                  {residue * (C::groups * C::group_in) + channel, column + across,
-                   y - down * C::stride_height, row + down, image},
-                  shared.full(stage));
     } else if constexpr (Depth::exists) {
       const int tap_plane = tap / kPlaneTaps, tap_row = tap % kPlaneTaps / C::kernel_width;
       im2col_load(

@@ -142,31 +142,9 @@ def _input_source(tile: Tile) -> TensorMap | Im2colMap | str:
     name = "grad_output" if tile.layer.mirrored else "input"
     if tile.layer.gathered:
         return name
-    if tile.box:
-        return _residues_map(name, tile, *tile.box)
     if tile.layer.pixels:
         return replace(input_map(tile.layer.pixels, tile.depth, promotion=128), tensor=name)
     return _plane_map(name, tile, tile.layer.problem.in_channels, tile.mma_columns)
-
-
-def _residues_map(name: str, tile: Tile, rows: int, columns: int) -> TensorMap:
-    """The input as residues of the stride: those of columns are channels, those of rows an axis."""
-    problem, bytes_ = tile.layer.problem, tile.layer.operands.scalar_bytes
-    (height, width), (row_step, column_step) = problem.input_size, problem.stride
-    pixel = problem.in_channels * bytes_
-    row = width * pixel
-    return TensorMap(
-        name,
-        _scalar(tile),
-        (
-            *(column_step * problem.in_channels, width // column_step, row_step),
-            *(height // row_step, problem.batch),
-        ),
-        (column_step * pixel, row, row_step * row, height * row),
-        (tile.layer.span_elements, columns, 1, rows, 1),
-        swizzle=128,
-        promotion=128,
-    )
 
 
 def _constants(tile: Tile) -> dict[str, Constant]:
@@ -178,7 +156,6 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "grad_copied": layer.grad_copied,
         "input_copied": layer.input_copied,
         "flat": layer.flat,
-        "boxed": tile.box is not None,
         "few": layer.few,
         "by_taps": layer.by_taps,
         "parts": layer.parts,

@@ -195,24 +195,6 @@ class Tile:
         return self.layer.parts * elements * self.layer.operands.scalar_bytes + BARRIER_BYTES
 
     @property
-    def box(self) -> tuple[int, int] | None:
-        """Rows and columns of a step's positions, if they read a plain box of the input at a tap.
-
-        The input is then seen as residues of the stride, of which neighbouring positions read
-        neighbours. That takes images whose sides are multiples of the stride, and steps of whole
-        rows, or of equal parts of one.
-        """
-        layer, problem = self.layer, self.layer.problem
-        if layer.gathered or layer.flat or problem.depth or problem.stride == (1, 1):
-            return None
-        sides = zip(problem.input_size, problem.stride, strict=True)
-        height, width = problem.output_size
-        columns = min(width, self.depth)
-        rows = self.depth // columns
-        whole = width % columns == 0 and self.depth % columns == 0 and height % rows == 0
-        return (rows, columns) if whole and not any(side % step for side, step in sides) else None
-
-    @property
     def registers(self) -> int:
         """Registers that a thread needs."""
         accumulators = self.layer.parts * self.mma_columns // 2
@@ -256,7 +238,7 @@ class Tile:
         mma = max(self.mma_columns / 2, (ROWS + self.mma_columns) * 32 / SHARED_BYTES)
         mmas = self.consumers * self.depth / layer.mma_depth * mma
         mmas *= 3 if layer.parts > 1 else 1
-        tiled = layer.flat or layer.gathered or self.box
+        tiled = layer.flat or layer.gathered
         boxes = 0 if tiled else self.columns // layer.span_elements
         return max(mmas, boxes * self.depth * PIXEL_CYCLES)
 
