@@ -85,6 +85,7 @@ PRACTICAL = 0.2
 DENSE = 0.15
 VOLUMES = 0.15
 DENSE_MODES = ("tf32", "float16", "bfloat16")
+GROUPED = 0.05  # of layers that the kernels for groups of few channels take
 
 
 # --- Lines ----------------------------------------------------------------------------------------
@@ -181,7 +182,24 @@ def drawn(draw: Random) -> PassCase:
         read != written,
         bias_grad=bias_grad,
     )
+    if 0 <= kind - NARROW - DENSE < GROUPED:
+        grouped = _grouped(Random(place), case, large)
+        return grouped if grouped.plan.family == "grouped" else case
     return _dense(Random(place), large) if NARROW <= kind < NARROW + DENSE else case
+
+
+def _grouped(draw: Random, case: PassCase, large: bool) -> PassCase:
+    """Draws a channels-last layer with groups of few channels, for the GPU of a case."""
+    return replace(
+        case,
+        conv=_conv(population.grouped(draw, *_limits(large)).problem),
+        dtype=draw.choice((torch.float16, torch.bfloat16)),
+        precision="ieee",
+        channels_last=True,
+        other_format=False,
+        aligned=True,
+        plain_weight=draw.random() < 0.3,
+    )
 
 
 def _dense(draw: Random, large: bool) -> PassCase:

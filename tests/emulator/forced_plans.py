@@ -67,7 +67,8 @@ class Forced:
         if self.direction == "weight_grad":
             return hopper_wgrad_halo.plan(self._tile(problem, operands, gpu), gpu)
         with _free_scaled_fp16():
-            made: Plan = getattr(planner, self.direction)(problem, operands, gpu)
+            hopper = planner.Switch("hopper")
+            made: Plan = getattr(planner, self.direction)(problem, operands, gpu, hopper)
             return made
 
     def _by_ampere(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:

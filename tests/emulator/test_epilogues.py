@@ -51,6 +51,7 @@ sm_90a/1 forward tf32 nhwc/nhwc: 1x4x1x1 8x4x1x1
 sm_90a/1 forward float16 nchw/nchw: 2x12x6x12 2x12x3x3 padding=1,1
 sm_90a/2 forward bfloat16 nchw/nchw: 2x3x1x517 3x1x1x4 padding=0,0,3,0 groups=3
 sm_86/1 forward float16 nhwc/nhwc: 1x34x1x70 34x1x1x4 padding=0,0,3,0 groups=34
+sm_90a/1 forward bfloat16 nhwc/nhwc: 2x32x6x7 32x8x3x3 padding=1,1 groups=4
 """
 
 

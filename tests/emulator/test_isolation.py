@@ -458,6 +458,25 @@ MUTANTS = [
             "plane[x] = at > 0 ? plane[x - C::plane] : C::Scalar{};",
         ),
     ),
+    Mutant(
+        "a column too far: the next row's",
+        "sm_90a/1 forward bfloat16 nhwc/nhwc: 2x32x6x7 32x8x3x3 padding=1,1 groups=4",
+        Fault(
+            "grouped/tile.cuh",
+            "static_cast<unsigned>(x + column) < kWidth;",
+            "x + column >= 0 && x + column < kWidth + (y + row + 1 < kHeight);",
+        ),
+    ),
+    Mutant(
+        "the neighbour's bias",
+        "sm_90a/1 forward float16 nhwc/nhwc: 2x32x6x7 32x4x3x3 padding=1,1 groups=8",
+        Fault("grouped/convolve/kernel.cuh", "widen(bias[channel])", "widen(bias[channel ^ 1])"),
+    ),
+    Mutant(
+        "the next octet of channels",
+        "sm_90a/1 weight_grad bfloat16 nhwc/nhwc: 2x32x6x7 32x16x3x3 padding=1,1 groups=2",
+        Fault("grouped/wgrad/kernel.cuh", "piece % 2 * 16", "(1 - piece % 2) * 16"),
+    ),
 ]
 
 # CI has no time for these.

@@ -142,7 +142,8 @@ def test_families_plan_for_their_gpus() -> None:
     for gpu, found in families.items():
         number = gpus.number(gpu)
         own = set() if number < 80 else {"hopper" if gpu is H200 else "ampere"}
-        assert found.keys() <= {"depthwise", "direct"} | own, gpu
+        grouped = {"grouped"} if own else set()
+        assert found.keys() <= {"depthwise", "direct"} | own | grouped, gpu
         assert all(found[family] >= 10 for family in own), (gpu, found)
         assert found["depthwise"] >= 1, (gpu, found)
 

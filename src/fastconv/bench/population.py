@@ -113,6 +113,44 @@ def practical(draw: Random, most_flops: float, most_elements: float = math.inf) 
             return workload_of(_with_fewer(draw, made.problem, most_flops, most_elements))
 
 
+def grouped(draw: Random, most_flops: float, most_elements: float = math.inf) -> Workload:
+    """Draws a layer with several groups of 4, 8, 16 or 32 channels, as many outputs as inputs.
+
+    To stay within the limits, it gets fewer images and groups; sides and kernel stay.
+    """
+    while True:
+        kernel = draw.choice(((3, 3), (3, 3), (3, 3), (1, 3), (2, 3), (3, 5), (3, 1), (2, 6)))
+        stride = draw.choice(((1, 1), (1, 1), (2, 2), (2, 2), (1, 2), (3, 2), (4, 1)))
+        dilation = draw.choice(((1, 1), (1, 1), (1, 1), (2, 2), (1, 3)))
+        height = draw.choice((*_NETWORK_SIDES[:8], _small(draw, 24)))
+        size = (height, draw.choice((height, height, _small(draw, 60))))
+        width = draw.choice(_GROUP_WIDTHS)
+        groups = 2 ** draw.randint(0, 5) * max(2, 16 // width) * draw.choice((1, 1, 1, 3))
+        channels = width * groups
+        made = Workload(
+            "", "", (2 ** draw.randrange(7), channels, *size), (channels, width, *kernel), stride,
+            _practical_padding(draw, kernel, dilation), dilation, groups,
+        )  # fmt: skip
+        with suppress(RuntimeError):  # The kernel exceeds the image, or the problem its limits.
+            problem = made.problem
+            while problem.flops > most_flops or _elements(problem) > most_elements:
+                problem = _half(problem)
+            return workload_of(problem)
+
+
+_GROUP_WIDTHS = (4, 8, 16, 32)
+
+
+def _half(problem: Problem) -> Problem:
+    """The problem with half of the images, or if it has just one, of the groups."""
+    if problem.batch > 1:
+        return replace(problem, batch=problem.batch // 2)
+    groups, width = problem.groups // 2, problem.in_channels // problem.groups
+    if groups < 2:
+        raise RuntimeError("two groups of a single image exceed the limits")
+    return replace(problem, in_channels=width * groups, out_channels=width * groups, groups=groups)
+
+
 def sequence(draw: Random, most_flops: float, most_elements: float = math.inf) -> Workload:
     """Draws a convolution of sequences: long ones, causal ones, with strides or with many taps.
 

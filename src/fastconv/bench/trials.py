@@ -48,7 +48,7 @@ _NORMAL_SHARE, _ALIGNED_SHARE = 0.75, 0.85  # Gaussian data, tensors aligned to 
 # Shares of drawn trials: layers as networks have them, groups of few channels, convolutions of
 # sequences, transposed ones, and convolutions of volumes. The others are 2-D ones of all kinds.
 _PRACTICAL_SHARE, _NARROW_SHARE, _SEQUENCE_SHARE, _TRANSPOSED_SHARE = 0.25, 0.1, 0.1, 0.15
-_VOLUME_SHARE = 0.15
+_VOLUME_SHARE, _GROUPED_SHARE = 0.15, 0.05
 # Small problems take other plans than real layers do. So this share of the general problems has at
 # least 1/500 of the most operations that are allowed.
 _REAL_SHARE, _REAL_RANGE = 0.4, 500.0
@@ -358,6 +358,7 @@ def _drawn_workload(draw: Random, most: Limits, far_share: float) -> Workload:
         (_SEQUENCE_SHARE, population.sequence),
         (_TRANSPOSED_SHARE, population.transposed),
         (_VOLUME_SHARE, population.volume),
+        (_GROUPED_SHARE, population.grouped),
     ):
         if kind < share:
             return drawn(draw, most.flops, most.elements)

@@ -1,6 +1,8 @@
 """Chooses the kernel family that computes a pass: the first of a list that takes the problem.
 
 A new family is one more entry in a list. The portable kernels come last: they take every problem.
+The kernels for groups of few channels come first: they take those for which no other family's
+estimate is lower (:data:`COMPARED`).
 On Hopper, Ampere's kernels are used only if a switch asks for them: for the problems that Hopper's
 decline, it was not measured whether Ampere's are faster than the portable ones.
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -22,38 +24,59 @@ from typing import NamedTuple, Protocol
 
 from fastconv import bypass
 from fastconv.errors import FastconvError
-from fastconv.kernels import ampere, depthwise, direct, gpus, hopper
+from fastconv.kernels import ampere, depthwise, direct, gpus, grouped, hopper
 from fastconv.kernels.ampere.coverage import ANATOMIES as AMPERE
 from fastconv.kernels.coverage import TENSOR
 from fastconv.kernels.depthwise.coverage import ANATOMIES as DEPTHWISE
 from fastconv.kernels.direct.coverage import ANATOMIES as DIRECT
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
+from fastconv.kernels.grouped.coverage import ANATOMIES as GROUPED
 from fastconv.kernels.hopper.coverage import ANATOMIES as HOPPER
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
-Planner = Callable[[Problem, Operands, Gpu], Plan]
+
+class Planner(Protocol):
+    """Plans a pass, or raises Declined."""
+
+    __name__: str
+    __module__: str
+
+    def __call__(self, problem: Problem, operands: Operands, gpu: Gpu, /) -> Plan: ...
+
 
 FORWARD: tuple[Planner, ...] = (
+    grouped.forward,
     hopper.forward,
     ampere.forward,
     depthwise.forward,
     direct.forward,
 )
 INPUT_GRAD: tuple[Planner, ...] = (
+    grouped.input_grad,
     hopper.input_grad,
     ampere.input_grad,
     depthwise.input_grad,
     direct.input_grad,
 )
 WEIGHT_GRAD: tuple[Planner, ...] = (
+    grouped.weight_grad,
     hopper.weight_grad,
     ampere.weight_grad,
     depthwise.weight_grad,
     direct.weight_grad,
 )
 
-ANATOMIES = {**HOPPER, **AMPERE, **DEPTHWISE, **DIRECT, **TENSOR}
+ANATOMIES = {**GROUPED, **HOPPER, **AMPERE, **DEPTHWISE, **DIRECT, **TENSOR}
 """What selects the code of each kernel that a plan can have, by the kernel's source."""
+
+COMPARED = ("grouped",)
+"""The families for several groups.
+
+They take a problem only if the next family that takes it has no lower estimate.
+"""
+
+MANY_IMAGES = 32
+"""The batch for which forward passes and input gradients are compared, whatever a layer's is."""
 
 VARIABLE = "FASTCONV_FAMILY"
 
@@ -240,14 +263,57 @@ def _first(
     switch = current() if switch is None else switch
     reasons = [] if switch == EVERY else [f"; planned by {switch} alone"]
     problem = problem.without_idle_dilation  # else families would reserve memory for it
-    for planner in switch.planners(planners, gpu):
+    asked = switch.planners(planners, gpu)
+    if problem.groups == 1:
+        asked = tuple(one for one in asked if _family(one) not in COMPARED)
+    plan = _best(asked, problem, operands, switch.gpu(gpu), reasons)
+    return replace(plan, why=plan.why + "".join(reasons))
+
+
+def _best(
+    planners: tuple[Planner, ...],
+    problem: Problem,
+    operands: Operands,
+    gpu: Gpu,
+    reasons: list[str],
+) -> Plan:
+    """The plan of the first family that takes the problem; ``reasons`` gets why others do not."""
+    for index, planner in enumerate(planners):
+        family = _family(planner)
         try:
-            plan = planner(problem, operands, switch.gpu(gpu))
+            plan = planner(problem, operands, gpu)
         except Declined as reason:
-            reasons.append(f"; {_family(planner)} does not take {reason}")
-        else:
-            return replace(plan, why=plan.why + "".join(reasons))
+            reasons.append(f"; {family} does not take {reason}")
+            continue
+        if family in COMPARED and not _is_faster(
+            planner, planners[index + 1 :], problem, operands, gpu
+        ):
+            reasons.append(f"; {family} is not estimated to be faster")
+            continue
+        return plan
     raise AssertionError("the portable kernels take everything")
+
+
+def _is_faster(
+    planner: Planner,
+    others: tuple[Planner, ...],
+    problem: Problem,
+    operands: Operands,
+    gpu: Gpu,
+) -> bool:
+    """Whether no lower estimate than a planner's is that of the others' plan.
+
+    Families accumulate in different orders, so the batch must not decide where images have sums of
+    their own.
+    """
+    if planner.__name__ != "weight_grad":
+        problem = replace(problem, batch=MANY_IMAGES)
+    try:
+        cycles = planner(problem, operands, gpu).cycles
+    except Declined:  # so many images
+        return False
+    other = _best(others, problem, operands, gpu, [])
+    return other.cycles == 0 or cycles < other.cycles
 
 
 def _family(planner: Planner) -> str:

@@ -146,6 +146,7 @@ def _plan_of(layers: list[Layer], tiles: list[tuple[Tile, ...]], repairing: Tile
         explanation,
         choice=" + ".join(tile.name for tile in chosen),
         packs=int(len(chosen) == 1 and repairs is None),
+        cycles=(1 + LAYER_COST * len(chosen)) * sum(tile.cycles() for tile in chosen),
     )
 
 

@@ -87,7 +87,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         tile.problem.batch,
     )
     scratch = tiles_at_once * workers * tile.block_bytes
-    return Plan(launches, scratch, "ampere", _why(tile))
+    return Plan(launches, scratch, "ampere", _why(tile), cycles=tile.cycles(gpu))
 
 
 def choose_tile(
