@@ -117,12 +117,12 @@ _SEQUENCES = (
 )  # fmt: skip
 _VOLUMES = (
     Section("Videos, TF32 NCDHW", ("video",), (), _ALL, _TF32, ("nchw",)),
-    Section("Videos, bfloat16", ("video",), (), PASSES, _BFLOAT16, ("nchw", "nhwc")),
-    Section("Videos, float32 ieee NCDHW", ("video",), (), PASSES, _IEEE, ("nchw",)),
     Section("Volumes, TF32 NCDHW", ("volume",), (), _ALL, _TF32, ("nchw",)),
-    Section("Volumes, bfloat16 NCDHW", ("volume",), (), PASSES, _BFLOAT16, ("nchw",)),
+    Section("Videos, bfloat16", ("video",), (), PASSES, _BFLOAT16, ("nchw", "nhwc")),
     Section("Volumes of channels-last, bfloat16", ("volume",), (), PASSES, _BFLOAT16, ("nhwc",),
             only=("unet3d_32", "unet3d_up2")),
+    Section("Volumes, bfloat16 NCDHW", ("volume",), (), PASSES, _BFLOAT16, ("nchw",)),
+    Section("Videos, float32 ieee NCDHW", ("video",), (), PASSES, _IEEE, ("nchw",)),
     Section("Volumes, float32 ieee NCDHW", ("volume",), (), ("forward",), _IEEE, ("nchw",)),
 )  # fmt: skip
 _OF_FILES = {
