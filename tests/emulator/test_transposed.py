@@ -50,6 +50,8 @@ sm_90a/1 input_grad*gemm tf32 nchw/nchw: 1x8x4x9 8x8x2x3 stride=2,3 padding=1,1
 sm_90a/1 input_grad*gemm float16 nhwc/nhwc: 1x16x5x4 8x16x2x2 stride=2,2
 sm_90a/2 input_grad bfloat16 nchw/nchw: 2x3x1x520 3x1x1x4 padding=0,0,3,0 groups=3
 sm_90a/1 input_grad float32 nhwc/nhwc: 1x34x1x70 34x1x1x4 padding=0,0,0,3 groups=34
+sm_90a/2 input_grad bfloat16 nhwc/nhwc: 1x32x6x8 32x8x3x3 stride=2,2 padding=1,1 groups=4
+sm_80/1 input_grad float16 nhwc/nhwc: 2x32x6x7 32x4x3x3 padding=1,1 groups=8
 """
 
 
