@@ -103,13 +103,14 @@ SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 1 --report-api-err
   --kernel-name kernel_substring=reduce --kernel-name kernel_substring=few_outputs \
   --kernel-name kernel_substring=wgrad_few_inputs --kernel-name kernel_substring=clear \
   --kernel-name kernel_substring=scale --kernel-name kernel_substring=implicit_gemm \
-  --kernel-name kernel_substring=causal --kernel-name kernel_substring=batchnorm
+  --kernel-name kernel_substring=causal --kernel-name kernel_substring=batchnorm \
+  --kernel-name kernel_substring=transpose
 CONVOLVE = --kernel-name kernel_substring=convolve
 sanitize:
-	for family in "" ampere depthwise direct; do \
+	for family in "" ampere depthwise direct corpus; do \
 	  PYTHONPATH=src $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
 	done
-	for tool in memcheck synccheck; do for family in "" ampere depthwise; do \
+	for tool in memcheck synccheck; do for family in "" ampere depthwise corpus; do \
 	  $(SANITIZER) $(CONVOLVE) --tool $$tool $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
 	done; done
 	for family in ampere depthwise direct; do \

@@ -146,6 +146,11 @@ def _conv(problem: Problem) -> Conv:
 # --- Drawing test cases ---------------------------------------------------------------------------
 
 
+def mode_of(case: PassCase) -> str:
+    """The name of a test case's type and precision."""
+    return next(name for name, kind in MODES.items() if kind == (case.dtype, case.precision))
+
+
 def classes_of(case: PassCase) -> set[Class]:
     return coverage.classes(case.plan, case.conv.problem, planner.ANATOMIES)
 

@@ -2,10 +2,11 @@
 
 An argument names a family, "direct", "ampere" or "depthwise": then only its kernels and the
 portable ones run, with sm_80's shared memory, and "depthwise" runs only narrow groups. Causal
-convolutions and batch normalization, which are not planned with the others, run with "direct". Two
-of the tools do not understand everything that the kernels do. initcheck does not see the bytes that
-sm_90a's bulk copies write. racecheck reports races where a ring of barriers orders the accesses, on
-Hopper and in Ampere's halo-tile kernel (see docs/kernels/ampere-halo.md).
+convolutions and batch normalization, which are not planned with the others, run with "direct". With
+"corpus", a problem of the coverage corpus runs for each kernel, direction and format, of images and
+of volumes. Two of the tools do not understand everything that the kernels do. initcheck does not
+see the bytes that sm_90a's bulk copies write. racecheck reports races where a ring of barriers
+orders the accesses, on Hopper and in Ampere's halo-tile kernel (see docs/kernels/ampere-halo.md).
 
 The sanitizer slows kernels down ten to fifty times, so the problems are small, and inputs and
 references are computed on the CPU. The exit status is 1 if a result is wrong.
@@ -29,16 +30,21 @@ sys.path.append(str(Path(__file__).parents[1]))
 import batchnorm_cases
 import oracle
 from causal_cases import Case, Tensors, random_cases
+from emulator import corpus
+from emulator.pass_cases import PassCase, assert_correct
+from emulator.pass_cases import Tensors as PassTensors
 from fastconv import ops
 from fastconv.backends import cuda
 from fastconv.kernels import planner, plans
 from fastconv.kernels.ampere.halo import plan as ampere_halo
 from fastconv.kernels.batchnorm.plan import beside
 from fastconv.kernels.family import Declined
+from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper.halo import plan as hopper_halo
 from fastconv.kernels.hopper.wgrad_halo import plan as hopper_weight_grad
 from fastconv.kernels.planning import portable
 from fastconv.problem import Problem
+from gpu.corpus_cases import LONG_SUMS, run_on_gpu
 
 DTYPES = (torch.float32, torch.float16, torch.float64, torch.bfloat16)
 FORMATS = (torch.contiguous_format, torch.channels_last)
@@ -202,6 +208,10 @@ def main() -> int:
     # Plans that are forced here must not be stored.
     plans.find_or_make = lambda plan, *asked: plan(*asked)
     family = sys.argv[1] if len(sys.argv) > 1 else ""
+    if family == "corpus":
+        correct = [corpus_check(case) for case in corpus_cases()]
+        print(f"{sum(correct)} of {len(correct)} correct")
+        return 0 if all(correct) else 1
     with planner.only(family, limits="sm_80") if family else nullcontext():
         correct = narrow_checks() if family == "depthwise" else checks(PROBLEMS)
         if family in ("", "ampere"):
@@ -281,6 +291,30 @@ def whole_copy(tensor: torch.Tensor) -> torch.Tensor:
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     storage = tensor.as_strided((count,), (1,), 0).to("cuda")
     return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def corpus_cases() -> list[PassCase]:
+    """The cheapest problem for each kernel, direction and format, of images and of volumes."""
+    found: dict[Any, tuple[float, PassCase]] = {}
+    for case in corpus.read_cases():
+        if case.gpu.architecture != H200.architecture:
+            continue
+        kind = (case.direction, case.channels_last, case.conv.problem.depth is not None)
+        for launch in case.plan.launches:
+            key = (launch.kernel.source, launch.kernel.entry, kind)
+            if key not in found or corpus.cost(case) < found[key][0]:
+                found[key] = (corpus.cost(case), case)
+    return list({corpus.line_of(case): case for _, case in found.values()}.values())
+
+
+def corpus_check(case: PassCase) -> bool:
+    tensors = PassTensors.random(case)
+    try:
+        assert_correct(case, tensors, run_on_gpu(case, tensors), LONG_SUMS[corpus.mode_of(case)])
+    except AssertionError as error:
+        print(f"wrong: {corpus.line_of(case)}: {error}")
+        return False
+    return True
 
 
 def narrow_checks() -> list[bool]:
