@@ -130,10 +130,10 @@ def _drawn_geometries() -> Iterator[tuple[portable.Geometry, portable.Operands]]
     draw = Random(0)
     for work in (corpus.drawn(draw) for _ in range(600)):
         problem = work.conv.problem
-        top, bottom, left, right = problem.padding
-        if work.dtype == torch.float64 or (top, left) != (bottom, right):
+        stride, sides, dilation, groups = problem.geometry
+        if work.dtype == torch.float64 or sides[::2] != sides[1::2]:
             continue
-        others = (problem.stride, (top, left), problem.dilation, problem.groups)
+        others = (stride, sides[::2], dilation, groups)
         yield (
             portable.Geometry(problem.input_shape, problem.weight_shape, *others),
             portable.Operands(*SCALARS[work.dtype], work.channels_last, work.aligned),

@@ -162,6 +162,9 @@ def reports(net: Net, images: Tensor) -> None:
         if row.times is not None:
             assert_type(row.times.ours, float)
             assert_type(row.chosen_ms(row.times), float)
+    blocks: tuple[fastconv.MeasuredBlock, ...] = optimization.blocks
+    for block in blocks:
+        assert_type(block.why, str)
     conversion = fastconv.Conversion.of(net)
     assert_type(conversion.exchanged, tuple[str, ...])
     for name, why in conversion.left.items():

@@ -208,7 +208,7 @@ FAULTS = {
     ),
     "a segment's sums left out": (
         Case(1, 8, 40, 4, channels_last=True),
-        Fault("causal/backward.cuh", "segment < kSegments; ++segment", "segment < 1; ++segment"),
+        Fault("causal/backward.cuh", "run < kRuns; run += kSegments", "run < 1; run += kSegments"),
     ),
 }
 

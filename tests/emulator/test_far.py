@@ -40,7 +40,7 @@ PLACES = """
 #include "hopper/implicit_gemm_nhwc/store.cuh"
 extern "C" __global__ void places(const int* flat, long long* place, int batch, int row,
                                   int column) {
-  const fastconv::hopper::Tile tile = {0, 0, row, column};
+  const fastconv::hopper::Tile tile = {0, 0, 0, row, column};
   place[threadIdx.x] = fastconv::hopper::place_of(flat[threadIdx.x], tile, batch);
 }
 """

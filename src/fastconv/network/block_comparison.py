@@ -24,7 +24,7 @@ def disagreement(subject: Subject, proposal: Proposal) -> str | None:
     The model is called with PyTorch's operations in all blocks, and fused ones on the same inputs.
     """
     comparison = _Comparison()
-    names = {bn_act: comparison.norm, conv_of_bn_act: comparison.convolution}
+    names = {bn_act: comparison.norm, conv_of_bn_act: comparison.conv_norm}
     graphs = {module: graph.with_names(names) for module, graph in proposal.graphs.items()}
     compared = replace(proposal, graphs=graphs)
 
@@ -54,7 +54,7 @@ class _Comparison:
     def __init__(self) -> None:
         self.said: dict[int, str | None] = {}
 
-    def convolution(self, conv: Any, bn: Any, input: Tensor, *rest: Any) -> Tensor:
+    def conv_norm(self, conv: Any, bn: Any, input: Tensor, *rest: Any) -> Tensor:
         before = _buffers(bn)
         found = conv_of_bn_act(conv, bn, input, *rest)
         return self._compared(bn, conv.forward(input), rest, found, before)
