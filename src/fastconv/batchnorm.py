@@ -339,11 +339,20 @@ def conv_of_bn_act(
     of_batch = bn.training or bn.running_mean is None
     if not of_batch or input.dim() != 4 or not _is_added_alike(conv, input, residual):
         return bn_act(bn, conv.forward(input), residual, activation, adds_in_place)
+    return _block(conv, bn, input, residual, activation)
+
+
+def _block(
+    conv: Any, bn: Any, input: Tensor, residual: Tensor | None, activation: Activation | None
+) -> Tensor:
+    """Computes the next call of both layers, with what follows, by :func:`conv_bn_act`."""
     of = _Statistics.counted(bn)
     input, padding = conv._padded(input)
+    ours, theirs = conv._parameters, bn._parameters
     return conv_bn_act(
-        input, conv.weight, conv.bias, of.running_mean, of.running_var, bn.weight, bn.bias,
-        conv.stride, padding, conv.dilation, conv.groups, training=True, momentum=of.momentum,
+        input, _tensor(conv, ours, "weight"), _tensor(conv, ours, "bias"), of.running_mean,
+        of.running_var, _tensor(bn, theirs, "weight"), _tensor(bn, theirs, "bias"), conv.stride,
+        padding, conv.dilation, conv.groups, training=of.training, momentum=of.momentum,
         eps=bn.eps, activation=activation, residual=residual,
         num_batches_tracked=of.num_batches_tracked, precision=conv.precision,
     )  # fmt: skip
@@ -450,16 +459,7 @@ class ConvBNAct2d(nn.Module):
         bn: Any = self._modules["bn"]
         if not _computes(conv, Conv2d) or not _computes(bn, nn.BatchNorm2d):
             return applied(bn(conv(input)), residual, Epilogue(*activation_of(self.activation)))
-        of = _Statistics.counted(bn)
-        input, padding = conv._padded(input)
-        ours, theirs = conv._parameters, bn._parameters
-        return conv_bn_act(
-            input, _tensor(conv, ours, "weight"), _tensor(conv, ours, "bias"), of.running_mean,
-            of.running_var, _tensor(bn, theirs, "weight"), _tensor(bn, theirs, "bias"), conv.stride,
-            padding, conv.dilation, conv.groups, training=of.training, momentum=of.momentum,
-            eps=bn.eps, activation=self.activation, residual=residual,
-            num_batches_tracked=of.num_batches_tracked, precision=conv.precision,
-        )  # fmt: skip
+        return _block(conv, bn, input, residual, self.activation)
 
     def _get_name(self) -> str:
         return "fastconv.ConvBNAct2d" if type(self) is ConvBNAct2d else type(self).__name__

@@ -13,7 +13,7 @@ from torch import Tensor
 import oracle
 from effort import ALL
 from emulator import driver
-from fastconv.kernels.family import Gpu, Operands, Plan
+from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.gpus import H200
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 from workspaces import workspace
@@ -115,16 +115,16 @@ class PassCase:
 
     @property
     def input_format(self) -> torch.memory_format:
-        return _memory_format(self.channels_last, len(self.conv.input))
+        return memory_format(self.channels_last, len(self.conv.input))
 
     @property
     def output_format(self) -> torch.memory_format:
-        return _memory_format(self.output_channels_last, len(self.conv.input))
+        return memory_format(self.output_channels_last, len(self.conv.input))
 
     @property
     def weight_format(self) -> torch.memory_format:
         channels_last = self.output_channels_last and not self.plain_weight
-        return _memory_format(channels_last, len(self.conv.input))
+        return memory_format(channels_last, len(self.conv.input))
 
     def __str__(self) -> str:
         words = [self.conv.name, self.direction, str(self.dtype).removeprefix("torch.")]
@@ -353,6 +353,15 @@ def assert_close(
     )
 
 
+def is_taken(case: PassCase) -> bool:
+    """Whether the case's planner takes it."""
+    try:
+        case.plan  # noqa: B018
+    except Declined:
+        return False
+    return True
+
+
 def placed(tensor: Tensor, memory_format: torch.memory_format, aligned: bool) -> Tensor:
     """A copy in this format, one element past an aligned address unless ``aligned``."""
     tensor = tensor.contiguous(memory_format=memory_format)
@@ -373,7 +382,7 @@ def rounded_to_tf32(tensor: Tensor, ties_to_even: bool = False) -> Tensor:
     return ((bits + half) & ~0x1FFF).view(torch.float32)
 
 
-def _memory_format(channels_last: bool, rank: int) -> torch.memory_format:
+def memory_format(channels_last: bool, rank: int) -> torch.memory_format:
     if not channels_last:
         return torch.contiguous_format
     return torch.channels_last if rank == 4 else torch.channels_last_3d

@@ -23,6 +23,7 @@ from emulator.pass_cases import (
     assert_special_values,
     check,
     float64,
+    is_taken,
     run,
     some,
 )
@@ -32,7 +33,7 @@ from fastconv.kernels.depthwise.layer import Layer
 from fastconv.kernels.depthwise.rows.plan import LEAST_POSITIONS, LEAST_ROW_BYTES
 from fastconv.kernels.depthwise.tiles import best
 from fastconv.kernels.depthwise.toeplitz import plan as toeplitz
-from fastconv.kernels.family import Declined, Gpu, Operands, Plan
+from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
@@ -72,14 +73,6 @@ CONVS = (
 )  # fmt: skip
 
 
-def _taken(case: PassCase) -> bool:
-    try:
-        case.plan  # noqa: B018
-    except Declined:
-        return False
-    return True
-
-
 def _cases() -> list[PassCase]:
     cases = []
     for i, conv in enumerate(CONVS):
@@ -91,7 +84,7 @@ def _cases() -> list[PassCase]:
                 gpu = replace(GPUS[("sm_70", "sm_86", "sm_100a")[i % 3]], sm_count=1 + i % 2)
                 cases.append(case)
                 cases.append(replace(case, dtype=dtype, gpu=gpu, aligned=(i + j) % 3 != 0))
-    return list(filter(_taken, dict.fromkeys(cases)))
+    return list(filter(is_taken, dict.fromkeys(cases)))
 
 
 # Kernels as Toeplitz (banded) matrices, on tensor cores.
@@ -213,7 +206,7 @@ def _drawn(draw: Random) -> PassCase:
             aligned=draw.random() < 0.8,
             gpu=replace(draw.choice((H200, GPUS["sm_75"])), sm_count=draw.choice((1, 132))),
         )
-        if conv.problem.flops < 2e6 and _taken(case):
+        if conv.problem.flops < 2e6 and is_taken(case):
             return case
 
 

@@ -20,11 +20,12 @@ from emulator.pass_cases import (
     assert_alone_as_in_batch,
     assert_special_values,
     check,
+    is_taken,
     run,
     some,
 )
 from fastconv.kernels import depthwise, planner
-from fastconv.kernels.family import Declined, Gpu
+from fastconv.kernels.family import Gpu
 from fastconv.kernels.gpus import GPUS, H200
 from fastconv.problem import Epilogue
 
@@ -51,14 +52,6 @@ CONVS = (
 )  # fmt: skip
 
 
-def _taken(case: PassCase) -> bool:
-    try:
-        case.plan  # noqa: B018
-    except Declined:
-        return False
-    return True
-
-
 def _cases() -> list[PassCase]:
     cases = []
     for i, (conv, planned) in enumerate(product(CONVS, PASSES)):
@@ -69,7 +62,7 @@ def _cases() -> list[PassCase]:
             dtype = list(SCALARS)[i % len(SCALARS)]
             cases.append(case)
             cases.append(replace(case, dtype=dtype, gpu=gpu, aligned=i % 4 != 1))
-    return list(filter(_taken, dict.fromkeys(cases)))
+    return list(filter(is_taken, dict.fromkeys(cases)))
 
 
 def _drawn(draw: Random) -> PassCase:
@@ -102,7 +95,7 @@ def _drawn(draw: Random) -> PassCase:
             plain_weight=draw.random() < 0.3,
             epilogue=Epilogue("silu", residual=True) if has_epilogue else Epilogue(),
         )
-        if _taken(case):
+        if is_taken(case):
             return case
 
 

@@ -15,11 +15,12 @@ from emulator.pass_cases import (
     PassCase,
     assert_alone_as_in_batch,
     check,
+    is_taken,
     some,
 )
 from fastconv.kernels import ampere
 from fastconv.kernels.ampere.wgrad_halo import plan as ampere_wgrad
-from fastconv.kernels.family import Declined, Gpu, Operands, Plan
+from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
 from fastconv.kernels.hopper.halo import plan as hopper_halo
 from fastconv.kernels.hopper.layers import forward_ways, input_grad_ways
@@ -93,13 +94,8 @@ FAMILIES = ((OnHopper, H200), (OnAmpere, GPUS["sm_80"]))
 
 def _taken(cases: list[PassCase]) -> list[PassCase]:
     """The cases that the kernels take: not those with too few channels, for example."""
-    found = []
-    for case in cases:
-        try:
-            assert case.plan.family in ("hopper", "ampere")
-        except Declined:
-            continue
-        found.append(case)
+    found = list(filter(is_taken, cases))
+    assert {case.plan.family for case in found} <= {"hopper", "ampere"}
     return found
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from emulator.pass_cases import PassCase, Tensors, new_output, tensors_read
+from emulator.pass_cases import (
+    PassCase,
+    Tensors,
+    memory_format,
+    new_output,
+    placed,
+    tensors_read,
+)
 from fastconv.jit import launch
 from gpu.helpers import CUDA
 from workspaces import workspace
@@ -29,6 +36,6 @@ def run_on_gpu(case: PassCase, tensors: Tensors) -> Tensor:
 
 
 def _here(tensor: Tensor, aligned: bool) -> Tensor:
-    """A copy on the GPU with the same strides, one element past an aligned address or not."""
-    storage = torch.empty(tensor.numel() + 1, dtype=tensor.dtype).to(CUDA)
-    return storage.as_strided(tensor.shape, tensor.stride(), 0 if aligned else 1).copy_(tensor)
+    """A copy on the GPU in the same memory format."""
+    order = memory_format(not tensor.is_contiguous(), tensor.dim())
+    return placed(tensor.to(CUDA), order, aligned)
