@@ -36,6 +36,7 @@ SCALED = "scaled"
 MIRRORED = "mirrored"
 COPIES = "copies"
 HALO_COPIES = "halo"
+HALF_COPIES = "half"
 MOST_TILES = 1000
 
 
@@ -230,6 +231,25 @@ class HaloCopies(Forced):
         return relayout.convolution(plan, problem, last, is_reversed)
 
 
+@dataclass(frozen=True)
+class HalfCopies(Forced):
+    """Plans a pass of scaled fp16 on a float16 copy, which only large layers get."""
+
+    @property
+    def word(self) -> str:
+        return f"{self.direction}{FORCED}{HALF_COPIES}"
+
+    def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        limits.check_reach(problem, operands)
+        problem = problem.without_idle_dilation
+        is_reversed = self.direction == "input_grad"
+        ways = (hopper_input_grad_ways if is_reversed else hopper_forward_ways)(problem, operands)
+        copied = [way for way in ways if way[0].half_copy]
+        if not copied:
+            raise Declined("layers whose input scaled fp16 does not copy")
+        return hopper_halo.plan(copied, gpu)
+
+
 def main_kernel(plan: Plan) -> Kernel:
     """The kernel of a plan that its tile belongs to."""
     kernels = [launch.kernel for launch in plan.launches]
@@ -263,6 +283,7 @@ def planner_of(word: str) -> Planner:
         MIRRORED: Mirrored,
         COPIES: Copies,
         HALO_COPIES: HaloCopies,
+        HALF_COPIES: HalfCopies,
     }
     name = next((name for name in kinds if tile.startswith(name)), "")
     sizes = tile.removeprefix(name)
@@ -301,6 +322,8 @@ GEMMS = (implicit_gemm_nhwc.SOURCE, implicit_gemm_nchw.SOURCE, wgrad_implicit_ge
 
 def kind_of(plan: Plan) -> type[Forced]:
     kernel = main_kernel(plan)
+    if any(launch.kernel.entry == "copy" for launch in plan.launches):
+        return HalfCopies
     if plan.regions:
         return Copies if kernel.source in GEMMS else HaloCopies
     if kernel.source in GEMMS:

@@ -54,15 +54,16 @@ def planner_of(
     choose: Choice | None = None,
     scaled_fp16: bool = False,
     depth_to_space: bool = False,
+    half_copy: bool = False,
 ) -> Planner:
     """A planner for the halo kernel, even where the family has a faster one."""
 
     def planner(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        kind = (scaled_fp16, depth_to_space)
+        kind = (scaled_fp16, depth_to_space, half_copy)
         ways = [
             way
             for way in WAYS[direction](problem, operands)
-            if (way[0].scaled_fp16, way[0].depth_to_space) == kind
+            if (way[0].scaled_fp16, way[0].depth_to_space, way[0].half_copy) == kind
         ]
         if choose is None:
             return halo.plan(ways, gpu)

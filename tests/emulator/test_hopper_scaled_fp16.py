@@ -40,6 +40,7 @@ from emulator.test_hopper_halo import (
     planner_of,
 )
 from fastconv.kernels.planning import launches
+from workspaces import workspace
 
 MODES = ("tf32", "ieee")
 
@@ -49,12 +50,12 @@ def _case(
     mode: str,
     direction: str = "forward",
     choose: Choice | None = None,
+    half_copy: bool = False,
     **options: Any,
 ) -> PassCase:
     options.setdefault("gpu", FEW)
-    return PassCase(
-        conv, planner_of(direction, choose, scaled_fp16=True), precision=mode, **options
-    )
+    planner = planner_of(direction, choose, scaled_fp16=True, half_copy=half_copy)
+    return PassCase(conv, planner, precision=mode, **options)
 
 
 CASES = [
@@ -79,18 +80,38 @@ CASES = [
     _case(Conv("dilated", (1, 40, 15, 16), (72, 40, 3, 4), padding=(2, 1, 4, 3), dilation=(2, 3)),
           "ieee", "input_grad"),
 ]  # fmt: skip
-RUN = some(CASES, one_in=7)
+VOLUME = Conv("volume", (2, 16, 5, 6, 7), (24, 16, 3, 3, 3), (1, 1, 1), (1,) * 6, (1, 1, 1))
+COPIED = [
+    _case(Conv("groups", (2, 48, 6, 9), (144, 24, 3, 3), groups=2), "tf32", half_copy=True),
+    _case(Conv("wide", (1, 64, 4, 70), (128, 64, 3, 2), padding=(1, 0, 2, 1)), "tf32",
+          half_copy=True, gpu=ONE),
+    _case(Conv("dilated", (1, 40, 15, 16), (72, 40, 3, 4), padding=(2, 1, 4, 3), dilation=(2, 3)),
+          "tf32", "input_grad", half_copy=True),
+    _case(Conv("strided", (2, 16, 13, 12), (24, 16, 2, 3), (3, 2), (1, 1, 1, 1), (2, 3)), "tf32",
+          half_copy=True, other_format=True),
+    _case(Conv("pointwise", (2, 112, 9, 20), (40, 112, 1, 1)), "tf32", half_copy=True),
+    _case(VOLUME, "tf32", half_copy=True),
+    _case(Conv("deep", (2, 24, 6, 5, 9), (16, 24, 3, 2, 3), (1, 1, 1), (2, 0, 1, 0, 1, 2),
+               (2, 1, 1)), "tf32", "input_grad", half_copy=True),
+    _case(Conv("strided planes", (1, 16, 7, 6, 8), (32, 16, 3, 3, 3), (2, 1, 1), (1,) * 6,
+               (1, 1, 1)), "tf32", half_copy=True),
+]  # fmt: skip
+RUN = [*some(CASES, one_in=7), *some(COPIED, one_in=3)]
 
+THREE_IMAGES = Conv("three images", (3, 24, 5, 6), (40, 24, 3, 3), padding=(1, 1, 1, 1))
 THREE = [
-    _case(Conv("three images", (3, 24, 5, 6), (40, 24, 3, 3), padding=(1, 1, 1, 1)), mode)
-    for mode in MODES
+    *(_case(THREE_IMAGES, mode) for mode in MODES),
+    _case(THREE_IMAGES, "tf32", half_copy=True),
 ]
-ALONE = _case(Conv("alone", (1, 16, 9, 140), (72, 16, 3, 3), padding=(1, 1, 1, 1)), "ieee")
+LONE = [
+    _case(Conv("alone", (1, 16, 9, 140), (72, 16, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
+    _case(VOLUME, "tf32", half_copy=True),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    cases = [*RUN, *THREE, ALONE, in_batch(ALONE)]
+    cases = [*RUN, *THREE, *(one for case in LONE for one in (case, in_batch(case)))]
     precompile({launch.kernel for case in cases for launch in case.plan.launches})
 
 
@@ -125,15 +146,16 @@ def test_cases_cover_all_branches() -> None:
 def _before_repair(case: PassCase, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result before the repair, with factors of channels, scales of images, and their marks."""
     plan, output = case.plan, new_output(case)
-    scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
     read = {"input": tensors.input, "weight": tensors.weight, "bias": tensors.bias}
-    run_both_orders(plan.launches[:3], {**read, "output": output, "scratch": scratch})
+    tensors_of = {**read, "output": output, **workspace(plan)}
+    scratch = tensors_of["scratch"]
+    run_both_orders(plan.launches[:-2], tensors_of)
     constants = dict(plan.launches[2].kernel.constants)
     channels, columns = constants["table_channels"], constants["table_columns"]
-    batch = case.conv.input[0]
+    batch = case.conv.input[0]  # images, or volumes that are copied
     tables = scratch[constants["tables_at"] :]
     sizes = [4 * channels, 4 * columns * (1 + batch), 4 * batch, 4 * batch]
-    factors, _, scales, marks = tables.split(sizes)
+    factors, _, scales, marks = tables[: sum(sizes)].split(sizes)
     return output, factors.view(torch.float), scales.view(torch.float), marks.view(torch.int)
 
 
@@ -273,5 +295,22 @@ def test_infinities_and_nans_are_repaired(number: float) -> None:
     assert actual[::2].isfinite().all()
 
 
-def test_an_image_does_not_depend_on_its_batch() -> None:
-    assert_alone_as_in_batch(ALONE)
+@pytest.mark.parametrize("case", LONE, ids=str)
+def test_an_image_does_not_depend_on_its_batch(case: PassCase) -> None:
+    assert_alone_as_in_batch(case)
+
+
+@pytest.mark.parametrize("plane", [0, 4])
+def test_volumes_that_do_not_fit_are_repaired(plane: int) -> None:
+    """All planes of a volume share a copy, and with it the scale and the repair."""
+    case = LONE[-1]
+    tensors = Tensors.random(case)
+    unchanged = run(case, tensors)
+    tensors.input[1, :, plane, 2:4] *= 1e-12
+    _, factors, scales, marks = _before_repair(case, tensors)
+    assert factors.ne(0).all()
+    assert scales.ne(0).all()
+    assert marks.ne(0).tolist() == [False, True]
+    actual = run(case, tensors)
+    assert_correct(case, tensors, actual)
+    assert actual[0].equal(unchanged[0])

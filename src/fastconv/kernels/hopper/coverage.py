@@ -69,8 +69,19 @@ def _halo(c: Mapping[str, Any]) -> dict[str, Constant]:
         if depth_to_space
         else min((c["row_end"] - c["row_begin"]) * (c["column_end"] - c["column_begin"]), 2),
         "many stages": c["input_stages"] > 2,
+        **_half_copy(c),
         **volume(c),
     }
+
+
+def _half_copy(c: Mapping[str, Any]) -> dict[str, Constant]:
+    """Choices of a kernel that reads a float16 copy, or repairs what one did; others have none."""
+    if "copied_planes" not in c:
+        return {}
+    if "copy_vectors" not in c:
+        return {"half copy": "repaired"}
+    across = c["group_in"] * c["groups"] // c.get("kernel_depth", 1) // (8 * c["copy_vectors"])
+    return {"half copy": "several tiles of channels" if across > 1 else "whole pixels"}
 
 
 def _raw_residues(c: Mapping[str, Any]) -> str:
@@ -118,7 +129,7 @@ HALO = Anatomy(
         "lead", "plane_padding", "segment_tiles", "k_steps", "stage_taps", "input_stages",
         "weight_stages", "pass_pixels", "buffers", "raw_slots", "batch", "batches_ahead",
         "producer_registers", "consumer_registers", "shared_bytes", "packed_at", "tables_at",
-        "table_channels", "table_columns",
+        "table_channels", "table_columns", "copied_planes", "copy_vectors", "copy_pixels",
     },
     chosen=_halo,
     parts={

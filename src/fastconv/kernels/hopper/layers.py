@@ -7,12 +7,14 @@ sums are added up, and an image must give the same bits in any batch.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from fastconv.kernels.arithmetic import ceil_div, divisors
 from fastconv.kernels.family import Operands
 from fastconv.kernels.hopper.block import A_OPERAND_BYTES, OUTPUTS
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import layers
+from fastconv.kernels.planning.copies import HalfCopy
 from fastconv.kernels.planning.layers import SHORT_SUM_MMAS
 from fastconv.problem import Problem
 
@@ -120,9 +122,30 @@ class Layer(layers.Layer):
 
 def forward_ways(problem: Problem, operands: Operands) -> list[list[Layer]]:
     """Ways to compute a forward pass, each a list of one layer."""
-    return layers.forward_ways(Layer.of(problem, operands))
+    return _and_on_copies(layers.forward_ways(Layer.of(problem, operands)))
 
 
 def input_grad_ways(problem: Problem, operands: Operands) -> list[list[Layer]]:
     """Ways to compute an input gradient, each a list of layers that together write it."""
-    return layers.input_grad_ways(Layer.of(problem, operands), problem, most_together=OUTPUTS)
+    layer = Layer.of(problem, operands)
+    return _and_on_copies(layers.input_grad_ways(layer, problem, most_together=OUTPUTS))
+
+
+def _and_on_copies(ways: list[list[Layer]]) -> list[list[Layer]]:
+    """These ways, and those that multiply scaled fp16 with the input read from a float16 copy."""
+    scaled = (way[0] for way in ways if way[0].scaled_fp16)
+    return ways + [[replace(one, half_copy=True)] for one in scaled if _fits_half_copy(one)]
+
+
+def _fits_half_copy(layer: Layer) -> bool:
+    """Whether float16 copies have whole vectors of 8 channels, and can be made (``copy.cuh``)."""
+    taps = 1 if layer.depth is None else layer.depth.taps
+    rows, columns = layer.weight_kernel
+    return (
+        layer.parts == 1
+        and layer.operands.aligned
+        and layer.s2d_factors == (1, 1)
+        and layer.in_channels % 8 == 0
+        and layer.group_out * rows * columns * taps < layers.MOST_EXPONENTS
+        and HalfCopy.of(layer).blocks < 2**31
+    )

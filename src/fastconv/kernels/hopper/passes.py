@@ -38,6 +38,9 @@ D2S_SHARE = 1.2
 # channels (1.0 to 1.8), and all others.
 VOLUME_SHARES = (0.74, 1.15, 1.0)
 VOLUME_D2S_SHARES = (0.8, 1.0, 1.0)
+# The same on float16 copies of float32, with the copies: images, volumes (0.6 to 1), and volumes
+# with strides.
+HALF_COPY_SHARES = (0.97, 0.87, 0.75)
 # Implicit GEMMs of strided input gradients of volumes, whose stores are far apart.
 STRIDED_VOLUME_SHARE = 1.4
 # Few outputs of images of one row in TF32, which take 1.7 of their estimates, against halo tiles
@@ -207,25 +210,33 @@ def _choice(direction: str, problem: Problem, operands: Operands, gpu: Gpu) -> _
     choices = list(_special(direction, problem, operands, gpu, ways))
     most = _portable_cycles(direction, problem, operands, ways[0])
     better = [one for one in choices if one.cycles < most]
-    plain = [way for way in ways if not way[0].depth_to_space]
+    plain = [way for way in ways if not (way[0].depth_to_space or way[0].half_copy)]
     if better:
-        # Planning halo tiles is by far the slowest, so only ways that might win are considered.
-        least = _least(better)
-        plain = [
-            way for way in plain if halo.may_take_less(way, least.cycles / _halo_share(way[0]))
-        ]
-        if not plain:
-            return least
+        plain = _that_might_win(plain, _least(better))
     try:
-        choices.append(_halo(plain, gpu))
+        if plain or not better:
+            better = [*choices, _halo(plain, gpu)]
     except Declined:
-        choices = better
-        if not choices:
+        if not better:
             raise
-    chosen = _least(choices)
+    chosen = _on_half_copies([way for way in ways if way[0].half_copy], _least(better), gpu)
     if problem.depth is not None and chosen.cycles > most:
         raise Declined("volumes of so few channels")
     return chosen
+
+
+def _on_half_copies(ways: list[list[Layer]], rival: _Choice, gpu: Gpu) -> _Choice:
+    """The halo kernel on a float16 copy of the input, or its rival if that takes less."""
+    might_win = _that_might_win(ways, rival)
+    if might_win:
+        with suppress(Declined):
+            return _least([_halo(might_win, gpu), rival])
+    return rival
+
+
+def _that_might_win(ways: list[list[Layer]], rival: _Choice) -> list[list[Layer]]:
+    """Ways that might take less than a rival: planning halo tiles is by far the slowest."""
+    return [way for way in ways if halo.may_take_less(way, rival.cycles / _halo_share(way[0]))]
 
 
 def _portable_cycles(
@@ -255,6 +266,9 @@ def _halo(ways: list[list[Layer]], gpu: Gpu) -> _Choice:
 
 def _halo_share(layer: Layer) -> float:
     """What times of the halo kernel are of its estimates."""
+    if layer.half_copy:
+        image, volume, strided = HALF_COPY_SHARES
+        return image if layer.depth is None else volume if layer.stride == (1, 1) else strided
     if layer.depth is None:
         return D2S_SHARE if layer.depth_to_space else HALO_SHARE
     last, narrow, other = VOLUME_D2S_SHARES if layer.depth_to_space else VOLUME_SHARES

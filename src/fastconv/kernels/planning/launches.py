@@ -13,16 +13,19 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
-from fastconv.kernels.arithmetic import ceil_div
+from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import (
+    REGION_ALIGNMENT,
     Argument,
     Constant,
     Declined,
     Kernel,
     Launch,
+    Region,
     epilogue_constants,
     geometry_constants,
 )
+from fastconv.kernels.planning.copies import COPY_THREADS, HalfCopy
 from fastconv.kernels.planning.layers import AnyLayer, Layer
 from fastconv.kernels.planning.limits import MOST_REDUCE_BLOCKS, REDUCE_THREADS
 
@@ -95,14 +98,25 @@ def best_way(
     return best
 
 
-def launches(
-    layers: Sequence[TiledLayer], repairs: TiledLayer | None
-) -> tuple[tuple[Launch, ...], int]:
-    """The launches of a pass's layers and their repairs, and the workspace in bytes."""
-    found, scratch = zip(*(_of_layer(one, repairs) for one in layers), strict=True)
+class Launches(NamedTuple):
+    """The launches of a pass in order, and their workspace in bytes, with its regions."""
+
+    launches: tuple[Launch, ...]
+    scratch_bytes: int
+    regions: tuple[Region, ...] = ()
+
+
+def launches(layers: Sequence[TiledLayer], repairs: TiledLayer | None) -> Launches:
+    """The launches of a pass's layers and their repairs."""
+    if repairs is not None:
+        [layer] = layers
+        return _repaired(layer, repairs)
+    pairs = [_pair(one, _Place()) for one in layers]
     cleared = _idle_planes([one.layer for one in layers])
     # A layer's launches have finished with the workspace when the next layer's begin.
-    return (*chain.from_iterable(found), *cleared), max(scratch)
+    return Launches(
+        (*chain.from_iterable(pairs), *cleared), max(one.packed_bytes for one in layers)
+    )
 
 
 def _idle_planes(layers: list[Layer]) -> Iterator[Launch]:
@@ -134,18 +148,45 @@ def _idle_planes(layers: list[Layer]) -> Iterator[Launch]:
         )
 
 
-def _of_layer(one: TiledLayer, repairs: TiledLayer | None) -> tuple[tuple[Launch, ...], int]:
-    if repairs is None:
-        return _pair(one, _Place()), one.packed_bytes
+def _repaired(one: TiledLayer, repairs: TiledLayer) -> Launches:
+    """The launches of a layer in scaled fp16, and those that repair what does not fit it."""
     layer = one.layer
     first = repairs.packed_bytes
     tables = first + one.packed_bytes
     place = _Place(first, tables, one.channels, one.columns)
     again = place._replace(packed_at=0, repairs=True)
-    pair = _pair(one, place)
-    found = (_scale(layer, pair[0].kernel), *pair, *_pair(repairs, again))
-    images = layer.batch * (one.columns + 2)
-    return found, tables + 4 * (one.channels + one.columns + images)
+    images = layer.batch // layer.copied_planes * (one.columns + 2)
+    scratch = tables + 4 * (one.channels + one.columns + images)
+    if layer.half_copy:
+        return _repaired_copy(one, repairs, place, again, scratch)
+    pack, convolve = _pair(one, place)
+    found = (_scale(layer, pack.kernel), pack, convolve, *_pair(repairs, again))
+    return Launches((*found, *_idle_planes([layer])), scratch)
+
+
+def _repaired_copy(
+    one: TiledLayer, repairs: TiledLayer, place: _Place, again: _Place, scratch: int
+) -> Launches:
+    """The same with a float16 copy of the input, a region behind ``scratch`` bytes."""
+    layer, copy = one.layer, HalfCopy.of(one.layer)
+    pack, convolve = _pair(one, place, copy.constants)
+    region = Region("input_copy", round_up(scratch, REGION_ALIGNMENT))
+    convolve = replace(convolve, arguments=(region.name, *convolve.arguments[1:]))
+    # The kernel that repairs finds marks by the planes that share a copy.
+    repairing = _pair(repairs, again, {"copied_planes": copy.planes})
+    found = (_scale(layer, pack.kernel), pack, _copy(copy, pack), convolve, *repairing)
+    return Launches((*found, *_idle_planes([layer])), region.offset + copy.bytes, (region,))
+
+
+def _copy(copy: HalfCopy, pack: Launch) -> Launch:
+    """The launch that copies the input, after that which finds the scales."""
+    return Launch(
+        replace(pack.kernel, entry="copy"),
+        (copy.blocks, 1, 1),
+        COPY_THREADS,
+        copy.shared_bytes,
+        ("input", "input_copy", "scratch", copy.images * copy.planes),
+    )
 
 
 def reduction_bytes(threads: int) -> int:
@@ -155,27 +196,30 @@ def reduction_bytes(threads: int) -> int:
 
 def _scale(layer: Layer, pack: Kernel) -> Launch:
     """The launch that finds the scales of input channels, before ``pack``."""
-    channels = layer.groups * layer.group_in // (layer.s2d_factors[0] * layer.s2d_factors[1])
+    residues = layer.s2d_factors[0] * layer.s2d_factors[1]
+    channels = layer.in_channels if layer.half_copy else layer.group_in // residues
     return Launch(
         replace(pack, entry="scale"),
-        (min(channels, MOST_PACK_BLOCKS), 1, 1),
+        (min(layer.groups * channels, MOST_PACK_BLOCKS), 1, 1),
         SCALE_THREADS,
         reduction_bytes(SCALE_THREADS),
         ("weight", "scratch", layer.batch),
     )
 
 
-def _pair(one: TiledLayer, place: _Place) -> tuple[Launch, Launch]:
+def _pair(
+    one: TiledLayer, place: _Place, more: Mapping[str, Constant] | None = None
+) -> tuple[Launch, Launch]:
     """The launches that pack a layer's weights, and that compute it."""
     layer = one.layer
     # A thread's index grows by the number of threads beyond its last vector.
     vectors = one.packed_bytes // 16 + MOST_PACK_BLOCKS * PACK_THREADS
     if vectors >= 2**31 or place.tables_at >= 2**31:
         raise Declined(f"{max(one.packed_bytes, place.tables_at)} bytes of packed weights")
-    constants = tuple({**one.constants, **place._asdict()}.items())
+    constants = tuple({**one.constants, **place._asdict(), **(more or {})}.items())
     blocks = ceil_div(one.packed_bytes // 16, PACK_THREADS)
     if layer.scaled_fp16:
-        blocks = place.table_channels + layer.batch
+        blocks = place.table_channels + layer.batch // layer.copied_planes
     pack = Launch(
         Kernel(one.source, "pack", constants),
         (min(blocks, MOST_PACK_BLOCKS), 1, 1),

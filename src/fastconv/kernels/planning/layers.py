@@ -310,6 +310,7 @@ class Layer:
     s2d_factors: tuple[int, int] = (1, 1)
     placing: tuple[Placing, Placing] = (Placing(), Placing())
     scaled_fp16: bool = False  # float32 multiplied as scaled fp16, see scale.cuh
+    half_copy: bool = False  # and read from a channels-last copy in float16, see copy.cuh
     depth: Depth | None = None
 
     @classmethod
@@ -354,7 +355,16 @@ class Layer:
     @lazy
     def vector_kind(self) -> tuple[int, int]:
         """Channels in 16 bytes of an MMA operand, and bytes of a channel in memory."""
-        return self.vector_channels, self.operands.scalar_bytes
+        return self.vector_channels, self.loaded_bytes
+
+    @lazy
+    def loaded_bytes(self) -> int:
+        """Bytes of a channel of the input as the kernel loads it."""
+        return 2 if self.half_copy else self.operands.scalar_bytes
+
+    @lazy
+    def loads_channels_last(self) -> bool:
+        return self.half_copy or self.operands.input_channels_last
 
     @lazy
     def parts(self) -> int:
@@ -367,24 +377,23 @@ class Layer:
     @lazy
     def vector_loads(self) -> bool:
         """Whether 16 bytes of channels are contiguous in memory, and aligned."""
-        operands = self.operands
         return (
-            operands.input_channels_last
-            and operands.aligned
-            and self.in_channels % operands.vector == 0
+            self.loads_channels_last
+            and self.operands.aligned
+            and self.in_channels * self.loaded_bytes % 16 == 0
             and self.s2d_factors == (1, 1)
         )
 
     @lazy
     def copied(self) -> bool:
         """Whether cp.async copies such vectors as they are."""
-        return self.vector_loads and self.operands.scalar_bytes == 2
+        return self.vector_loads and self.loaded_bytes == 2
 
     @lazy
     def lines(self) -> bool:
         """Whether a tile's rows are contiguous in memory, so that bulk copies can load them."""
-        operands = self.operands
-        return not operands.input_channels_last and operands.aligned and self.s2d_factors == (1, 1)
+        aligned = self.operands.aligned
+        return not self.loads_channels_last and aligned and self.s2d_factors == (1, 1)
 
     @lazy
     def d2s_factors(self) -> tuple[int, int]:
@@ -406,6 +415,11 @@ class Layer:
         """Input channels of a group in memory."""
         taps = 1 if self.depth is None else self.depth.taps
         return self.group_in // (self.s2d_factors[0] * self.s2d_factors[1] * taps)
+
+    @lazy
+    def copied_planes(self) -> int:
+        """Planes that are written, and read the same copy of the input: all those of a volume."""
+        return self.planes if self.half_copy else 1
 
     @lazy
     def volume_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -131,11 +131,7 @@ __device__ __forceinline__ void convolve(const Scalar* input, unsigned char* scr
   } else if (warp == 0) {
     stream_weights(scratch + C::packed_at, items);
   } else {
-    if constexpr (kInputCopied) {
-      copy_input<Input>(input, items);
-    } else {
-      load_input<Input>(input, items);
-    }
+    fill_stages<Input>(input, items);
     InputStages::wait_all_empty();
   }
 }

@@ -140,7 +140,7 @@ def _plan_of(layers: list[Layer], tiles: list[tuple[Tile, ...]], repairing: Tile
         explanation += (f"beyond float16's range, in TF32: {_explain(repairing)}",)
     chosen = [of_layer[0] for of_layer in tiles]
     return Plan(
-        *launches([_tiled_layer(tile) for tile in chosen], repairs),
+        *launches([_tiled_layer(tile) for tile in chosen], repairs)[:2],
         "ampere",
         _why(chosen),
         explanation,

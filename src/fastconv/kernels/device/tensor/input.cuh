@@ -11,12 +11,19 @@ namespace tensor {
 constexpr bool kSpaceToDepth = C::s2d_height * C::s2d_width > 1;
 constexpr int kInGroup = C::group_in / (C::s2d_height * C::s2d_width);
 constexpr int kInChannels = kInGroup / Depth::kernel;  // a group's channels in memory
-constexpr int kInColumn = C::in_channels_last ? C::groups * kInChannels : 1;
+constexpr int kInColumn = kLoadedLast ? C::groups * kInChannels : 1;
 constexpr int kInRow = C::in_width * kInColumn;
 constexpr int kInPlane = C::in_height * kInRow;
-constexpr int kInChannel = C::in_channels_last ? 1 : Depth::in * kInPlane;
+constexpr int kInChannel = kLoadedLast ? 1 : Depth::in * kInPlane;
 constexpr int kInImage = C::groups * kInChannels * Depth::in * C::in_height * C::in_width;
 using InChannel = DepthChannel<kInChannels>;
+// A group's channels that have powers of their own (scaled fp16): in a copy, those in memory.
+constexpr int kScaledChannels = HalfCopy::exists ? kInChannels : kInGroup;
+
+// The channel whose power scales a channel of the reduction.
+__device__ __forceinline__ int scaled_channel(int channel) {
+  return HalfCopy::exists ? channel % kScaledChannels : channel;
+}
 
 // The farthest rows and columns that tiles reach, before or behind the input's first, and an index
 // type that reaches every element there.
@@ -39,10 +46,11 @@ static_assert(elements_of(C::groups, kInChannels, Depth::in, C::in_height, C::in
 
 // What an image of the batch reads: an image, or planes of a volume, the first of which may lie
 // outside.
+template <class Element>
 struct InImage : Front {
-  const Scalar* first;
+  const Element* first;
 
-  __device__ __forceinline__ InImage(const Scalar* input, int image) : Front(front_of(image)) {
+  __device__ __forceinline__ InImage(const Element* input, int image) : Front(front_of(image)) {
     if constexpr (Depth::exists) {
       first = input + static_cast<long long>(image / Depth::out) * kInImage +
               static_cast<long long>(front) * kInPlane;
@@ -65,13 +73,14 @@ __device__ __forceinline__ InOffset channel_offset(int channel) {
 }
 
 // Elements from the last multiple of `unit` elements to an address.
-__device__ __forceinline__ int misalignment(const Scalar* element, int unit) {
-  return static_cast<int>(reinterpret_cast<unsigned long long>(element) / kScalarBytes % unit);
+template <class Element>
+__device__ __forceinline__ int misalignment(const Element* element, int unit) {
+  return static_cast<int>(reinterpret_cast<unsigned long long>(element) / sizeof(Element) % unit);
 }
 
 // The place of a pixel, in the first channel of its group.
 struct Place : Front {
-  const Scalar* group;
+  const Loaded* group;
   int y, x;  // may lie outside of the image
   bool exists;
 
@@ -79,7 +88,7 @@ struct Place : Front {
     return static_cast<unsigned>(y + rows_on) < static_cast<unsigned>(C::in_height) &&
            static_cast<unsigned>(x + columns_on) < static_cast<unsigned>(C::in_width) && exists;
   }
-  __device__ __forceinline__ const Scalar* address(int channel) const {
+  __device__ __forceinline__ const Loaded* address(int channel) const {
     return group + (channel_offset(channel) + InOffset{y} * kInRow + InOffset{x} * kInColumn);
   }
 };
@@ -111,7 +120,8 @@ struct VectorUnit {
 
   __device__ static int plane(int index) { return index % kChunkPlanes; }
   __device__ static int pixel(int index) { return index / kChunkPlanes; }
-  static_assert(!C::vector_loads || kInChannels % kVector == 0, "a vector has one tap of depth");
+  static_assert(!C::vector_loads || kInChannels % kLoadedVector == 0,
+                "a vector has one tap of depth");
   __device__ static bool row_exists(const Place& place, int channel) {
     return static_cast<unsigned>(place.y) < static_cast<unsigned>(C::in_height) &&
            (kWholeChunks || channel < C::group_in) && plane_exists(place.front, channel);
@@ -136,7 +146,7 @@ struct PixelUnit {
   // Whether all channels of a unit are equally far apart in memory.
   static constexpr bool kTogether =
       !kSpaceToDepth && (!Depth::exists || kInChannels % kElements == 0);
-  Scalar loaded[kElements];
+  Loaded loaded[kElements];
 
   __device__ static int plane(int index) { return index / kPlanePixels * kVectors; }
   __device__ static int pixel(int index) { return index % kPlanePixels; }
@@ -146,10 +156,10 @@ struct PixelUnit {
       return;
     }
     const bool inside = place.inside() && plane_exists(place.front, channel);
-    const Scalar* const source = place.address(channel);
+    const Loaded* const source = place.address(channel);
     if (!__any_sync(~0u, inside)) {
 #pragma unroll
-      for (Scalar& element : loaded) element = Scalar{};
+      for (Loaded& element : loaded) element = Loaded{};
     } else if (kWholeChunks && __all_sync(~0u, inside)) {
 #pragma unroll
       for (int j = 0; j < kElements; ++j) loaded[j] = load_element(source + 1LL * j * kInChannel);
@@ -174,7 +184,9 @@ struct PixelUnit {
           valid);
     }
   }
-  __device__ Channels vector(int i) const { return channels_of(loaded + i * kVectorChannels); }
+  __device__ Channels vector(int i) const {
+    return vector_of<Channels>(loaded + i * kVectorChannels);
+  }
   __device__ static int offset(int i) { return i * kPlanePixels; }
 };
 
@@ -208,17 +220,17 @@ struct StageCursor {
 
 // A chunk of a tile, or of one of its rows, as it lies in the input.
 struct Source : Front {
-  const Scalar* group;  // the first channel at row 0, column 0
+  const Loaded* group;  // the first channel at row 0, column 0
   int row;  // the tile's first row, in space-to-depth rows, before padding is subtracted
   int column;
   int channel;  // the first channel, in its group
 
-  __device__ Source(const Scalar* input, const StageCursor& at)
+  __device__ Source(const Loaded* input, const StageCursor& at)
       : Source(input, at.item, at.chunk, at.stage) {}
-  __device__ Source(const Scalar* input, const Item& item, int chunk, int stage)
+  __device__ Source(const Loaded* input, const Item& item, int chunk, int stage)
       : Front(front_of(item.image)) {
     channel = chunk * kChunkChannels;
-    group = InImage(input, item.image).first + item.group * kInChannels * kInChannel;
+    group = InImage<Loaded>(input, item.image).first + item.group * kInChannels * kInChannel;
     row = item.row_residue * C::stride_height +
           C::dilation_height * (item.tile * kTileRows * kRowResidues + stage);
     column = (item.column - C::lead) * C::stride_width;

@@ -12,7 +12,7 @@ namespace tensor {
 constexpr int kLoaders = C::loaders;  // threads that load input
 
 // Whether cp.async copies the input as it is, neither transposed nor rounded.
-constexpr bool kInputCopied = C::vector_loads && sizeof(Scalar) == 2;
+constexpr bool kInputCopied = C::vector_loads && sizeof(Loaded) == 2;
 
 // The powers that a chunk's channels are multiplied by (scaled fp16). A warp may keep a copy of
 // them in shared memory.
@@ -26,7 +26,7 @@ struct ChunkPowers {
 
   __device__ __forceinline__ void load(const Items& items, int image, int column) {
     const unsigned begin = static_cast<unsigned>(image) * C::table_columns + column;
-    if (!C::scaled_fp16 || at == begin) return;
+    if (!kScalesInput || at == begin) return;
     at = begin;
     const float* const source = items.tables.powers(image) + column;
     if constexpr (!kCopied) powers = source;
@@ -81,7 +81,7 @@ struct Batch {
   int column;
 
   // Starts loading the units.
-  __device__ __forceinline__ void load(const Scalar* input, const LoadCursor& at, int thread) {
+  __device__ __forceinline__ void load(const Loaded* input, const LoadCursor& at, int thread) {
     const Source source(input, at);
     image = at.item.image;
     column = source.column_of(at.item.group);
@@ -115,7 +115,7 @@ struct Batch {
 
 // Loads all input stages, a few batches ahead of what is written to shared memory.
 template <class Input>
-__device__ __forceinline__ void load_input(const Scalar* input, const Items& items) {
+__device__ __forceinline__ void load_input(const Loaded* input, const Items& items) {
   const int thread = static_cast<int>(threadIdx.x) - 32;
   Batch batches[C::batches_ahead];
   Range range;
@@ -173,7 +173,7 @@ struct LineCopy {
     const Place place = source.find_in_line(line, pixel);
     const int channel = source.channel + plane * kVectorChannels;
     const bool exists = VectorUnit::row_exists(place, channel);
-    const Scalar* const from = place.address(channel);
+    const Loaded* const from = place.address(channel);
     unsigned char* const to = stage + (plane * kPlanePixels + line * C::pitch + pixel) * 16;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
@@ -191,8 +191,8 @@ struct LineCopy {
 // Copies all input stages with cp.async. A consumer releases a stage only when it has the next one,
 // so with two stages no copy may be in flight while this waits for a stage.
 template <class Input>
-__device__ __forceinline__ void copy_input(const Scalar* input, const Items& items) {
-  static_assert(!C::wraps || !C::vector_loads || sizeof(Scalar) == 4, "lines do not go on");
+__device__ __forceinline__ void copy_input(const Loaded* input, const Items& items) {
+  static_assert(!C::wraps || !C::vector_loads || sizeof(Loaded) == 4, "lines do not go on");
   const int thread = static_cast<int>(threadIdx.x) - 32;
   const LineCopy copy(thread);
   Ring<Input::kStages> at(1);
@@ -222,6 +222,16 @@ __device__ __forceinline__ void copy_input(const Scalar* input, const Items& ite
   }
   copy_async_wait<0>();
   if (in_flight > 0) arrive();
+}
+
+// Fills all input stages, in the way that the input's format asks for.
+template <class Input>
+__device__ __forceinline__ void fill_stages(const Loaded* input, const Items& items) {
+  if constexpr (kInputCopied) {
+    copy_input<Input>(input, items);
+  } else {
+    load_input<Input>(input, items);
+  }
 }
 
 }  // namespace tensor

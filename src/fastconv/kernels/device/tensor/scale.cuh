@@ -18,7 +18,12 @@
 // An image that does not fit is marked, and a second kernel (`repairs`) computes it again in TF32.
 // If the weights do not fit, that kernel computes all images and the first one none. An image's own
 // numbers and the weights alone decide, never the rest of the batch.
+//
+// The input may be scaled and rounded before the convolution, by a launch that makes a
+// channels-last copy of it (half_copy.cuh). Then that launch judges the numbers. All planes of a
+// volume share its scale, and all taps of the depth a channel's power.
 #pragma once
+#include "device/tensor/half_copy.cuh"
 #include "device/tensor/powers.cuh"
 #include "device/tensor/vector.cuh"
 
@@ -71,7 +76,7 @@ struct Tables {
 struct Items {
   Tables tables;  // its scratch is null if the weights do not fit
 
-  __device__ Items(unsigned char* scratch, int batch) : tables{scratch, batch} {
+  __device__ Items(unsigned char* scratch, int batch) : tables{scratch, batch / HalfCopy::planes} {
     if constexpr (kSelects) {
       bool fit = true;
 #pragma unroll 4
@@ -81,8 +86,14 @@ struct Items {
       if (!__all_sync(~0u, fit)) tables.scratch = nullptr;
     }
   }
+  // Whether there are scales for an image, or for the volume of this number.
+  __device__ __forceinline__ bool has_scales(int image) const {
+    return tables.scratch && tables.images()[image] != 0.0f;
+  }
+  // Whether the kernel computes it.
   __device__ __forceinline__ bool has(int image) const {
-    if constexpr (C::scaled_fp16) return tables.scratch && tables.images()[image] != 0.0f;
+    if constexpr (kLoadsCopy) return has_scales(image) && tables.marks()[image] == 0;
+    if constexpr (C::scaled_fp16) return has_scales(image);
     if constexpr (C::repairs) {
       return !tables.scratch || tables.images()[image] == 0.0f || tables.marks()[image] != 0;
     }
@@ -95,14 +106,17 @@ struct Items {
     for (int i = threadIdx.x % 32; i < tables.batch; i += 32) found = found || has(i);
     return !__any_sync(~0u, found);
   }
-  __device__ __forceinline__ int count() const { return tables.batch * kItemsPerImage; }
+  __device__ __forceinline__ int count() const {
+    return tables.batch * (HalfCopy::planes * kItemsPerImage);
+  }
 
   // The indices of a block's first work item, and of the one after `index`.
   __device__ __forceinline__ int first() const { return next_selected(blockIdx.x); }
   __device__ __forceinline__ int after(int index) const { return next_selected(index + gridDim.x); }
   __device__ __forceinline__ int next_selected(int index) const {
     if constexpr (kSelects) {
-      while (index < count() && !has(index / kItemsPerImage)) index += gridDim.x;
+      while (index < count() && !has(index / (HalfCopy::planes * kItemsPerImage)))
+        index += gridDim.x;
     }
     return index;
   }

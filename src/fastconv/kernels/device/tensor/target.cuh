@@ -168,8 +168,10 @@ __device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& ite
   }
   if constexpr (C::scaled_fp16) {
     constexpr int kOfGroup = C::table_channels / C::groups;
-    finish.factor = items.tables.channels()[item.group * kOfGroup + channel] *
-                    inverse(items.tables.images()[item.image]);  // the factor is a power of two
+    finish.factor =
+        items.tables.channels()[item.group * kOfGroup + channel] *
+        inverse(
+            items.tables.images()[item.image / HalfCopy::planes]);  // the factor is a power of two
   }
   return finish;
 }

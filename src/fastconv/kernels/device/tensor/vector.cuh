@@ -1,6 +1,7 @@
 // Vectors of channels: 16 bytes of an MMA operand, converted and written to shared or global
 // memory.
 #pragma once
+#include "device/tensor/half_copy.cuh"
 #include "device/tensor/powers.cuh"
 #include "device/tensor/tile.cuh"
 
@@ -19,7 +20,10 @@ struct Numbers {
   float number[8];
 };
 
-using Channels = Either<C::scaled_fp16, Numbers, Words>::type;
+// The channels of a vector of the input as it is loaded, and of one of the weights.
+constexpr bool kScalesInput = C::scaled_fp16 && !kLoadsCopy;
+using Channels = Either<kScalesInput, Numbers, Words>::type;
+using WeightChannels = Either<C::scaled_fp16, Numbers, Words>::type;
 
 __device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
 template <class Half>
@@ -28,23 +32,26 @@ __device__ __forceinline__ unsigned bits_of(Half value) {
 }
 
 // Packs the elements of a vector.
-__device__ __forceinline__ void fill(Words& vector, const Scalar* elements) {
+template <class Element>
+__device__ __forceinline__ void fill(Words& vector, const Element* elements) {
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    const Scalar* const first = elements + k * (kVector / 4);
-    if constexpr (sizeof(Scalar) == 4) {
+    const Element* const first = elements + k * (4 / static_cast<int>(sizeof(Element)));
+    if constexpr (sizeof(Element) == 4) {
       vector.word[k] = __float_as_uint(widen(*first));
     } else {
       vector.word[k] = __byte_perm(bits_of(first[0]), bits_of(first[1]), 0x5410);
     }
   }
 }
-__device__ __forceinline__ void fill(Numbers& vector, const Scalar* elements) {
+template <class Element>
+__device__ __forceinline__ void fill(Numbers& vector, const Element* elements) {
 #pragma unroll
   for (int k = 0; k < 8; ++k) vector.number[k] = widen(elements[k]);
 }
-__device__ __forceinline__ Channels channels_of(const Scalar* elements) {
-  Channels vector;
+template <class Vector, class Element>
+__device__ __forceinline__ Vector vector_of(const Element* elements) {
+  Vector vector;
   fill(vector, elements);
   return vector;
 }
@@ -133,8 +140,9 @@ struct LowRange : NoRange {
   __device__ bool finite() const { return is_finite(products); }
 };
 
-using Scale = Either<C::scaled_fp16, Powers, NoPowers>::type;
-using Range = Either<C::scaled_fp16, HalfRange, Either<kWatches, LowRange, NoRange>::type>::type;
+using Scale = Either<kScalesInput, Powers, NoPowers>::type;
+using Range = Either<kScalesInput, HalfRange, Either<kWatches, LowRange, NoRange>::type>::type;
+using WeightRange = Either<C::scaled_fp16, HalfRange, NoRange>::type;
 
 // Writes a vector of Words. float32 is rounded to TF32, or split into the two parts of 3xTF32,
 // which are part_bytes apart; 16-bit types are written as they are.

@@ -67,7 +67,7 @@ struct PackedVector {
 
   // Loads the vector; `number_of` maps a weight and its input channel to the number that is packed.
   template <class NumberOf>
-  __device__ __forceinline__ Channels load(const Scalar* weight, NumberOf number_of) const {
+  __device__ __forceinline__ WeightChannels load(const Scalar* weight, NumberOf number_of) const {
     const int k_step = step % C::k_steps;
     const int tap = step / C::k_steps % kTaps;
     const int chunk = step / (C::k_steps * kTaps);
@@ -90,7 +90,7 @@ struct PackedVector {
                             first + j)
                 : Scalar{};
     }
-    return channels_of(elements);
+    return vector_of<WeightChannels>(elements);
   }
   __device__ __forceinline__ unsigned char* target(unsigned char* packed) const {
     const long long operand =
@@ -124,6 +124,7 @@ __device__ __forceinline__ void pack_all(const Scalar* weight, unsigned char* pa
 static_assert(!C::scaled_fp16 || (C::stacked_columns == 1 && !kDepthToSpace),
               "one sum for each tap");
 constexpr int kUsedTaps = C::weight_height * C::weight_width;
+constexpr int kScaledTaps = kInGroup / kScaledChannels * kUsedTaps;  // that share a power
 __device__ __forceinline__ float used_weight(const Scalar* weight, int group, int out, int channel,
                                              int tap) {
   return widen(
@@ -137,8 +138,10 @@ __device__ __forceinline__ float column_power(const Scalar* weight, int group, i
   int exponents = 0;
   int count = 0;
 #pragma unroll 8
-  for (int i = threadIdx.x; i < C::group_out * kUsedTaps; i += blockDim.x) {
-    const float number = used_weight(weight, group, i / kUsedTaps, channel, i % kUsedTaps);
+  for (int i = threadIdx.x; i < C::group_out * kScaledTaps; i += blockDim.x) {
+    const int of_depth = HalfCopy::exists ? i % kScaledTaps / kUsedTaps : 0;
+    const float number = used_weight(weight, group, i / kScaledTaps,
+                                     channel + of_depth * kScaledChannels, i % kUsedTaps);
     exponents += static_cast<int>(__float_as_uint(number) >> 23 & 255u);
     count += number != 0.0f;
   }
@@ -149,9 +152,9 @@ __device__ __forceinline__ float column_power(const Scalar* weight, int group, i
 // Grid-wide: the powers of all input channels.
 __device__ __forceinline__ void find_columns(const Scalar* weight, float* columns) {
 #pragma unroll 1
-  for (int i = blockIdx.x; i < C::groups * kInGroup; i += gridDim.x) {
-    const int group = i / kInGroup;
-    const int channel = i % kInGroup;
+  for (int i = blockIdx.x; i < C::groups * kScaledChannels; i += gridDim.x) {
+    const int group = i / kScaledChannels;
+    const int channel = i % kScaledChannels;
     const float power = column_power(weight, group, channel);
     const int residue = static_cast<int>(threadIdx.x);
     if (residue < kResidues) columns[group * kGroupColumns + channel * kResidues + residue] = power;
@@ -164,7 +167,7 @@ struct WeightScale {
   float scale;
 
   __device__ __forceinline__ float operator()(float number, int in) const {
-    return number * inverse(columns[in]) * scale;
+    return number * inverse(columns[scaled_channel(in)]) * scale;
   }
   template <class Half>
   __device__ __forceinline__ Half operator()(Half element, int) const {
@@ -212,12 +215,12 @@ __device__ __forceinline__ float pack_channel(const Scalar* weight, const float*
   }
   scale.scale = scale_to(block_largest(largest), kWeightExponent);
   if (scale.scale == 0.0f || (exists && !filters_fit(weight, group, out, scale))) return 0.0f;
-  Range range;
+  WeightRange range;
   for (int i = threadIdx.x; i < kSteps * 2 * C::stack; i += blockDim.x) {
     vector.m = i % C::stack * kStackChannels + stack_channel;
     vector.plane = i / C::stack % 2;
     vector.step = i / (C::stack * 2);
-    const Channels scaled = vector.load(weight, scale);
+    const WeightChannels scaled = vector.load(weight, scale);
     range.see(scaled);
     store_parts<true>(vector.target(packed), kPartBytes, scaled, range);
   }
@@ -225,10 +228,11 @@ __device__ __forceinline__ float pack_channel(const Scalar* weight, const float*
                                                                        : 0.0f;
 }
 
-// The sample of an image: pieces of 32 numbers, spread evenly over each channel.
+// The sample of an image, or of a volume that is copied as a whole: pieces of 32 numbers, spread
+// evenly over each channel.
 struct Samples {
-  static constexpr int kChannels = C::groups * kInGroup;
-  static constexpr int kPixels = C::in_height * C::in_width;
+  static constexpr int kChannels = C::groups * kScaledChannels;
+  static constexpr int kPixels = (HalfCopy::exists ? Depth::in : 1) * C::in_height * C::in_width;
   static constexpr int kOfImage = ceil_div(kImageSamples, kChannels);
   static constexpr int kOfPixels = kPixels / kProvenPixels;
   static constexpr int kWanted = kOfImage > kOfPixels ? kOfImage : kOfPixels;
@@ -236,17 +240,30 @@ struct Samples {
   static constexpr int kPieces = kWanted < kAll ? kWanted : kAll;
   // Where the last piece begins.
   static constexpr long long kLast = kPixels > 32 ? kPixels - 32 : 0;
-  InImage image;
+  const Scalar* first;
+  int front;  // the first plane that the image reads, in volumes that are not copied
   const float* columns;
   int lane;
 
+  __device__ __forceinline__ Samples(const Scalar* input, int image, const float* columns)
+      : columns(columns), lane(static_cast<int>(threadIdx.x) % 32) {
+    if constexpr (HalfCopy::exists) {
+      first = input + static_cast<long long>(image) * kInImage;
+      front = 0;
+    } else {
+      const InImage<Scalar> read(input, image);
+      first = read.first;
+      front = read.front;
+    }
+  }
+
   // The table column of a channel; `channel` counts those of all groups.
   __device__ static __forceinline__ int column(int channel) {
-    return channel / kInGroup * kGroupColumns + channel % kInGroup * kResidues;
+    return channel / kScaledChannels * kGroupColumns + channel % kScaledChannels * kResidues;
   }
   // Where a channel begins; `channel` counts those of all groups.
   __device__ static __forceinline__ long long offset(int channel) {
-    if constexpr (Depth::exists) {
+    if constexpr (Depth::exists && !HalfCopy::exists) {
       return channel / kInGroup * (static_cast<long long>(kInChannels) * kInChannel) +
              channel_offset(channel % kInGroup);
     } else {
@@ -255,22 +272,20 @@ struct Samples {
   }
   // A lane's number of a piece, times its channel's power; 0 if there is none.
   __device__ __forceinline__ float number(int channel, int piece) const {
-    const long long first = kLast * piece / (kPieces > 1 ? kPieces - 1 : 1);
-    const Scalar* const source = image.first + offset(channel) + first + lane;
-    const bool exists =
-        lane < kPixels && channel < kChannels && plane_exists(image.front, channel % kInGroup);
+    const long long begin = kLast * piece / (kPieces > 1 ? kPieces - 1 : 1);
+    const Scalar* const source = first + offset(channel) + begin + lane;
+    const bool exists = lane < kPixels && channel < kChannels &&
+                        (HalfCopy::exists || plane_exists(front, channel % kInGroup));
     return fabsf(widen(load_element(source, exists))) *
            columns[column(min(channel, kChannels - 1))];
   }
 };
 
 // Block-wide: finds the scale of an image, and what its channels' numbers are multiplied by.
-__device__ __forceinline__ float sample_image(const InImage& image, const float* columns,
-                                              float* powers) {
+__device__ __forceinline__ float sample_image(const Samples& samples, float* powers) {
   static_assert(!C::scaled_fp16 || !C::in_channels_last, "a channel's pixels are neighbours");
   constexpr int kPieces = Samples::kPieces;
   constexpr int kTogether = kPieces < 8 ? 8 / kPieces : 1;  // channels that a warp samples at once
-  const Samples samples{image, columns, static_cast<int>(threadIdx.x) % 32};
   const int warps = static_cast<int>(blockDim.x) / 32;
   float largest = 0.0f;
   for (int first = threadIdx.x / 32 * kTogether; first < Samples::kChannels;
@@ -298,7 +313,7 @@ __device__ __forceinline__ float sample_image(const InImage& image, const float*
   // where no scale is suitable.
   for (int channel = threadIdx.x; channel < Samples::kChannels; channel += blockDim.x) {
     const int column = Samples::column(channel);
-    const float power = columns[column] * scale;
+    const float power = samples.columns[column] * scale;
     const float least = Samples::kPixels * (kInputSize * kInputSize);
     const bool proven = powers[column] * scale * scale >= least;
     for (int residue = 0; residue < kResidues; ++residue)
@@ -317,16 +332,16 @@ __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
     static_assert(!C::scaled_fp16 || C::table_channels == C::groups * kOutputGroups *
                                                               C::channel_groups * kStackChannels,
                   "a factor for each MMA row");
-    const Tables tables{scratch, batch};
+    const Tables tables{scratch, batch / HalfCopy::planes};
 #pragma unroll 1
-    for (int i = blockIdx.x; i < C::table_channels + batch; i += gridDim.x) {
+    for (int i = blockIdx.x; i < C::table_channels + tables.batch; i += gridDim.x) {
       const int image = i - C::table_channels;
       if (image < 0) {
         const float factor = pack_channel(weight, tables.columns(), packed, i);
         if (threadIdx.x == 0) tables.channels()[i] = factor;
       } else {
-        const float scale =
-            sample_image(InImage(input, image), tables.columns(), tables.powers(image));
+        const Samples samples(input, image, tables.columns());
+        const float scale = sample_image(samples, tables.powers(image));
         if (threadIdx.x == 0) {
           tables.images()[image] = scale;
           tables.marks()[image] = 0;
@@ -344,7 +359,8 @@ __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
 extern "C" __global__ void __launch_bounds__(1024)
     scale(const Config::Scalar* weight, unsigned char* scratch, int batch) {
   using namespace fastconv::tensor;
-  if constexpr (C::scaled_fp16) find_columns(weight, Tables{scratch, batch}.columns());
+  const Tables tables{scratch, batch / HalfCopy::planes};
+  if constexpr (C::scaled_fp16) find_columns(weight, tables.columns());
 }
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -58,7 +58,8 @@
 //
 // Scaled fp16 (`scaled_fp16`): float32 is multiplied as float16 with powers of two where its range
 // allows, and a second kernel in TF32 (`repairs`) recomputes the images where it does not: see
-// device/tensor/scale.cuh.
+// device/tensor/scale.cuh. With `copied_planes`, the input is read from a channels-last copy in
+// float16, as a channels-last layer of that type would be, and the output is float32.
 //
 // 3xTF32 (float32 with `parts` = 2): x = high + low, both with TF32's mantissa, and x y = low_x
 // high_y + high_x low_y + high_x high_y: three MMAs, and a fourth for low_x low_y if the sum has
@@ -69,6 +70,7 @@
 #include "hopper/halo/stage.cuh"
 #include "hopper/halo/store.cuh"
 #include "hopper/halo/store_residues.cuh"
+#include "device/tensor/copy.cuh"
 #include "device/tensor/load.cuh"
 #include "device/tensor/weights.cuh"
 
@@ -143,7 +145,7 @@ __device__ __forceinline__ void stream_weights(const unsigned char* packed, cons
   }
 }
 
-__device__ __forceinline__ void convolve(const Scalar* input, unsigned char* scratch,
+__device__ __forceinline__ void convolve(const Loaded* input, unsigned char* scratch,
                                          const Scalar* bias, Scalar* output, int batch,
                                          const Epilogue<C>& epilogue) {
   const Items items(scratch, batch);
@@ -169,10 +171,8 @@ __device__ __forceinline__ void convolve(const Scalar* input, unsigned char* scr
     if (warp > 0) {
       if constexpr (C::staged) {
         stage_input(input, input + static_cast<long long>(batch / Depth::out) * kInImage, items);
-      } else if constexpr (kInputCopied) {
-        copy_input<Input>(input, items);
       } else {
-        load_input<Input>(input, items);
+        fill_stages<Input>(input, items);
       }
     } else if (threadIdx.x == 0) {
       stream_weights(scratch + C::packed_at, items);
@@ -187,7 +187,8 @@ __device__ __forceinline__ void convolve(const Scalar* input, unsigned char* scr
 }  // namespace fastconv
 
 extern "C" __global__ void __launch_bounds__(Config::threads, 1)
-    convolve(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
+    convolve(const void* input, unsigned char* scratch, const Config::Scalar* bias,
              Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
-  fastconv::hopper::convolve(input, scratch, bias, output, batch, FASTCONV_EPILOGUE(output));
+  const auto* const loaded = reinterpret_cast<const fastconv::tensor::Loaded*>(input);
+  fastconv::hopper::convolve(loaded, scratch, bias, output, batch, FASTCONV_EPILOGUE(output));
 }

@@ -33,6 +33,7 @@ from fastconv.kernels.hopper.halo.tiles import (
 )
 from fastconv.kernels.hopper.layers import Layer
 from fastconv.kernels.planning import limits
+from fastconv.kernels.planning.copies import HalfCopy
 from fastconv.kernels.planning.launches import (
     TiledLayer,
     best_way,
@@ -139,10 +140,14 @@ def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
         repairing = _repairs(layers[0], gpu)
         repairs = _tiled_layer(repairing, gpu, repairs=True)
         explanation += (f"beyond float16's range, in TF32: {_explain(repairing, gpu)}",)
+    copied = layers[0].half_copy
+    copy_cycles = HalfCopy.of(layers[0]).cycles(gpu.sm_count) if copied else 0.0
     for rank in range(max(map(len, tiles))):
         chosen = [of_layer[min(rank, len(of_layer) - 1)] for of_layer in tiles]
+        made = launches([_tiled_layer(tile, gpu) for tile in chosen], repairs)
         yield Plan(
-            *launches([_tiled_layer(tile, gpu) for tile in chosen], repairs),
+            made.launches,
+            made.scratch_bytes,
             "hopper",
             _why(chosen),
             explanation,
@@ -151,7 +156,8 @@ def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
             # Weights can stay packed unless the workspace also holds tables of images (scaled
             # fp16), or several layers use it in turn.
             packs=int(len(chosen) == 1 and repairs is None),
-            cycles=LAUNCH_CYCLES + sum(tile.cycles(gpu.sm_count) for tile in chosen),
+            cycles=LAUNCH_CYCLES + copy_cycles + sum(tile.cycles(gpu.sm_count) for tile in chosen),
+            regions=made.regions,
         )
 
 
@@ -179,7 +185,9 @@ def _way_cycles(layers: list[Layer], cycles: float) -> float:
     more = LAYER_COST * len(layers)
     if not layers[0].scaled_fp16:
         return cycles * (1 + more)
-    return max(cycles * (1 + more + SCALED_FP16_COST[layers[0].parts]), SCALED_FP16_CYCLES)
+    copy = HalfCopy.of(layers[0]).image_cycles if layers[0].half_copy else 0.0
+    cycles *= 1 + more + SCALED_FP16_COST[layers[0].parts]
+    return max(cycles + copy, SCALED_FP16_CYCLES)
 
 
 def _why(tiles: list[Tile]) -> str:
@@ -192,6 +200,7 @@ def _why(tiles: list[Tile]) -> str:
     )
     share = _tensor_share([tile.layer for tile in tiles])
     scaled = " in scaled fp16, where the range allows it" if tiles[0].layer.scaled_fp16 else ""
+    scaled += ", from a channels-last copy" if tiles[0].layer.half_copy else ""
     return (
         f"tensor cores{scaled}{residues}: {', '.join(shapes)}; {share:.0%} of the MMA work counts"
     )
@@ -218,7 +227,7 @@ def _repairs(layer: Layer, gpu: Gpu) -> Tile:
     Finding these images takes registers. With 3xTF32, where accumulators take twice as many, the
     largest tiles and staged input leave too few.
     """
-    layer = replace(layer, scaled_fp16=False)
+    layer = replace(layer, scaled_fp16=False, half_copy=False)
     tiles = _tiles(layer, gpu)
     if layer.parts == 1:
         return tiles[0]
@@ -242,8 +251,15 @@ def _tiled_layer(tile: Tile, gpu: Gpu, repairs: bool = False) -> TiledLayer:
         tile.shared_bytes,
         blocks * layer.chunks * layer.taps * tile.shape.tap_bytes,
         blocks * tile.shape.channel_groups * layer.mma_channels,
-        layer.groups * layer.chunks * layer.k_steps * 2 * layer.vector_channels,
+        layer.groups * _table_columns(layer),
     )
+
+
+def _table_columns(layer: Layer) -> int:
+    """Columns of a group in the tables of scaled fp16: channels of whole chunks, or of a copy."""
+    if layer.half_copy:
+        return layer.in_channels
+    return layer.chunks * layer.k_steps * 2 * layer.vector_channels
 
 
 def _key(layers: list[Layer], gpu: Gpu) -> str:
@@ -271,6 +287,7 @@ def _key(layers: list[Layer], gpu: Gpu) -> str:
         operands.scalar.removeprefix("fastconv::"),
         operands.precision if operands.scalar == "float" else "-",
         *(("scaled_fp16",) if layer.scaled_fp16 else ()),
+        *(("half_copy",) if layer.half_copy else ()),
         "".join("NHWC" if last else "NCHW" for last in _channels_last(operands)),
         f"{layer.batch}x{layer.groups}x{layer.group_in}x{size(layer.in_size)}",
         " + ".join(map(written, layers)),

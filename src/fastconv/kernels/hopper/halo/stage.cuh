@@ -45,7 +45,7 @@ struct Piece : Front {
   int target;           // offset of its first pixel in its stage, in units of 16 bytes
   int before;           // columns of padding before the first column inside
   int columns;          // columns inside
-  const Scalar* first;  // first column inside; in images, of the first channel
+  const Loaded* first;  // first column inside; in images, of the first channel
 
   __device__ Piece(const Source& source, int index) : Front(source.front) {
     const int of_line = index % kLinePieces;
@@ -110,15 +110,15 @@ struct Piece : Front {
 };
 
 // Starts the bulk copies of a piece: each of the first kPieceChannels lanes copies its channel.
-__device__ __forceinline__ void fetch_lines(const Piece& piece, const Scalar* input_end,
-                                            Scalar* raw, Barrier* full, int lane) {
+__device__ __forceinline__ void fetch_lines(const Piece& piece, const Loaded* input_end,
+                                            Loaded* raw, Barrier* full, int lane) {
   if (lane >= kPieceChannels) return;
   int bytes = 0;
   if (piece.columns > 0 && piece.has(lane)) {
     const int shift = piece.shift(lane);
-    const Scalar* const source = piece.first + piece.offset(lane) - shift;
+    const Loaded* const source = piece.first + piece.offset(lane) - shift;
     const int count = shift + piece.columns;
-    Scalar* const target = raw + lane * kRawChannel;
+    Loaded* const target = raw + lane * kRawChannel;
     bytes = round_up(count, kVector) * kScalarBytes;
     if (kInImage % kVector != 0 && source + round_up(count, kVector) > input_end) {
       // The tensor ends within the last 16 bytes.
@@ -132,8 +132,8 @@ __device__ __forceinline__ void fetch_lines(const Piece& piece, const Scalar* in
 }
 
 // Starts the copies of a piece with cp.async, 16 bytes per lane at a time.
-__device__ __forceinline__ void fetch_vectors(const Piece& piece, const Scalar* input_end,
-                                              Scalar* raw, int lane) {
+__device__ __forceinline__ void fetch_vectors(const Piece& piece, const Loaded* input_end,
+                                              Loaded* raw, int lane) {
   constexpr int kOfChannel = kRawChannel / kVector;
   constexpr int kOfPiece = kPieceChannels * kOfChannel;
 #pragma unroll 4
@@ -142,8 +142,8 @@ __device__ __forceinline__ void fetch_vectors(const Piece& piece, const Scalar* 
     const int at = i % kOfChannel * kVector;
     const int count = piece.shift(channel) + piece.columns;
     if (at >= count || piece.columns == 0 || !piece.has(channel)) continue;
-    const Scalar* const source = piece.first + (piece.offset(channel) - piece.shift(channel) + at);
-    Scalar* const target = raw + channel * kRawChannel + at;
+    const Loaded* const source = piece.first + (piece.offset(channel) - piece.shift(channel) + at);
+    Loaded* const target = raw + channel * kRawChannel + at;
     if (kInImage % kVector != 0 && source + kVector > input_end) {
       // The tensor ends within these 16 bytes.
       for (int j = 0; j < count - at; ++j) target[j] = source[j];
@@ -157,7 +157,7 @@ __device__ __forceinline__ void fetch_vectors(const Piece& piece, const Scalar* 
 // stage.
 template <bool kInside>
 __device__ __forceinline__ void convert_batch(const Piece& piece, int plane, int slot,
-                                              const Scalar* const (&channels)[kVectorChannels],
+                                              const Loaded* const (&channels)[kVectorChannels],
                                               unsigned char* target, int first, const Scale& scale,
                                               Range& range) {
   Channels vectors[C::batch];
@@ -168,13 +168,13 @@ __device__ __forceinline__ void convert_batch(const Piece& piece, int plane, int
     const bool inside = kInside ? pixel < C::pitch
                                 : static_cast<unsigned>(column - piece.before) <
                                       static_cast<unsigned>(piece.columns);
-    Scalar elements[kVectorChannels];
+    Loaded elements[kVectorChannels];
 #pragma unroll
     for (int j = 0; j < kVectorChannels; ++j) {
       const bool valid = inside && (kInside || piece.has(plane * kVectorChannels + j));
-      elements[j] = valid ? channels[j][column] : Scalar{};
+      elements[j] = valid ? channels[j][column] : Loaded{};
     }
-    vectors[k] = channels_of(elements);
+    vectors[k] = vector_of<Channels>(elements);
   }
 #pragma unroll
   for (int k = 0; k < C::batch; ++k) {
@@ -187,7 +187,7 @@ __device__ __forceinline__ void convert_batch(const Piece& piece, int plane, int
 
 // Transposes a piece that has arrived into its input stage. `scales` belong to its vectors, and
 // `of_chunk` is its first channel in the chunk.
-__device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, unsigned char* stage,
+__device__ __forceinline__ void convert(const Piece& piece, const Loaded* raw, unsigned char* stage,
                                         int lane, const Scale (&scales)[2],
                                         const ChunkPowers<kPowersCopied>& powers, int of_chunk,
                                         Range& range) {
@@ -197,7 +197,7 @@ __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, u
     // Operands in two parts leave no registers for the scales of both vectors.
     const Scale scale =
         C::parts == 1 ? scales[plane] : powers.of(of_chunk + plane * kVectorChannels);
-    const Scalar* channels[kVectorChannels];  // the line's first column, which may be padding
+    const Loaded* channels[kVectorChannels];  // the line's first column, which may be padding
 #pragma unroll
     for (int j = 0; j < kVectorChannels; ++j) {
       const int i = plane * kVectorChannels + j;
@@ -223,14 +223,14 @@ __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, u
 
 // Checks the range of every number that pixels read in those channels of a piece whose power is
 // marked negative, because the sample did not prove them large enough (see scale.cuh).
-__device__ __forceinline__ void inspect(const Piece& piece, const Scalar* raw, int lane,
+__device__ __forceinline__ void inspect(const Piece& piece, const Loaded* raw, int lane,
                                         const ChunkPowers<kPowersCopied>& powers, int of_chunk,
                                         Range& range) {
 #pragma unroll 1
   for (int i = 0; i < kPieceChannels; ++i) {
     const float power = powers.powers[of_chunk + i];
     if (power >= 0.0f || !piece.has(i)) continue;
-    const Scalar* const channel = raw + i * kRawChannel + piece.shift(i);
+    const Loaded* const channel = raw + i * kRawChannel + piece.shift(i);
     if constexpr (C::stride_width == 1) {
       for (int column = lane; column < piece.columns; column += 32) {
         const float number = widen(channel[column]);
@@ -248,14 +248,14 @@ __device__ __forceinline__ void inspect(const Piece& piece, const Scalar* raw, i
 }
 
 // The loading warps: fill all input stages.
-__device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* input_end,
+__device__ __forceinline__ void stage_input(const Loaded* input, const Loaded* input_end,
                                             const Items& items) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   // The shuffle tells the compiler that the warp's number is uniform.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 1;
   Barrier* const full = barriers().raw_full + warp * C::raw_slots;
-  Scalar* const raw =
-      reinterpret_cast<Scalar*>(shared_memory() + kRawRing + warp * C::raw_slots * kRawBytes);
+  Loaded* const raw =
+      reinterpret_cast<Loaded*>(shared_memory() + kRawRing + warp * C::raw_slots * kRawBytes);
   PieceCursor next(items, warp);
   const auto fetch_next = [&](int slot) {
     if (next.more()) {
@@ -289,7 +289,7 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
         copy_async_wait<C::raw_slots - 1>();
         __syncwarp();
       }
-      const Scalar* const arrived_raw = raw + arrived.stage * kRawElements;
+      const Loaded* const arrived_raw = raw + arrived.stage * kRawElements;
       convert(Piece(source, piece), arrived_raw, Input::stage(at.stage), lane, scales, powers,
               of_chunk, range);
       if (powers.strict) inspect(Piece(source, piece), arrived_raw, lane, powers, of_chunk, range);

@@ -1,6 +1,7 @@
 // The shared memory of a block of the halo kernel: stages, staging buffers, barriers.
 #pragma once
 #include "device/wgmma.cuh"
+#include "device/tensor/half_copy.cuh"
 #include "device/tensor/tile.cuh"
 
 namespace fastconv {
@@ -73,7 +74,7 @@ constexpr int kRawRing = kStaging + kConsumers * kStagingBytes;
 constexpr int kPowers = kRawRing + kRawSlots * kRawBytes;
 // Scaled fp16: each loading warp's copy of the powers of two that scale a chunk's channels. Bulk
 // copies fetch long lines, beside which reading the powers from global memory costs little.
-constexpr bool kPowersCopied = C::scaled_fp16 && !C::bulk_loads;
+constexpr bool kPowersCopied = C::scaled_fp16 && !kLoadsCopy && !C::bulk_loads;
 constexpr int kPowersBytes = kPowersCopied ? kChunkChannels * 4 : 0;
 constexpr int kBarriers = kPowers + kLoaderWarps * kPowersBytes;
 constexpr int kWatch =

@@ -85,10 +85,11 @@ class Tile:
 
         Only if neither waits for weights or input that the other holds, and storing takes longer
         than multiplying: a single consumer does not keep the tensor cores as busy as two, least of
-        all with 3xTF32.
+        all with 3xTF32. Loaders that copy asynchronously show a stage only when they have started
+        on the next, for which a tile whose chunks fill all stages would wait forever.
         """
         layer = self.layer
-        if layer.scaled_fp16:
+        if layer.scaled_fp16 and not layer.copied:
             allowed = layer.rolling or layer.chunks <= self.input_stages
         else:
             allowed = layer.rolling and layer.parts == 1
@@ -114,7 +115,7 @@ class Tile:
     def powers_bytes(self) -> int:
         """Bytes of a loading warp's copy of the powers of two that scale a chunk's channels."""
         layer = self.layer
-        copied = layer.scaled_fp16 and not self.method.bulk
+        copied = layer.scaled_fp16 and not (layer.half_copy or self.method.bulk)
         return 4 * layer.k_steps * 2 * layer.vector_channels if copied else 0
 
     @property

@@ -23,18 +23,13 @@ from fastconv.kernels.family import (
     Plan,
     Region,
 )
+from fastconv.kernels.planning.copies import IMAGE_LAUNCH_CYCLES, LAUNCH_CYCLES, SM_BYTES
 from fastconv.problem import Problem
 
 SOURCE = "hopper/relayout/kernel.cuh"
 THREADS = 256
 TILE = 64  # kTile in kernel.cuh
 MOST_BLOCKS = 2**31 - 1
-# Estimates: bytes that an SM moves per cycle, of reads and writes together, and the cycles of a
-# launch. An image's choice of kernels must not depend on its batch, so each image of a forward pass
-# has the launches' cycles of all SMs, as if there were 16 images.
-SM_BYTES = 15.5
-LAUNCH_CYCLES = 4000.0
-IMAGE_LAUNCH_CYCLES = 30000.0
 
 
 def channels_last(operands: Operands) -> Operands:
