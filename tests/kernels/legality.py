@@ -34,20 +34,45 @@ def assert_legal(plan: Plan, gpu: Gpu) -> None:
     assert (second["packed_at"], first["packed_at"], first["tables_at"]) == (
         0, packed[1], sum(packed)
     )  # fmt: skip
-    channels, batch = first["table_channels"], pack.arguments[-1]
+    channels = first["table_channels"]
+    batch = pack.arguments[-1] // first.get("copied_planes", 1)
     columns = first["table_columns"]
     for name in ("tables_at", "table_channels", "table_columns"):
         assert first[name] == second[name]
     assert channels >= first["groups"] * first["group_out"]
-    assert columns >= first["groups"] * first["group_in"]
-    assert columns // first["groups"] % 16 == first["tables_at"] % 16 == 4 * channels % 16 == 0
+    copied = "copy_vectors" in first
+    s2d = first["s2d_height"] * first["s2d_width"]
+    planes = first.get("kernel_depth", 1) if copied else 1
+    inputs = first["groups"] * first["group_in"] // s2d // planes
+    assert columns == inputs if copied else columns >= first["groups"] * first["group_in"]
+    whole = 8 if copied else 16
+    assert columns // first["groups"] % whole == first["tables_at"] % 16 == 4 * channels % 16 == 0
     scale = plan.launches[0]
     assert scale.kernel.entry == "scale"
-    s2d = first["s2d_height"] * first["s2d_width"]
-    inputs = first["groups"] * first["group_in"] // s2d
     assert scale.grid == (min(inputs, launches.MOST_PACK_BLOCKS), 1, 1)
     assert pack.grid[0] == min(channels + batch, launches.MOST_PACK_BLOCKS)
-    assert plan.scratch_bytes == sum(packed) + 4 * (channels + columns + batch * (columns + 2))
+    scratch = sum(packed) + 4 * (channels + columns + batch * (columns + 2))
+    if copied:
+        scratch = _legal_copy(plan, first, scratch, batch * inputs)
+    assert plan.scratch_bytes == scratch
+
+
+def _legal_copy(plan: Plan, c: dict[str, Any], scratch: int, channels: int) -> int:
+    """Checks the launch that copies the input of scaled fp16; returns the bytes of workspace.
+
+    ``channels`` are those of all images or volumes.
+    """
+    [region], copy = plan.regions, plan.launches[2]
+    assert (copy.kernel.entry, copy.block) == ("copy", 256)
+    assert copy.arguments[:3] == ("input", region.name, "scratch")
+    assert plan.launches[3].arguments[0] == region.name == "input_copy"
+    assert region.offset == round_up(scratch, REGION_ALIGNMENT)
+    vectors, tile = c["copy_vectors"], c["copy_pixels"]
+    pixels = c.get("in_depth", 1) * c["in_height"] * c["in_width"]
+    assert tile % 32 == vectors * (tile // 32) % 8 == 0
+    assert copy.grid[0] == channels // (8 * vectors) * ceil_div(pixels, tile) < 2**31
+    assert copy.shared_bytes == 16 * tile * (vectors | 1) <= 48 * 1024
+    return region.offset + 2 * channels * pixels
 
 
 def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu) -> int:
@@ -63,6 +88,8 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
 
     scalar_bytes = 4 if c["Scalar"] == "float" else 2
     vector = 16 // scalar_bytes
+    copied = "copy_vectors" in c  # and so channels-last
+    loaded_bytes = 2 if copied else scalar_bytes
     channels_of_vector = 8 if c["scaled_fp16"] else vector
     weight_parts = 3 if c["scaled_fp16"] and c["parts"] == 2 else c["parts"]
     assert not c["scaled_fp16"] or (c["Scalar"] == "float" and not c["in_channels_last"])
@@ -70,6 +97,7 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
     if c["turns"]:
         assert c["resident"]
         assert c["rolling"] or chunks <= c["input_stages"]
+        assert c["rolling"] or loaded_bytes == 4 or not c["vector_loads"]
     row_unit = gcd(c["stride_height"], c["dilation_height"])
     row_residues, row_step = c["stride_height"] // row_unit, c["dilation_height"] // row_unit
     column_unit = gcd(c["stride_width"], c["dilation_width"])
@@ -120,7 +148,7 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
         assert last + halo + 2 * c["lead"] - 1 <= c["pixels"] <= c["pass_pixels"]
         steps = ("stride_height", "stride_width", "s2d_height", "s2d_width")
         assert {c[name] for name in (*steps, "out_step_height", "out_step_width")} == {1}
-        assert scalar_bytes == 4 or not c["vector_loads"]
+        assert loaded_bytes == 4 or not c["vector_loads"]
         if c["staged"]:
             assert c["padding_left"] == 0
             assert c["in_width"] == c["out_width"] + halo
@@ -194,7 +222,8 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
         assert c["groups"] * channels * c[f"{size}_height"] * c[f"{size}_width"] < 2**30
 
     # Copies of 16 bytes need aligned rows.
-    assert not c["vector_loads"] or (c["in_channels_last"] and c["group_in"] % vector == 0)
+    whole = c["group_in"] * loaded_bytes % 16 == 0
+    assert not c["vector_loads"] or ((copied or c["in_channels_last"]) and whole)
     assert c["staged"] == (c["raw_slots"] > 0)
     assert c["staged"] or not c["bulk_loads"]
     if c["staged"]:

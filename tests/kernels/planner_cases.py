@@ -81,9 +81,9 @@ def packed_layers(plan: Plan) -> list[tuple[Launch, Launch, dict[str, Any]]]:
     """For each layer of a halo-tile plan: the launch that packs, the one that computes, constants.
 
     A strided input gradient has several layers, and the repair of scaled fp16 is one more. The
-    launch that finds the scales comes first, and is left out.
+    launches that find the scales and that copy the input are left out.
     """
-    launches = [launch for launch in plan.launches if launch.kernel.entry != "scale"]
+    launches = [launch for launch in plan.launches if launch.kernel.entry not in ("scale", "copy")]
     packs, convolves = launches[::2], launches[1::2]
     return [
         (pack, halo, dict(halo.kernel.constants))
