@@ -135,7 +135,7 @@ HALO = Anatomy(
     parts={
         "load": (
             "16 bits", "parts", "scaled_fp16", "ties_to_even", "in_channels_last", "vector_loads",
-            "staged", "bulk_loads", "wraps", "rolling", "space-to-depth", "residues",
+            "staged", "bulk_loads", "box_loads", "wraps", "rolling", "space-to-depth", "residues",
             "raw residues", "raw aligned", "two producers", "repairs",
         ),
         "multiply": (

@@ -54,6 +54,7 @@ class TiledLayer:
     packed_bytes: int
     channels: int
     columns: int
+    input: Argument = "input"  # as the kernel that computes takes it
 
 
 class _Place(NamedTuple):
@@ -232,7 +233,7 @@ def _pair(
         (one.grid, 1, 1),
         one.threads,
         one.shared_bytes,
-        ("input", "scratch", "bias", "output", layer.batch, *layer.operands.residuals),
+        (one.input, "scratch", "bias", "output", layer.batch, *layer.operands.residuals),
     )
     return pack, convolve
 

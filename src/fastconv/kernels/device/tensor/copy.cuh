@@ -74,7 +74,7 @@ struct CopyTile {
 };
 
 template <class Config>
-__device__ __forceinline__ void copy_halves(const float* input, void* copy, unsigned char* scratch,
+__device__ __forceinline__ void copy_halves(const Scalar* input, void* copy, unsigned char* scratch,
                                             int batch) {
   using Tile = CopyTile<Config>;
   const Items items(scratch, batch);

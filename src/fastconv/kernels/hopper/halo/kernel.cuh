@@ -145,7 +145,7 @@ __device__ __forceinline__ void stream_weights(const unsigned char* packed, cons
   }
 }
 
-__device__ __forceinline__ void convolve(const Loaded* input, unsigned char* scratch,
+__device__ __forceinline__ void convolve(const Given& given, unsigned char* scratch,
                                          const Scalar* bias, Scalar* output, int batch,
                                          const Epilogue<C>& epilogue) {
   const Items items(scratch, batch);
@@ -162,15 +162,18 @@ __device__ __forceinline__ void convolve(const Loaded* input, unsigned char* scr
       barrier_init(&barriers().weights_empty[i], kConsumerWarps);
     }
     for (int i = 0; i < kConsumers; ++i) barrier_init(&barriers().turn[i], 4);
-    for (int i = 0; i < kRawSlots; ++i) barrier_init(&barriers().raw_full[i], kPieceChannels);
+    constexpr int kCopies = C::box_loads ? 1 : kPieceChannels;
+    for (int i = 0; i < kRawSlots; ++i) barrier_init(&barriers().raw_full[i], kCopies);
     barrier_init_fence();
   }
   __syncthreads();
   if (warp < kProducerWarps) {
     give_back_registers<C::producer_registers>();
     if (warp > 0) {
+      const Loaded* const input = address_of(given);
       if constexpr (C::staged) {
-        stage_input(input, input + static_cast<long long>(batch / Depth::out) * kInImage, items);
+        const Loaded* const end = input + static_cast<long long>(batch / Depth::out) * kInImage;
+        stage_input(given, input, end, items);
       } else {
         fill_stages<Input>(input, items);
       }
@@ -187,8 +190,8 @@ __device__ __forceinline__ void convolve(const Loaded* input, unsigned char* scr
 }  // namespace fastconv
 
 extern "C" __global__ void __launch_bounds__(Config::threads, 1)
-    convolve(const void* input, unsigned char* scratch, const Config::Scalar* bias,
-             Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
-  const auto* const loaded = reinterpret_cast<const fastconv::tensor::Loaded*>(input);
-  fastconv::hopper::convolve(loaded, scratch, bias, output, batch, FASTCONV_EPILOGUE(output));
+    convolve(const __grid_constant__ fastconv::hopper::Given input, unsigned char* scratch,
+             const Config::Scalar* bias, Config::Scalar* output,
+             int batch FASTCONV_RESIDUAL_PARAMETER) {
+  fastconv::hopper::convolve(input, scratch, bias, output, batch, FASTCONV_EPILOGUE(output));
 }

@@ -21,6 +21,7 @@ from fastconv.kernels.family import (
     Gpu,
     Operands,
     Plan,
+    TensorMap,
 )
 from fastconv.kernels.hopper import block
 from fastconv.kernels.hopper.block import CONSUMERS, OUTPUTS, WARPGROUP
@@ -252,7 +253,23 @@ def _tiled_layer(tile: Tile, gpu: Gpu, repairs: bool = False) -> TiledLayer:
         blocks * layer.chunks * layer.taps * tile.shape.tap_bytes,
         blocks * tile.shape.channel_groups * layer.mma_channels,
         layer.groups * _table_columns(layer),
+        _pieces(tile) if tile.method.boxes else "input",
     )
+
+
+def _pieces(tile: Tile) -> TensorMap:
+    """The input as TMA boxes load it: lines of a piece's channels, of planes without rows."""
+    layer, shape, operands = tile.layer, tile.shape, tile.layer.operands
+    planes = 1 if layer.depth is None else layer.depth.in_size
+    pixels, channels = layer.in_size[0] * layer.in_size[1], layer.groups * layer.in_channels
+    sizes = [pixels, planes, channels, layer.batch // layer.planes]
+    strides = [operands.scalar_bytes * n for n in (pixels, planes * pixels)]
+    strides.append(strides[-1] * channels)
+    lines = tile.method.piece_vectors * layer.vector_channels
+    box = [shape.box_columns, 1, lines, 1]
+    if layer.depth is None:
+        del sizes[1], strides[0], box[1]
+    return TensorMap("input", operands.scalar, tuple(sizes), tuple(strides), tuple(box))
 
 
 def _table_columns(layer: Layer) -> int:
@@ -366,6 +383,7 @@ def _constants(tile: Tile, gpu: Gpu, repairs: bool) -> dict[str, Constant]:
         "staged": tile.staged,
         "raw_slots": tile.method.raw_slots,
         "bulk_loads": tile.method.bulk,
+        "box_loads": tile.method.boxes,
         "vector_stores": operands.output_channels_last
         and operands.aligned
         and layer.group_out % layer.vector == 0

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
@@ -41,6 +42,7 @@ LOAD_CYCLES = {
     (8, 4): (5.6, 1.6, 6.4, 8.8, 6.4),
 }
 PIECE_CYCLES = {(4, 4): 450.0, (8, 2): 600.0, (8, 4): 800.0}  # a piece's bulk copies
+BOX_CYCLES = {(4, 4): 150.0, (8, 2): 200.0, (8, 4): 250.0}  # a piece's TMA box
 # Cycles of a piece copied with cp.async: always; if lines begin anywhere; per 16 bytes of a warp.
 COPY_CYCLES = (150.0, 200.0, 40.0)
 MOST_COPIED_BYTES = 1024  # of a line that is copied with cp.async; longer ones take bulk copies
@@ -54,6 +56,7 @@ class LoadMethod(NamedTuple):
     raw_slots: int  # pieces that a loading warp has in flight; 0: pixel by pixel
     bulk: bool  # whether bulk copies fetch them
     warps: int = 3  # that load: the rest of one producer warpgroup, or of two
+    boxes: bool = False  # whether each of these copies is a TMA box, a whole piece
 
     @property
     def piece_vectors(self) -> int:
@@ -73,7 +76,13 @@ LOAD_METHODS = (
     LoadMethod(1, True, MANY_WARPS),
     LoadMethod(2, True, MANY_WARPS),
     LoadMethod(2, False, MANY_WARPS),
+    *(
+        LoadMethod(slots, True, warps, boxes=True)
+        for warps, slots in product((3, MANY_WARPS), (1, 2))
+    ),
 )
+MOST_BOX_COLUMNS = 256
+BOX_BYTES = 128  # alignment of a TMA box in shared memory
 # Factors of staged loads if a warp has one slot, or more; by the loading warps and a vector's
 # channels. A single slot makes a warp wait, but many warps wait for each other anyway.
 STAGED_SHARES = {
@@ -281,8 +290,20 @@ class Shape:
         for method in LOAD_METHODS if layer.lines else LOAD_METHODS[:1]:
             short = method.raw_slots == 0 or method.bulk or size <= MOST_COPIED_BYTES
             few = layer.parts == 1 and self.pixels <= MANY_WARPS_PIXELS
+            if method.boxes and not self._fits_box(method):
+                continue
             if short and (method.warps < MANY_WARPS or few):
                 yield method
+
+    def _fits_box(self, method: LoadMethod) -> bool:
+        """Whether a TMA box can bring a piece: a line of channels that are equally far apart."""
+        layer = self.layer
+        channels = method.piece_vectors * layer.vector_channels
+        return (
+            self.box_columns <= MOST_BOX_COLUMNS
+            and layer.in_size[0] * layer.in_size[1] % layer.vector == 0
+            and (layer.depth is None or layer.in_channels % channels == 0)
+        )
 
     @lazy
     def raw_columns(self) -> int:
@@ -290,11 +311,18 @@ class Shape:
         stride = self.layer.stride[1]
         return self.pitch * stride - (math.gcd(stride, self.layer.dilation[1]) - 1)
 
+    @lazy
+    def box_columns(self) -> int:
+        """Columns of a TMA box with a line, which may begin behind a multiple of 16 bytes."""
+        vector = self.layer.vector
+        return round_up(self.raw_columns + vector - 1, vector)
+
     def raw_vectors(self, method: LoadMethod, wraps: bool) -> int:
         """16-byte vectors of a raw piece: a line of the channels of one or two of the tile's."""
         layer = self.layer
         columns = self.raw_columns if wraps else min(self.raw_columns, layer.in_size[1])
         columns += 0 if self.raw_aligned else layer.vector - 1
+        columns = self.box_columns if method.boxes else columns
         return method.piece_vectors * layer.vector_channels * ceil_div(columns, layer.vector)
 
     def _vector_cycles(self, staged: bool) -> float:
@@ -314,7 +342,8 @@ class Shape:
         With cp.async, these include the lanes that idle because a short line has no pixel for them.
         """
         if method.bulk:
-            return PIECE_CYCLES[self.layer.vector_kind] * method.piece_vectors / 2
+            cycles = BOX_CYCLES if method.boxes else PIECE_CYCLES
+            return cycles[self.layer.vector_kind] * method.piece_vectors / 2
         idle = self.layer.column_slots * (round_up(self.pitch, 32) - self.pitch)
         start, anywhere, copy = COPY_CYCLES
         start += 0 if self.raw_aligned else anywhere

@@ -3,15 +3,29 @@
 //
 // Each loading warp copies pieces: one line of as many channels as one or two 16-byte vectors of
 // the tile have (`piece_vectors`). The copies run some pieces ahead of the one that the warp
-// transposes, rounds or splits. A long line takes one bulk copy per channel (`bulk_loads`), a short
-// one cp.async of 16 bytes per lane. Copies start at the multiple of 16 bytes before a line's first
-// pixel, so that rows may begin anywhere. A line has the columns of all residues of a column
-// stride, which are taken apart as they are transposed: each column of the image is copied once.
+// transposes, rounds or splits. A TMA box brings a piece at once (`box_loads`): the tensor map has
+// all pixels of a plane as one dimension, so that a line may continue into the next row, and
+// columns that are padding are whatever lies there. Otherwise, a long line takes one bulk copy per
+// channel
+// (`bulk_loads`), a short one cp.async of 16 bytes per lane. All of them start at the multiple of
+// 16 bytes before a line's first pixel, so that rows may begin anywhere. A line has the columns of
+// all residues of a column stride, which are taken apart as they are transposed: each column of the
+// image is copied once.
 #pragma once
 #include "device/tensor/load.cuh"
 
 namespace fastconv {
 namespace hopper {
+
+// The input as the kernel is given it. TMA boxes are found by coordinates, so the addresses that
+// pieces have are not read from; they are counted from the tensor map because null has no offsets.
+using Given = Either<C::box_loads, TensorMap, const void*>::type;
+__device__ __forceinline__ const Loaded* address_of(const void* given) {
+  return static_cast<const Loaded*>(given);
+}
+__device__ __forceinline__ const Loaded* address_of(const TensorMap& given) {
+  return reinterpret_cast<const Loaded*>(&given);
+}
 
 constexpr int kLinePieces = C::k_steps * 2 / C::piece_vectors;  // pieces of a line's channels
 constexpr int kPieces = kLinePieces * kRowSlots * kStageRows;
@@ -45,6 +59,7 @@ struct Piece : Front {
   int target;           // offset of its first pixel in its stage, in units of 16 bytes
   int before;           // columns of padding before the first column inside
   int columns;          // columns inside
+  int start;            // the line's first column, in pixels of its plane
   const Loaded* first;  // first column inside; in images, of the first channel
 
   __device__ Piece(const Source& source, int index) : Front(source.front) {
@@ -62,6 +77,7 @@ struct Piece : Front {
     before = max(-x, 0);
     bool exists = static_cast<unsigned>(y) < static_cast<unsigned>(C::in_height);
     int end = C::in_width - x;
+    start = y * C::in_width + x;
     if constexpr (C::wraps) {
       // The strip continues into the next row, if there is one. Above the image, that row is all
       // that the piece has.
@@ -99,6 +115,13 @@ struct Piece : Front {
       return of_piece * kInChannel;
     }
   }
+  // Where a channel's line begins among the elements of the piece, with the columns of padding.
+  __device__ __forceinline__ int raw_start(int of_piece) const {
+    const int at = of_piece * kRawChannel;
+    return C::box_loads ? at + box_shift() : at + shift(of_piece) - before;
+  }
+  // Pixels of a box before the line's first column: those after a multiple of 16 bytes.
+  __device__ __forceinline__ int box_shift() const { return start & (kVector - 1); }
   // The misalignment of a channel's first pixel: elements after a multiple of 16 bytes.
   __device__ __forceinline__ int shift(int of_piece) const {
     if constexpr (kRawAligned) return 0;
@@ -108,6 +131,25 @@ struct Piece : Front {
         kVector);
   }
 };
+
+// Starts the copy of a piece as a TMA box.
+__device__ __forceinline__ void fetch_box(const TensorMap& input, const Piece& piece,
+                                          const Item& item, Loaded* raw, Barrier* full, int lane) {
+  if (lane > 0) return;
+  barrier_arrive_expect(full, piece.columns > 0 ? kBoxBytes : 0);
+  if (piece.columns == 0) return;
+  const InChannel read(piece.channel);
+  const int channel = item.group * kInChannels + read.channel;
+  const int first = piece.start - piece.box_shift();
+  if constexpr (Depth::exists) {
+    const int plane = piece.front + read.plane();
+    tensor_load(raw, input, {first, plane, channel, item.image / Depth::out}, full);
+  } else {
+    tensor_load(raw, input, {first, channel, item.image}, full);
+  }
+}
+__device__ __forceinline__ void fetch_box(const void*, const Piece&, const Item&, Loaded*, Barrier*,
+                                          int) {}
 
 // Starts the bulk copies of a piece: each of the first kPieceChannels lanes copies its channel.
 __device__ __forceinline__ void fetch_lines(const Piece& piece, const Loaded* input_end,
@@ -201,7 +243,7 @@ __device__ __forceinline__ void convert(const Piece& piece, const Loaded* raw, u
 #pragma unroll
     for (int j = 0; j < kVectorChannels; ++j) {
       const int i = plane * kVectorChannels + j;
-      channels[j] = raw + i * kRawChannel + piece.shift(i) - piece.before;
+      channels[j] = raw + piece.raw_start(i);
     }
     unsigned char* target = stage + (piece.target + plane * kPlanePixels) * 16;
 #pragma unroll 1
@@ -230,7 +272,7 @@ __device__ __forceinline__ void inspect(const Piece& piece, const Loaded* raw, i
   for (int i = 0; i < kPieceChannels; ++i) {
     const float power = powers.powers[of_chunk + i];
     if (power >= 0.0f || !piece.has(i)) continue;
-    const Loaded* const channel = raw + i * kRawChannel + piece.shift(i);
+    const Loaded* const channel = raw + piece.raw_start(i) + piece.before;
     if constexpr (C::stride_width == 1) {
       for (int column = lane; column < piece.columns; column += 32) {
         const float number = widen(channel[column]);
@@ -248,8 +290,8 @@ __device__ __forceinline__ void inspect(const Piece& piece, const Loaded* raw, i
 }
 
 // The loading warps: fill all input stages.
-__device__ __forceinline__ void stage_input(const Loaded* input, const Loaded* input_end,
-                                            const Items& items) {
+__device__ __forceinline__ void stage_input(const Given& given, const Loaded* input,
+                                            const Loaded* input_end, const Items& items) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   // The shuffle tells the compiler that the warp's number is uniform.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 1;
@@ -260,7 +302,9 @@ __device__ __forceinline__ void stage_input(const Loaded* input, const Loaded* i
   const auto fetch_next = [&](int slot) {
     if (next.more()) {
       const Piece piece(Source(input, next), next.piece);
-      if constexpr (C::bulk_loads) {
+      if constexpr (C::box_loads) {
+        fetch_box(given, piece, next.item, raw + slot * kRawElements, full + slot, lane);
+      } else if constexpr (C::bulk_loads) {
         fetch_lines(piece, input_end, raw + slot * kRawElements, full + slot, lane);
       } else {
         fetch_vectors(piece, input_end, raw + slot * kRawElements, lane);

@@ -54,6 +54,7 @@ static_assert(!C::wraps || !C::staged || (C::padding_left == 0 && C::in_width ==
 // `piece_vectors` vectors.
 // A piece has the columns of all residues of a column stride. Every loading warp has raw_slots
 // slots of its own. kRawAligned: pieces are whole rows, which all begin at multiples of 16 bytes.
+// TMA boxes (`box_loads`) have the columns of padding, too.
 constexpr int kLoaderWarps = C::loader_warps;
 constexpr int kProducerWarps = kLoaderWarps + 1;  // the first streams weights
 static_assert(kProducerWarps % 4 == 0 && 32 * (kProducerWarps + kConsumerWarps) == C::threads,
@@ -61,16 +62,20 @@ static_assert(kProducerWarps % 4 == 0 && 32 * (kProducerWarps + kConsumerWarps) 
 constexpr int kRawSlots = C::staged ? kLoaderWarps * C::raw_slots : 0;
 constexpr int kPieceChannels = C::piece_vectors * kVectorChannels;
 constexpr int kRawReach = C::pitch * C::stride_width - (kColumnUnit - 1);  // columns of a line
-constexpr int kRawLine = C::wraps || kRawReach < C::in_width ? kRawReach : C::in_width;
-constexpr bool kRawAligned = kStrips == 1 && C::padding_left >= 0 && C::in_width % kVector == 0;
+constexpr int kRawLine =
+    C::box_loads || C::wraps || kRawReach < C::in_width ? kRawReach : C::in_width;
+constexpr bool kRawAligned =
+    !C::box_loads && kStrips == 1 && C::padding_left >= 0 && C::in_width % kVector == 0;
 constexpr int kRawChannel = round_up(kRawLine + (kRawAligned ? 0 : kVector - 1), kVector);
-constexpr int kRawElements = kPieceChannels * kRawChannel;
+constexpr int kBoxAlignment = C::box_loads ? 128 : 16;  // bytes
+constexpr int kBoxBytes = kPieceChannels * kRawChannel * kScalarBytes;
+constexpr int kRawElements = round_up(kBoxBytes, kBoxAlignment) / kScalarBytes;
 constexpr int kRawBytes = kRawElements * kScalarBytes;
 
 constexpr int kInputRing = 0;
 constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
 constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
-constexpr int kRawRing = kStaging + kConsumers * kStagingBytes;
+constexpr int kRawRing = round_up(kStaging + kConsumers * kStagingBytes, kBoxAlignment);
 constexpr int kPowers = kRawRing + kRawSlots * kRawBytes;
 // Scaled fp16: each loading warp's copy of the powers of two that scale a chunk's channels. Bulk
 // copies fetch long lines, beside which reading the powers from global memory costs little.

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastconv.kernels.arithmetic import ceil_div
+from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu
 from fastconv.kernels.hopper.block import CONSUMERS, OUTPUTS
-from fastconv.kernels.hopper.halo.shapes import TILE_CYCLES, LoadMethod, Shape, shapes_of
+from fastconv.kernels.hopper.halo.shapes import (
+    BOX_BYTES,
+    TILE_CYCLES,
+    LoadMethod,
+    Shape,
+    shapes_of,
+)
 from fastconv.kernels.hopper.layers import Layer
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning.limits import together
@@ -50,7 +56,7 @@ class Tile:
         """The load method, and how many pieces a loading warp has in flight."""
         if not self.staged:
             return "pixels"
-        kind = "staged" if self.method.bulk else "copied"
+        kind = "boxed" if self.method.boxes else "staged" if self.method.bulk else "copied"
         return f"{self.method.raw_slots} {kind}{' by 7' if self.producers == 2 else ''}"
 
     @property
@@ -69,7 +75,8 @@ class Tile:
     @property
     def raw_bytes(self) -> int:
         """Bytes of a raw piece."""
-        return 16 * self.shape.raw_vectors(self.method, self.wraps)
+        size = 16 * self.shape.raw_vectors(self.method, self.wraps)
+        return round_up(size, BOX_BYTES) if self.method.boxes else size
 
     @lazy
     def resident(self) -> bool:
@@ -131,7 +138,8 @@ class Tile:
     def fixed_bytes(self) -> int:
         """Bytes of shared memory that do not depend on stages and passes."""
         raw = self.method.raw_slots * (self.raw_bytes + 8)
-        return self.method.warps * (raw + self.powers_bytes) + 8 * CONSUMERS
+        before = BOX_BYTES if self.method.boxes else 0
+        return before + self.method.warps * (raw + self.powers_bytes) + 8 * CONSUMERS
 
     @lazy
     def wraps(self) -> bool:
