@@ -105,6 +105,11 @@ def _staged(case: PassCase, slots: int = 2) -> PassCase:
     return _chosen(case, named(f" {slots} staged"))
 
 
+def _boxed(case: PassCase, slots: int) -> PassCase:
+    """The test case with lines that TMA boxes load."""
+    return _chosen(case, named(f" {slots} boxed"))
+
+
 def _copied(case: PassCase) -> PassCase:
     """The test case with lines that lanes copy."""
     return _chosen(case, named(" 2 copied"))
@@ -173,6 +178,16 @@ CASES = [
                           (2, 1, 0, 1)), "tf32")),
     _staged(_input_grad(Conv("wide, padding beyond the kernel", (1, 64, 8, 58), (18, 64, 3, 3),
                              padding=(3, 3, 4, 4)), "bfloat16")),
+    # TMA boxes: lines that begin anywhere, padding, strides, channels of two groups in a box, lines
+    # that continue into the next row.
+    *(_boxed(_forward(Conv("boxes", (2, 21, 6, 52), (64, 21, 3, 3), padding=(1, 1, 3, 2)), mode,
+                      gpu=ONE), slots)
+      for mode, slots in (("tf32", 1), ("bfloat16", 2), ("ieee", 1), ("float16", 1))),
+    _boxed(_input_grad(Conv("boxes, grouped", (2, 40, 4, 41), (36, 20, 1, 3), (1, 2), groups=2),
+                       "bfloat16"), 1),
+    _boxed(_forward(Conv("boxes, strided", (1, 20, 7, 56), (24, 20, 2, 3), (2, 2), (1, 0, 2, 1),
+                         (2, 3)), "tf32"), 2),
+    _boxed(_forward(Conv("boxes, rolling", (1, 8, 6, 342), (40, 8, 3, 3)), "tf32", gpu=ONE), 2),
     # Two producers load, whose pieces have the channels of one vector.
     *(_chosen(_forward(WIDE, mode), named(f" {kind} by 7"))
       for mode, kind in (("tf32", "1 staged"), ("float16", "2 staged"), ("bfloat16", "2 copied"))),
@@ -414,7 +429,7 @@ def test_cases_cover_all_branches() -> None:
     for name in (
         *("in_channels_last", "out_channels_last", "vector_loads", "staged", "bulk_loads"),
         *("vector_stores", "bulk_stores", "joint_stores", "wraps", "turns"),
-        *("rolling", "resident", "transposed"),
+        *("rolling", "resident", "transposed", "box_loads"),
         *("low_low_mma", "compensated"),
     ):
         assert values(name) == {False, True}, name

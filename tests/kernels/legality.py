@@ -6,7 +6,7 @@ from math import gcd, prod
 from typing import Any
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
-from fastconv.kernels.family import REGION_ALIGNMENT, Gpu, Launch, Plan
+from fastconv.kernels.family import REGION_ALIGNMENT, Gpu, Launch, Plan, TensorMap
 from fastconv.kernels.hopper.relayout.plan import TILE
 from fastconv.kernels.planning import launches
 from planner_cases import gemm_of, is_few_outputs, packed_layers, without_copies
@@ -190,6 +190,8 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
     # A line ends with the last pixel of the last residue of its columns.
     columns = (c["pitch"] - 1) * c["stride_width"] + c["stride_width"] - column_unit + 1
     line = ceil_div((columns if c["wraps"] else min(columns, c["in_width"])) + beyond, vector) * 16
+    if c["box_loads"]:
+        line = ceil_div(columns + vector - 1, vector) * 16
     used = 16 + (
         c["input_stages"] * (input_bytes + 16)
         + c["weight_stages"] * (c["stage_taps"] * tap_bytes + 16)
@@ -226,6 +228,9 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
     assert not c["vector_loads"] or ((copied or c["in_channels_last"]) and whole)
     assert c["staged"] == (c["raw_slots"] > 0)
     assert c["staged"] or not c["bulk_loads"]
+    assert c["bulk_loads"] or not c["box_loads"]
+    if c["box_loads"]:
+        _assert_legal_boxes(main, c, vector)
     if c["staged"]:
         assert not c["in_channels_last"]
         assert s2d == 1
@@ -239,6 +244,23 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
         if strips > 1:
             assert c["interleave"] * c["tile_columns"] % vector == 0
     return packed_bytes
+
+
+def _assert_legal_boxes(main: Launch, c: dict[str, Any], vector: int) -> None:
+    """Checks the tensor map of lines of the input."""
+    pieces = main.arguments[0]
+    assert isinstance(pieces, TensorMap)
+    planes = c.get("in_depth", 1)
+    pixels = c["in_height"] * c["in_width"]
+    lines = c["piece_vectors"] * (8 if c["scaled_fp16"] else vector)
+    channels = c["group_in"] // c.get("kernel_depth", 1)
+    assert channels % lines == 0 or "kernel_depth" not in c
+    assert pixels % vector == 0
+    of_planes = (planes,) * ("kernel_depth" in c)
+    assert pieces.sizes[:-1] == (pixels, *of_planes, c["groups"] * channels)
+    reach = c["pitch"] * c["stride_width"] - gcd(c["stride_width"], c["dilation_width"]) + 1
+    assert pieces.box[0] == round_up(reach + vector - 1, vector) <= 256
+    assert pieces.box[1:] == (*(1 for _ in of_planes), lines, 1)
 
 
 def _assert_legal_few_outputs(plan: Plan, gpu: Gpu) -> None:

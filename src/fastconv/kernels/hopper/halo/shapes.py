@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from typing import NamedTuple
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
@@ -42,7 +41,7 @@ LOAD_CYCLES = {
     (8, 4): (5.6, 1.6, 6.4, 8.8, 6.4),
 }
 PIECE_CYCLES = {(4, 4): 450.0, (8, 2): 600.0, (8, 4): 800.0}  # a piece's bulk copies
-BOX_CYCLES = {(4, 4): 150.0, (8, 2): 200.0, (8, 4): 250.0}  # a piece's TMA box
+BOX_CYCLES = {(4, 4): 150.0, (8, 2): 200.0, (8, 4): 300.0}  # a piece's TMA box
 # Cycles of a piece copied with cp.async: always; if lines begin anywhere; per 16 bytes of a warp.
 COPY_CYCLES = (150.0, 200.0, 40.0)
 MOST_COPIED_BYTES = 1024  # of a line that is copied with cp.async; longer ones take bulk copies
@@ -76,10 +75,8 @@ LOAD_METHODS = (
     LoadMethod(1, True, MANY_WARPS),
     LoadMethod(2, True, MANY_WARPS),
     LoadMethod(2, False, MANY_WARPS),
-    *(
-        LoadMethod(slots, True, warps, boxes=True)
-        for warps, slots in product((3, MANY_WARPS), (1, 2))
-    ),
+    LoadMethod(1, True, boxes=True),
+    LoadMethod(2, True, boxes=True),
 )
 MOST_BOX_COLUMNS = 256
 BOX_BYTES = 128  # alignment of a TMA box in shared memory
@@ -89,6 +86,7 @@ STAGED_SHARES = {
     (3, 4): (1.25, 1.0), (3, 8): (1.25, 1.0),
     (MANY_WARPS, 4): (0.89, 0.85), (MANY_WARPS, 8): (0.8, 0.8),
 }  # fmt: skip
+BOX_SHARES = (1.35, 1.15)  # the same of TMA boxes
 WEIGHT_BYTES = 24.0  # bytes of weights that an SM loads per cycle
 TILE_CYCLES = 1500.0  # prologue and epilogue of a tile
 SHARED_BYTES = 128.0  # bytes of shared memory that the tensor cores read per cycle
@@ -359,7 +357,8 @@ class Shape:
         if method.raw_slots > 0:
             pieces = vectors / (method.piece_vectors * self.pitch * layer.column_slots)
             loads += pieces * self._piece_cycles(method, wraps)
-            one_slot, more = STAGED_SHARES[method.warps, layer.vector_channels]
+            shares = STAGED_SHARES[method.warps, layer.vector_channels]
+            one_slot, more = BOX_SHARES if method.boxes else shares
             loads *= one_slot if method.raw_slots == 1 else more
         return loads
 
