@@ -321,7 +321,7 @@ def _weight_strides(problem: Problem, channels_last: bool) -> tuple[int, ...]:
 @pytest.mark.parametrize("mode", ["tf32", "bfloat16"])
 @pytest.mark.parametrize("plan", [planner.forward, planner.input_grad])
 def test_patches_of_videos_are_matrix_products(plan: Planner, mode: str) -> None:
-    """Each byte of both tensors is moved once, so the estimate is near to that time of memory."""
+    """Each byte of both tensors is moved once, which takes about as long as estimated."""
     made = _volume_plan("patch3d", mode, plan)
     assert [launch.kernel.entry for launch in made.launches] == ["multiply_patches"]
     assert made.scratch_bytes == 0
