@@ -464,7 +464,6 @@ RELAYOUT = Anatomy(
 def _patches(c: Mapping[str, Any]) -> dict[str, Constant]:
     pieces = c["channels"] * _taps(c) // 4
     return {
-        "16 bits": _vector(c) == 8,
         "several pieces": c["kernel_width"] > 4,
         "whole pieces": pieces % 4 == 0,
         "even MMAs": ceil_div(*((pieces, 4) if c["transposed"] else (c["filters"], 16))) % 2 == 0,
