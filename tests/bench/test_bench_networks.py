@@ -24,7 +24,16 @@ from fastconv.bench.network_results import (
     NetworkResults,
 )
 from fastconv.bench.networks import INFERENCE, MODES, TRAINING
-from fastconv.bench.written_networks import NETWORKS, Dcgan, HiFiGan, UNet, Wav2Vec2, Written
+from fastconv.bench.written_networks import (
+    _OF_VOLUMES,
+    NETWORKS,
+    Dcgan,
+    HiFiGan,
+    UNet,
+    VideoDecoder,
+    Wav2Vec2,
+    Written,
+)
 from fastconv.network import calls, preparation
 from network.helpers import Clock, ResNet, stand_in
 
@@ -498,6 +507,8 @@ def test_the_unet_is_measured(
         ("wav2vec2", (1, 499, 768), 4_200_448 + 1_024 + 393_984 + 4_719_360 + 1_536),
         ("hifigan", (1, 1, 128 * 256), 13_926_017),
         ("dcgan", (1, 3, 64, 64), 3_576_704),
+        ("unet3d", (1, 4, 128, 128, 128), 22_580_964),
+        ("video_decoder", (1, 3, 8, 480, 832), 41_338_179),
     ],
 )
 def test_written_networks_have_their_papers_sizes(
@@ -521,4 +532,20 @@ def test_written_networks_are_measured(
         monkeypatch.setitem(NETWORKS, name, one)
     rows = measured(capsys, *small)
     assert [row["images"] for row in rows[::4]] == ["2x1x800", "2x4x3", "2x4x1x1"]
+    assert all(row["ours"]["ms"] > 0 < row["peer"]["ms"] for row in rows)
+
+
+def test_networks_of_volumes_are_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {
+        "unet3d": Written(partial(UNet, 2, 2, 3, 1, _OF_VOLUMES), (1, 4, 4, 4)),
+        "video_decoder": Written(partial(VideoDecoder, 2, 32), (2, 1, 1, 2)),
+    }
+    for name, one in small.items():
+        monkeypatch.setitem(NETWORKS, name, one)
+    rows = measured(capsys, *small, "--dtype", "float32", "--mode", INFERENCE)
+    assert [row["images"] for row in rows] == ["2x1x4x4x4", "2x2x1x1x2"]
+    assert rows[0]["optimized"]["fused"]
+    assert [row["optimized"]["layers"] for row in rows] == [8, 23]
     assert all(row["ours"]["ms"] > 0 < row["peer"]["ms"] for row in rows)

@@ -52,6 +52,7 @@ sm_90a/1 forward float16 nchw/nchw: 2x12x6x12 2x12x3x3 padding=1,1
 sm_90a/2 forward bfloat16 nchw/nchw: 2x3x1x517 3x1x1x4 padding=0,0,3,0 groups=3
 sm_86/1 forward float16 nhwc/nhwc: 1x34x1x70 34x1x1x4 padding=0,0,3,0 groups=34
 sm_90a/1 forward bfloat16 nhwc/nhwc: 2x32x6x7 32x8x3x3 padding=1,1 groups=4
+sm_90a/1 forward* bfloat16 nchw/nchw: 1x1x8x8x20 17x1x2x2x4 stride=2,2,4
 """
 
 

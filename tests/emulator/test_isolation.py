@@ -450,6 +450,15 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "a filter too far: the next volume's",
+        "sm_90a/1 input_grad* bfloat16 nchw/nchw: 2x1x2x4x32 17x1x2x4x4 stride=2,4,4",
+        Fault(
+            "hopper/patches/kernel.cuh",
+            "const bool valid = exists && filter < C::filters;",
+            "const bool valid = exists && filter < C::filters + (volume == 0);",
+        ),
+    ),
+    Mutant(
         "the plane before instead of zeros",
         "sm_90a/1 input_grad* float32 nhwc/nhwc: 1x7x2x1x7 5x7x1x1x3 stride=2,2,2",
         Fault(

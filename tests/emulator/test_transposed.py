@@ -52,6 +52,7 @@ sm_90a/2 input_grad bfloat16 nchw/nchw: 2x3x1x520 3x1x1x4 padding=0,0,3,0 groups
 sm_90a/1 input_grad float32 nhwc/nhwc: 1x34x1x70 34x1x1x4 padding=0,0,0,3 groups=34
 sm_90a/2 input_grad bfloat16 nhwc/nhwc: 1x32x6x8 32x8x3x3 stride=2,2 padding=1,1 groups=4
 sm_80/1 input_grad float16 nhwc/nhwc: 2x32x6x7 32x4x3x3 padding=1,1 groups=8
+sm_90a/1 input_grad* float16 nchw/nchw: 1x2x2x4x64 8x2x1x2x8 stride=1,2,8
 """
 
 
@@ -91,7 +92,7 @@ def test_against_float64(case: PassCase) -> None:
     tensors = Tensors.random(plain)
     bias = torch.randn(problem.in_channels).to(case.dtype)
     read = {**tensors_read(plain, tensors), "bias": bias}
-    added = bias.double()[:, None, None].expand(problem.input_shape)
+    added = bias.double().view(-1, *(1,) * len(problem.axes)).expand(problem.input_shape)
     if case.epilogue.residual:
         residual = torch.randn(problem.input_shape).to(case.dtype)
         read["residual"] = placed(residual, case.output_format, case.aligned)

@@ -189,4 +189,14 @@ def tensor_core_convolutions(
 
 def arguments_of(problem: Problem, precision: str = "ieee") -> tuple[Any, ...]:
     """The last arguments of the operators: the geometry and the precision of float32."""
-    return problem.stride, problem.padding, problem.dilation, problem.groups, precision
+    axes = problem.axes
+    padding = tuple(side for axis in axes for side in (axis.before, axis.after))
+    strides = tuple(axis.stride for axis in axes)
+    dilations = tuple(axis.dilation for axis in axes)
+    return strides, padding, dilations, problem.groups, precision
+
+
+def format_of(rank: int, memory_format: Any) -> Any:
+    """The memory format of tensors of a rank: of images as given, or the same of volumes."""
+    is_last = memory_format == torch.channels_last
+    return torch.channels_last_3d if rank == 5 and is_last else memory_format

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastconv import ops
 from fastconv.problem import Problem
-from gpu.helpers import CUDA, FORMATS, arguments_of, precompile
+from gpu.helpers import CUDA, FORMATS, arguments_of, format_of, precompile
 
 BATCH = 300
 # Input without its batch, weight, stride, padding, dilation, groups. A whole batch has more blocks
@@ -27,6 +27,11 @@ GEOMETRIES: dict[str, tuple[Any, ...]] = {
     "pointwise": ((70, 11, 13), (33, 70, 1, 1), (1, 1), (0, 0, 0, 0), (1, 1), 1),
     "depthwise": ((32, 28, 28), (32, 1, 7, 7), (1, 1), (3, 3, 3, 3), (1, 1), 32),
     "wide kernel": ((3, 9, 70), (4, 3, 3, 31), (1, 1), (1, 1, 15, 15), (1, 1), 1),
+    "volume": ((16, 4, 12, 16), (32, 16, 3, 3, 3), (1, 1, 1), (1,) * 6, (1, 1, 1), 1),
+    "strided volume": ((8, 7, 12, 15), (16, 8, 3, 3, 3), (2, 2, 2), (1,) * 6, (1, 1, 1), 1),
+    "causal volume": ((3, 5, 9, 12), (24, 3, 3, 5, 5), (1, 2, 2), (2, 0, 2, 2, 2, 2), (1,) * 3, 1),
+    "patches": ((3, 4, 16, 32), (40, 3, 2, 4, 4), (2, 4, 4), (0,) * 6, (1, 1, 1), 1),
+    "depthwise volume": ((24, 4, 12, 14), (24, 1, 3, 3, 3), (1,) * 3, (1,) * 6, (1,) * 3, 24),
 }
 
 
@@ -39,7 +44,9 @@ def _tensors(problem: Problem, dtype: torch.dtype, memory_format: Any) -> list[T
     """Input, weight and the gradient of the output."""
     shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
     return [
-        torch.randn(shape, dtype=dtype, device=CUDA).to(memory_format=memory_format)
+        torch.randn(shape, dtype=dtype, device=CUDA).to(
+            memory_format=format_of(len(shape), memory_format)
+        )
         for shape in shapes
     ]
 
@@ -49,12 +56,12 @@ def _forward(problem: Problem, input: Tensor, weight: Tensor, grad_output: Tenso
 
 
 def _input_grad(problem: Problem, input: Tensor, weight: Tensor, grad_output: Tensor) -> Tensor:
-    return ops.input_grad(grad_output, weight, problem.input_size, *arguments_of(problem))
+    return ops.input_grad(grad_output, weight, problem.input_shape[2:], *arguments_of(problem))
 
 
 def _weight_grad(problem: Problem, input: Tensor, weight: Tensor, grad_output: Tensor) -> Tensor:
     last = arguments_of(problem)
-    return ops.weight_grad(grad_output, input, problem.kernel_size, *last, False)[0]
+    return ops.weight_grad(grad_output, input, problem.weight_shape[2:], *last, False)[0]
 
 
 def _image_by_image(

@@ -22,6 +22,7 @@ from emulator import (
     test_hopper_halo_nonfinite,
     test_hopper_implicit_gemm_nchw,
     test_hopper_implicit_gemm_nhwc,
+    test_hopper_patches,
     test_hopper_residues,
     test_hopper_scaled_fp16,
 )
@@ -42,7 +43,7 @@ from fastconv.backends import cuda as backend
 from fastconv.bench import contestants
 from fastconv.kernels import hopper, planner
 from fastconv.kernels.hopper.halo import plan as halo
-from fastconv.problem import Problem
+from fastconv.problem import NO_EPILOGUE, Problem
 from fastconv.workloads import FOUNDING, ODD, REAL, Workload
 from gpu.helpers import (
     CUDA,
@@ -96,6 +97,7 @@ WORKS = [
     *test_hopper_few_outputs.CASES,
     *test_hopper_implicit_gemm_nhwc.CASES,
     *test_hopper_implicit_gemm_nchw.CASES,
+    *(case for case in test_hopper_patches.CASES if case.epilogue == NO_EPILOGUE),
 ]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import oracle
 from fastconv import ops
 from fastconv.problem import Problem
-from gpu.helpers import CUDA, FORMATS, arguments_of, free_memory
+from gpu.helpers import CUDA, FORMATS, arguments_of, format_of, free_memory
 
 NEEDED_BYTES = 60 << 30
 layouts = pytest.mark.parametrize("memory_format", FORMATS.values(), ids=FORMATS)
@@ -38,7 +38,8 @@ def _random(shape: tuple[int, ...], memory_format: Any) -> Tensor:
 def _exact(input: Tensor, weight: Tensor, grad_output: Tensor) -> tuple[Tensor, ...]:
     """The output and both gradients, in float64 on the CPU."""
     tensors = (oracle.exact(input), oracle.exact(weight))
-    return oracle.with_gradients(oracle.conv2d, tensors, oracle.exact(grad_output), padding=1)
+    convolve = torch.nn.functional.conv3d if input.dim() == 5 else oracle.conv2d
+    return oracle.with_gradients(convolve, tensors, oracle.exact(grad_output), padding=1)
 
 
 def _assert_close(actual: Tensor, exact: Tensor) -> None:
@@ -97,6 +98,52 @@ def test_single_image(memory_format: Any) -> None:
     _assert_close(_corner(input_grad)[inner], exact[1][inner])
     weight_grad, _ = ops.weight_grad(grad_output, input, problem.kernel_size, *last, False)
     _assert_close(weight_grad, exact[2])
+
+
+@layouts
+def test_many_volumes(memory_format: Any) -> None:
+    """Compares volumes at both ends of a batch of more than 2^31 elements."""
+    shape = (2**31 // (4 * 16 * 32 * 32) + 5, 4, 16, 32, 32)
+    problem = Problem.of(shape, (4, 4, 3, 3, 3), (1, 1, 1), (1,) * 6, (1, 1, 1), 1)
+    assert prod(problem.input_shape) > 2**31
+    last, of_volumes = arguments_of(problem), format_of(5, memory_format)
+    input, weight, grad_output = (
+        _random(shape, of_volumes)
+        for shape in (problem.input_shape, problem.weight_shape, problem.output_shape)
+    )
+    output = ops.forward(input, weight, None, *last)
+    input_grad = ops.input_grad(grad_output, weight, problem.input_shape[2:], *last)
+    for volume in (0, problem.batch // 2, problem.batch - 1):
+        at = slice(volume, volume + 1)
+        exact = _exact(input[at], weight, grad_output[at])
+        _assert_close(output[at], exact[0])
+        _assert_close(input_grad[at], exact[1])
+    # Only the last volume makes up the weight gradient.
+    grad_output[:-1] = 0
+    found, _ = ops.weight_grad(grad_output, input, problem.weight_shape[2:], *last, False)
+    expected = _exact(input[-1:], weight, grad_output[-1:])[2]
+    assert (found.cpu().double() - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_many_patches() -> None:
+    """Patches at both ends of a batch of more than 2^31 elements, forward and back."""
+    shape, kernel = (2**31 // (3 * 8 * 64 * 64) + 5, 3, 8, 64, 64), (2, 4, 4)
+    problem = Problem.of(shape, (8, 3, *kernel), kernel, (0,) * 6, (1, 1, 1), 1)
+    assert prod(problem.input_shape) > 2**31
+    input = _random(problem.input_shape, torch.contiguous_format).bfloat16()
+    weight = _random(problem.weight_shape, torch.contiguous_format).bfloat16()
+    last = arguments_of(problem)
+    output = ops.forward(input, weight, None, *last)
+    restored = ops.input_grad(output, weight, problem.input_shape[2:], *last)
+    for volume in (0, problem.batch // 2, problem.batch - 1):
+        at = slice(volume, volume + 1)
+        tensors = (oracle.exact(input[at]), oracle.exact(weight))
+        grad = oracle.exact(output[at])
+        patches = partial(torch.nn.functional.conv3d, stride=kernel)
+        exact = oracle.with_gradients(patches, tensors, grad)
+        close = partial(torch.testing.assert_close, rtol=1e-2, atol=1e-2)
+        close(output[at].cpu().double(), exact[0])
+        close(restored[at].cpu().double(), exact[1])
 
 
 # The second case has more pixels than a tensor map can describe.

@@ -12,14 +12,15 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 from effort import calls
 from fastconv.kernels import hopper, planner, tuned
 from fastconv.kernels.family import Gpu, Plan
-from fastconv.kernels.gpus import H200
+from fastconv.kernels.gpus import H200, rates
 from fastconv.kernels.planner import Pass, Planner
 from fastconv.problem import Problem
-from fastconv.workloads import FOUNDING, ODD, REAL, Workload
+from fastconv.workloads import FOUNDING, ODD, REAL, VIDEO, VOLUME, Workload
 from planner_cases import (
     A100,
     PASSES,
@@ -295,6 +296,44 @@ def test_no_frame_is_left_to_the_garbage_collector(plan: Pass) -> None:
         gc.garbage.clear()
         gc.enable()
     assert not left
+
+
+# --- Volumes --------------------------------------------------------------------------------------
+
+
+def _volume_plan(name: str, mode: str, plan: Planner, channels_last: bool = False) -> Plan:
+    layers = {layer.name: layer for layer in (*VIDEO, *VOLUME)}
+    problem = layers[name].problem
+    operands = replace(
+        make_operands(DENSE, mode, channels_last),
+        weight_strides=_weight_strides(problem, channels_last),
+    )
+    return plan(problem, operands, H200)
+
+
+def _weight_strides(problem: Problem, channels_last: bool) -> tuple[int, ...]:
+    weight = torch.empty(problem.weight_shape, device="meta")
+    if channels_last:
+        weight = weight.contiguous(memory_format=torch.channels_last_3d)
+    return weight.stride()
+
+
+@pytest.mark.parametrize("mode", ["tf32", "bfloat16"])
+@pytest.mark.parametrize("plan", [planner.forward, planner.input_grad])
+def test_patches_of_videos_are_matrix_products(plan: Planner, mode: str) -> None:
+    """Each byte of both tensors is moved once, which takes about as long as estimated."""
+    made = _volume_plan("patch3d", mode, plan)
+    assert [launch.kernel.entry for launch in made.launches] == ["multiply_patches"]
+    assert made.scratch_bytes == 0
+    moved = 2 * 8 * 3 * 32 * 224 * 224 * (4 if mode == "tf32" else 2)
+    assert made.cycles < 2.5 * moved / rates(H200).memory_bytes / H200.sm_count
+
+
+def test_pixels_of_more_bytes_are_the_columns() -> None:
+    """A pixel of 24 channels takes TMA longer than one of 48: the tensors exchange roles."""
+    made = _volume_plan("kb70", "bfloat16", planner.weight_grad, True)
+    constants = dict(made.launches[0].kernel.constants)
+    assert (constants["group_out"], constants["group_in"]) == (24, 48)
 
 
 # --- Tuned plans ----------------------------------------------------------------------------------

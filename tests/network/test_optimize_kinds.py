@@ -93,6 +93,41 @@ def test_volumes_are_fused() -> None:
     torch.testing.assert_close(optimized(example), model(example), rtol=1e-4, atol=1e-4)
 
 
+class VideoBlock(nn.Module):
+    """A block of R(2+1)D: convolutions within frames and along time, and a strided shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.within = nn.Conv3d(3, 6, (1, 3, 3), (1, 2, 2), (0, 1, 1), bias=False)
+        self.first_norm = nn.BatchNorm3d(6)
+        self.along = nn.Conv3d(6, 4, (3, 1, 1), (2, 1, 1), (1, 0, 0), bias=False)
+        self.last_norm = nn.BatchNorm3d(4)
+        self.shortcut = nn.Sequential(nn.Conv3d(3, 4, 1, 2, bias=False), nn.BatchNorm3d(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.relu(self.first_norm(self.within(x)))
+        found = self.last_norm(self.along(found))
+        found += self.shortcut(x)
+        return torch.relu(found)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+def test_a_block_of_a_video_network_is_fused(last: bool) -> None:
+    format = torch.channels_last_3d if last else torch.contiguous_format
+    model = VideoBlock().eval().to(memory_format=format)
+    with torch.no_grad():
+        for norm in (one for one in model.modules() if isinstance(one, nn.BatchNorm3d)):
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2)
+    example = torch.randn(2, 3, 5, 8, 9).contiguous(memory_format=format)
+    optimized = fused(model, example)
+    assert activations(optimized) == {"within": "relu", "along": "relu"}
+    added = {n for n, one in optimized.named_modules() if getattr(one, "takes_residual", False)}
+    assert added == {"along"}
+    assert report(optimized).folded == 3
+    torch.testing.assert_close(optimized(example), model(example), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.usefixtures("_inference")
 def test_a_fused_model_is_compiled(vocoder: Vocoder) -> None:
     example = torch.randn(2, 3, 20)

@@ -122,18 +122,18 @@ PROBLEMS = (
         81, "transposed, strided, padded, dilated", (16, 32, 64, 128),
         ("32, 64, 3, stride=5, padding=1, dilation=2, bias=False",), "ConvTranspose2d",
     ),
-    Problem(54, "volume", (16, 3, 64, 64, 64), ("3, 64, 3, bias=False",), "Conv3d"),
+    Problem(54, "volume", (16, 3, 64, 64, 64), ("3, 64, 3, bias=False",), "Conv3d", "ieee"),
     Problem(
         59, "volume, asymmetric input and kernel", (16, 3, 256, 256, 10),
-        ("3, 64, (3, 3, 1), bias=False",), "Conv3d",
+        ("3, 64, (3, 3, 1), bias=False",), "Conv3d", "ieee",
     ),
     Problem(
         60, "volume, asymmetric kernel", (16, 3, 64, 64, 64), ("3, 64, (3, 5, 7), bias=False",),
-        "Conv3d",
+        "Conv3d", "ieee",
     ),
     Problem(
         66, "volume, asymmetric input and kernel", (8, 3, 16, 128, 128),
-        ("3, 64, (3, 5, 7), bias=False",), "Conv3d",
+        ("3, 64, (3, 5, 7), bias=False",), "Conv3d", "ieee",
     ),
     Problem(
         58, "transposed, volume, asymmetric input and kernel", (16, 32, 16, 32, 64),
@@ -154,7 +154,7 @@ PROBLEMS = (
     Problem(
         72, "transposed, volume, strided, grouped, padded", (8, 32, 12, 24, 48),
         ("32, 32, (3, 5, 7), stride=2, padding=(1, 2, 3), output_padding=1, groups=4, bias=False",),
-        "ConvTranspose3d",
+        "ConvTranspose3d", "ieee",
     ),
     Problem(
         73, "transposed, volume, strided, padded", (4, 32, 32, 64, 128),

@@ -6,6 +6,7 @@ Forward passes and input gradients:
 - ``few_outputs``: all taps in the N of one MMA, for few output channels.
 - ``implicit_gemm_nhwc``: channels-last tensors in TF32 or 16 bits, loaded by TMA.
 - ``implicit_gemm_nchw``: contiguous float32 tensors in TF32.
+- ``patches``: patch embeddings of contiguous volumes, whose kernel is their stride.
 
 Weight gradients:
 

@@ -471,6 +471,31 @@ RELAYOUT = Anatomy(
     parts={"load": ("16 bits", "vector_loads"), "store": ("16 bits", "vector_stores")},
 )
 
+
+def _patches(c: Mapping[str, Any]) -> dict[str, Constant]:
+    pieces = c["channels"] * _taps(c) // 4
+    return {
+        "several pieces": c["kernel_width"] > 4,
+        "whole pieces": pieces % 4 == 0,
+        "even MMAs": ceil_div(*((pieces, 4) if c["transposed"] else (c["filters"], 16))) % 2 == 0,
+        "whole filters": c["filters"] % 16 == 0,
+    }
+
+
+PATCHES = Anatomy(
+    sizes=GEOMETRY
+    | {
+        "channels", "filters", "depth", "height", "width", "patches_deep", "patches_down",
+        "patches_across", "blocks_per_sm", "shared_bytes",
+    },
+    chosen=_patches,
+    parts={
+        "load": ("Scalar", "transposed", "copied_patches", "several pieces", "whole pieces"),
+        "multiply": ("Scalar", "transposed", "whole pieces", "whole filters", "even MMAs"),
+        "store": ("Scalar", "transposed", "copied_patches", "several pieces", "whole filters"),
+    },
+)  # fmt: skip
+
 ANATOMIES = {
     "hopper/halo/kernel.cuh": HALO,
     "hopper/few_outputs/kernel.cuh": FEW_OUTPUTS,
@@ -480,4 +505,5 @@ ANATOMIES = {
     "hopper/wgrad_few_inputs/kernel.cuh": WGRAD_FEW_INPUTS,
     "hopper/wgrad_halo/kernel.cuh": WGRAD_HALO,
     "hopper/relayout/kernel.cuh": RELAYOUT,
+    "hopper/patches/kernel.cuh": PATCHES,
 }

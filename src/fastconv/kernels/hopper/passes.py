@@ -18,6 +18,7 @@ from fastconv.kernels.hopper.halo import plan as halo
 from fastconv.kernels.hopper.implicit_gemm_nchw import plan as implicit_gemm_nchw
 from fastconv.kernels.hopper.implicit_gemm_nhwc import plan as implicit_gemm_nhwc
 from fastconv.kernels.hopper.layers import Layer, forward_ways, input_grad_ways
+from fastconv.kernels.hopper.patches import plan as patches
 from fastconv.kernels.hopper.relayout import plan as relayout
 from fastconv.kernels.hopper.wgrad_few_inputs import plan as wgrad_few_inputs
 from fastconv.kernels.hopper.wgrad_halo import plan as wgrad_halo
@@ -298,6 +299,10 @@ def _special(
     for gemm in (implicit_gemm_nhwc, implicit_gemm_nchw):
         with suppress(Declined):
             yield _gemm(gemm, problem, operands, gpu, is_reversed)
+    with suppress(Declined):
+        layer = patches.layer_of(problem, operands, gpu, is_reversed)
+        whole = partial(patches.plan, layer, gpu)
+        yield _Choice(layer.image_cycles(gpu), whole, lambda most: [whole()])
     with suppress(Declined):
         yield from _on_channels_last_copies(direction, problem, operands, gpu)
 

@@ -434,12 +434,14 @@ __device__ __forceinline__ void gather_steps(const Shared& shared, const Sources
   int ahead = number / C::team_warps;  // the team's first step
   Ring ring(1);
   for (int i = 0; i < ahead; ++i) ring.advance();
-  for_runs(share, static_cast<int>(blockIdx.x), [&](const Run& run, int) {
+  // The compiler would make a function of so much code, and call it with its variables in memory.
+  const auto gather = [&](const Run& run, int) __attribute__((always_inline)) {
     const Tile tile(run.tile);
     Gatherer<Sources> gatherer(sources, tile, warp, batch);
     gather_share<0>(tile.column / kTileColumns * C::team_warps + warp, shared, ring, run, ahead,
                     gatherer);
-  });
+  };
+  for_runs(share, static_cast<int>(blockIdx.x), gather);
 }
 
 }  // namespace hopper

@@ -1,0 +1,1 @@
+"""Patch embeddings of volumes, whose kernel is their stride: matrix products at memory's speed."""
