@@ -43,6 +43,7 @@ CASES += [
 # Halo tiles of images: of whole vectors, and in residues of a stride with odd planes.
 CASES += [
     PassCase(CONVS[4], HaloCopies("forward"), torch.bfloat16, gpu=FEW),
+    PassCase(CONVS[4], HaloCopies("weight_grad"), torch.bfloat16, gpu=FEW, bias_grad=True),
     PassCase(
         Conv("residues", (2, 16, 9, 7), (24, 16, 3, 2), (2, 1), (1, 1, 0, 1)),
         HaloCopies("input_grad"),
@@ -71,6 +72,16 @@ def test_halo_tiles_of_images_on_copies(channels_last: bool, copies: int) -> Non
     sources = [launch.kernel.source for launch in case.plan.launches]
     assert sources.count(relayout.SOURCE) == copies
     assert "hopper/halo/kernel.cuh" in sources
+
+
+@pytest.mark.parametrize(("channels_last", "copies"), [(False, 2), (True, 0)])
+def test_halo_tiles_of_weight_gradients_on_copies(channels_last: bool, copies: int) -> None:
+    """A contiguous layer takes no longer than both copies and the channels-last layer."""
+    conv = Conv("long kernel", (16, 64, 128, 431), (64, 64, 3, 9), (2, 1), (1, 1, 4, 4))
+    case = PassCase(conv, planner.weight_grad, torch.bfloat16, channels_last, gpu=H200)
+    sources = [launch.kernel.source for launch in case.plan.launches]
+    assert sources.count(relayout.SOURCE) == copies
+    assert "hopper/wgrad_halo/kernel.cuh" in sources
 
 
 @pytest.mark.parametrize(
