@@ -107,17 +107,17 @@ SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 1 --report-api-err
   --kernel-name kernel_substring=transpose
 CONVOLVE = --kernel-name kernel_substring=convolve
 sanitize:
-	for family in "" ampere depthwise direct corpus; do \
+	for family in "" ampere depthwise grouped direct corpus; do \
 	  PYTHONPATH=src $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
 	done
-	for tool in memcheck synccheck; do for family in "" ampere depthwise corpus; do \
+	for tool in memcheck synccheck; do for family in "" ampere depthwise grouped corpus; do \
 	  $(SANITIZER) $(CONVOLVE) --tool $$tool $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
 	done; done
-	for family in ampere depthwise direct; do \
+	for family in ampere depthwise grouped direct; do \
 	  $(SANITIZER) $(CONVOLVE) --tool initcheck $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
 	done
 	$(SANITIZER) --tool racecheck $(GPU_PYTHON) tests/gpu/sanitize.py ampere
-	for family in depthwise direct; do \
+	for family in depthwise grouped direct; do \
 	  $(SANITIZER) $(CONVOLVE) --tool racecheck $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
 	done
 

@@ -216,7 +216,7 @@ class Copies(Forced):
 
 @dataclass(frozen=True)
 class HaloCopies(Forced):
-    """Plans a forward pass or an input gradient of halo tiles on channels-last copies."""
+    """Plans a pass with halo tiles on channels-last copies."""
 
     @property
     def word(self) -> str:
@@ -225,6 +225,9 @@ class HaloCopies(Forced):
     def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         last, is_reversed = relayout.channels_last(operands), self.direction == "input_grad"
         limits.check_reach(problem, operands)
+        if self.direction == "weight_grad":
+            tile = hopper_wgrad_halo.choose_tile(problem, last, gpu)
+            return relayout.weight_gradient(hopper_wgrad_halo.plan(tile, gpu), problem, operands)
         problem = problem.without_idle_dilation
         ways = (hopper_input_grad_ways if is_reversed else hopper_forward_ways)(problem, last)
         plan = hopper_halo.plan(ways, gpu)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from emulator import precompile, run_both_orders
-from emulator.forced_plans import Copies
+from emulator.forced_plans import Copies, HaloCopies
 from emulator.pass_cases import Conv, PassCase, check
 from emulator.test_hopper_halo import FEW
+from fastconv.kernels import planner
 from fastconv.kernels.family import MAPPED_SCALARS, Declined, Operands
 from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper.relayout import plan as relayout
@@ -32,12 +33,23 @@ CONVS = (
     Conv("volumes", (2, 16, 3, 5, 4), (24, 16, 3, 1, 2), (1, 2, 1), (1, 1, 0, 0, 0, 1), (1,) * 3),
 )
 CASES = [
-    PassCase(conv, planner, dtype, gpu=FEW)
-    for (conv, planner), dtype in zip(product(CONVS, PLANNERS), TYPES * 8, strict=False)
+    PassCase(conv, plan, dtype, gpu=FEW)
+    for (conv, plan), dtype in zip(product(CONVS, PLANNERS), TYPES * 8, strict=False)
 ]
 CASES += [
-    PassCase(conv, planner, torch.float32, gpu=FEW, precision="tf32")
-    for conv, planner in product(CONVS, (FORWARD, INPUT_GRAD))
+    PassCase(conv, plan, torch.float32, gpu=FEW, precision="tf32")
+    for conv, plan in product(CONVS, (FORWARD, INPUT_GRAD))
+]
+# Halo tiles of images: of whole vectors, and in residues of a stride with odd planes.
+CASES += [
+    PassCase(CONVS[4], HaloCopies("forward"), torch.bfloat16, gpu=FEW),
+    PassCase(CONVS[4], HaloCopies("weight_grad"), torch.bfloat16, gpu=FEW, bias_grad=True),
+    PassCase(
+        Conv("residues", (2, 16, 9, 7), (24, 16, 3, 2), (2, 1), (1, 1, 0, 1)),
+        HaloCopies("input_grad"),
+        torch.float16,
+        gpu=FEW,
+    ),
 ]
 
 
@@ -50,6 +62,26 @@ def _compiled() -> None:
 def test_pass(case: PassCase) -> None:
     assert case.plan.regions
     check(case)
+
+
+@pytest.mark.parametrize(("channels_last", "copies"), [(False, 2), (True, 0)])
+def test_halo_tiles_of_images_on_copies(channels_last: bool, copies: int) -> None:
+    """Wide kernels with a stride load contiguous channels so slowly that copies gain."""
+    conv = Conv("wide", (16, 48, 101, 101), (2048, 48, 5, 5), (2, 1), (2, 2, 2, 2))
+    case = PassCase(conv, planner.input_grad, torch.bfloat16, channels_last, gpu=H200)
+    sources = [launch.kernel.source for launch in case.plan.launches]
+    assert sources.count(relayout.SOURCE) == copies
+    assert "hopper/halo/kernel.cuh" in sources
+
+
+@pytest.mark.parametrize(("channels_last", "copies"), [(False, 2), (True, 0)])
+def test_halo_tiles_of_weight_gradients_on_copies(channels_last: bool, copies: int) -> None:
+    """A contiguous layer takes no longer than both copies and the channels-last layer."""
+    conv = Conv("long kernel", (16, 64, 128, 431), (64, 64, 3, 9), (2, 1), (1, 1, 4, 4))
+    case = PassCase(conv, planner.weight_grad, torch.bfloat16, channels_last, gpu=H200)
+    sources = [launch.kernel.source for launch in case.plan.launches]
+    assert sources.count(relayout.SOURCE) == copies
+    assert "hopper/wgrad_halo/kernel.cuh" in sources
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,8 @@ NARROW_GROUPS = Conv("narrow groups", (2, 96, 9, 8), (48, 16, 3, 2), (1, 2), (1,
 # Wide strides and long kernels, gathered by taps: lines that end within a step, and between images.
 WIDE_STRIDE = Conv("wide stride", (2, 16, 1, 530), (70, 16, 1, 20), (1, 10), (0, 0, 5, 5))
 LINES = Conv("lines", (2, 48, 5, 130), (42, 16, 2, 7), (2, 4), (1, 0, 3, 4), (2, 1), 3)
+WIDE_STEM = Conv("wide stem", (3, 3, 35, 41), (40, 3, 11, 11), (4, 4), (2, 2, 2, 2))
+STEMS = Conv("stems", (2, 18, 8, 44), (20, 9, 3, 7), (2, 5), (1, 1, 3, 0), (2, 1), 2)
 # Sides that are multiples of the stride.
 WHOLE_STEPS = Conv("whole steps", (3, 72, 16, 16), (72, 72, 4, 3), (2, 2), (1, 1, 1, 0), (1, 1))
 LONG_STEPS = Conv("long steps", (2, 64, 1, 512), (48, 32, 1, 16), (1, 8), (0, 0, 4, 4), groups=2)
@@ -188,6 +190,9 @@ CASES = [
     _case(WIDE_STRIDE, "float16", False, False, with_tile(1, 2, 64, 64, grid=3)),
     _case(LINES, "tf32", False, False),
     _case(LINES, "bfloat16", False, True),
+    _case(WIDE_STEM, "bfloat16", False, True),
+    _case(WIDE_STEM, "float16", False, False, with_tile(1, 1, 128, 64, grid=5, mmas=4)),
+    _case(STEMS, "bfloat16", False, True),
     _case(WHOLE_STEPS, "bfloat16", True, True, with_tile(2, 1, 128, 32, grid=7)),
     _case(LONG_STEPS, "float16", True, False),
     _case(POINTWISE_GROUPS, "tf32", False, False),

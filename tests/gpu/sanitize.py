@@ -1,7 +1,7 @@
 """Runs every kind of kernel once, for NVIDIA's compute-sanitizer to watch; see the Makefile.
 
-An argument names a family, "direct", "ampere" or "depthwise": then only its kernels and the
-portable ones run, with sm_80's shared memory, and "depthwise" runs only narrow groups. Causal
+An argument names a family, "direct", "ampere", "depthwise" or "grouped": then only its kernels and
+the portable ones run, with sm_80's shared memory; the last two run only groups. Causal
 convolutions and batch normalization, which are not planned with the others, run with "direct". With
 "corpus", a problem of the coverage corpus runs for each kernel, direction and format, of images and
 of volumes. Two of the tools do not understand everything that the kernels do. initcheck does not
@@ -133,6 +133,19 @@ NARROW_PROBLEMS = {
     "in parts": ((2, 4, 1, 1501), (4, 1, 1, 4), (1, 1), (0, 0, 3, 3), (1, 1), 4),
     "one column": ((2, 8, 701, 1), (8, 1, 4, 3), (1, 1), (3, 0, 1, 1), (1, 1), 8),
 }
+# Problems for groups of 4 to 32 channels, with the same fields. They cover each width, several
+# images to a block and parts of images, strides and their residues, dilations, and long sums.
+GROUPED_PROBLEMS = {
+    "4 channels": ((3, 32, 9, 11), (32, 4, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 8),
+    "8 channels": ((2, 48, 10, 17), (48, 8, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 6),
+    "16 channels": ((9, 32, 7, 7), (32, 16, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 2),
+    "32 channels": ((2, 64, 9, 8), (64, 32, 3, 3), (2, 2), (1, 1, 1, 1), (1, 1), 2),
+    "strided": ((2, 32, 13, 40), (32, 4, 3, 3), (2, 2), (1, 1, 1, 1), (1, 1), 8),
+    "strides differ": ((1, 48, 9, 20), (48, 16, 2, 5), (1, 3), (1, 0, 2, 3), (1, 1), 3),
+    "more than four taps": ((1, 16, 9, 20), (16, 4, 2, 6), (3, 1), (1, 0, 2, 3), (1, 1), 4),
+    "dilated": ((1, 32, 9, 70), (32, 8, 3, 3), (1, 1), (2, 1, 2, 3), (2, 3), 4),
+    "residues without taps": ((1, 32, 9, 20), (32, 8, 1, 2), (2, 3), (0, 1, 2, 1), (1, 1), 4),
+}
 MODES = (
     (torch.float32, "tf32"),
     (torch.float32, "ieee"),
@@ -216,7 +229,8 @@ def main() -> int:
 def family_checks(family: str) -> list[bool]:
     """The checks of a family, or of all that are planned where it is empty."""
     with planner.only(family, limits="sm_80") if family else nullcontext():
-        correct = narrow_checks() if family == "depthwise" else checks(PROBLEMS)
+        own = {"depthwise": narrow_checks, "grouped": grouped_checks}
+        correct = own[family]() if family in own else checks(PROBLEMS)
         if family in ("", "ampere"):
             correct += tensor_core_checks()
         if family == "":
@@ -321,6 +335,18 @@ def corpus_check(case: PassCase) -> bool:
         print(f"wrong: {corpus.line_of(case)}: {error}")
         return False
     return True
+
+
+def grouped_checks() -> list[bool]:
+    """Checks plans for all SMs, and for one, whose blocks have several tiles."""
+    last = torch.channels_last
+    problems = [Problem.of(*arguments) for arguments in GROUPED_PROBLEMS.values()]
+    kinds = list(zip(problems, (torch.bfloat16, torch.float16) * len(problems), strict=False))
+    correct = [check(problem, dtype, last, True) for problem, dtype in kinds]
+    few = replace(cuda.gpu(torch.cuda.current_device()), sm_count=1)
+    cuda._ready.cache_clear()  # Drops the plans for all SMs.
+    with mock.patch.object(cuda, "gpu", return_value=few):
+        return correct + [check(problem, dtype, last, True) for problem, dtype in kinds]
 
 
 def narrow_checks() -> list[bool]:

@@ -27,7 +27,7 @@ from emulator import corpus, forced_plans
 from fastconv import jit
 from fastconv.jit import compile
 from fastconv.jit.pool import compile_jobs
-from fastconv.kernels import ampere, direct, gpus, planner
+from fastconv.kernels import ampere, direct, gpus, grouped, planner
 from fastconv.kernels.family import Declined, Gpu, Kernel, Operands, Plan
 from fastconv.kernels.gpus import GPUS
 from fastconv.kernels.gpus import H200 as HOPPER
@@ -366,6 +366,34 @@ def test_mma_sync_kernels(arch: str) -> None:
     _check(compiled)
     # On sm_100, flownet7x7's in ieee keep 8 and 16 bytes.
     assert {name: kernel for name, kernel in compiled.items() if _spilled(kernel, 16)} == {}
+
+
+# Layers with 32 groups, as ResNeXt has them, each in all passes.
+GROUPED = [
+    Work(f"{width} channels", problem, plan, "fastconv::bfloat16", True)
+    for width, stride in ((4, 1), (8, 2), (16, 1), (32, 1), (4, 2), (8, 1), (16, 2), (32, 2))
+    for plan in (grouped.forward, grouped.input_grad, grouped.weight_grad)
+    for problem in [
+        Problem.of(
+            (64, 32 * width, 28 * stride, 28 * stride), (32 * width, width, 3, 3),
+            (stride, stride), (1, 1, 1, 1), (1, 1), 32,
+        )
+    ]
+]  # fmt: skip
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", AMPERE)
+def test_grouped_kernels(arch: str) -> None:
+    works = [work for work in GROUPED if _plans(work, GPUS[arch])]
+    assert {(work.name, work.plan.__name__) for work in works} == {
+        (work.name, work.plan.__name__) for work in GROUPED
+    }
+    if not ALL:
+        works = works[5 * AMPERE.index(arch) % len(works) :][:1]
+    compiled = _compile(works, GPUS[arch], jit.compile_kernel)
+    _check(compiled)
+    assert {name: kernel for name, kernel in compiled.items() if _spilled(kernel, 0)} == {}
 
 
 # ResNet-50's downsampling layers; residues that are stored alone, rows between others, and dilated.

@@ -49,6 +49,9 @@ _NORMAL_SHARE, _ALIGNED_SHARE = 0.75, 0.85  # Gaussian data, tensors aligned to 
 # sequences, transposed ones, and convolutions of volumes. The others are 2-D ones of all kinds.
 _PRACTICAL_SHARE, _NARROW_SHARE, _SEQUENCE_SHARE, _TRANSPOSED_SHARE = 0.25, 0.1, 0.1, 0.15
 _VOLUME_SHARE, _GROUPED_SHARE = 0.15, 0.05
+# The share of several groups of channels in channels-last 16-bit tensors, for which they have
+# kernels of their own. Modes and formats come in turn, so that these are few.
+_NATIVE_GROUPED_SHARE = 0.2
 # Small problems take other plans than real layers do. So this share of the general problems has at
 # least 1/500 of the most operations that are allowed.
 _REAL_SHARE, _REAL_RANGE = 0.4, 500.0
@@ -334,9 +337,10 @@ def drawn(
     turn, at = divmod(turn, len(kinds.modes))
     dtype, precision = kinds.modes[at]
     format = kinds.formats[turn % len(kinds.formats)]
-    workload = _drawn_workload(draw, most, far_share)
+    shares = far_share, _grouped_share(dtype, format)
+    workload = _drawn_workload(draw, most, *shares)
     while workload.axes not in kinds.axes:
-        workload = _drawn_workload(draw, most, far_share)
+        workload = _drawn_workload(draw, most, *shares)
     no_bias = direction == "input_grad" or (workload.transposed and direction == "weight_grad")
     return Trial(
         Case(workload, direction, dtype, precision, _read_format(direction, format)),
@@ -347,7 +351,12 @@ def drawn(
     )
 
 
-def _drawn_workload(draw: Random, most: Limits, far_share: float) -> Workload:
+def _grouped_share(dtype: str, format: str) -> float:
+    is_native = dtype in ("float16", "bfloat16") and set(format.split("/")) == {"nhwc"}
+    return _NATIVE_GROUPED_SHARE if is_native else _GROUPED_SHARE
+
+
+def _drawn_workload(draw: Random, most: Limits, far_share: float, grouped_share: float) -> Workload:
     least = most.flops / _REAL_RANGE if draw.random() < _REAL_SHARE else population.LEAST_FLOPS
     kind = draw.random()
     if kind >= 1 - far_share:
@@ -358,7 +367,7 @@ def _drawn_workload(draw: Random, most: Limits, far_share: float) -> Workload:
         (_SEQUENCE_SHARE, population.sequence),
         (_TRANSPOSED_SHARE, population.transposed),
         (_VOLUME_SHARE, population.volume),
-        (_GROUPED_SHARE, population.grouped),
+        (grouped_share, population.grouped),
     ):
         if kind < share:
             return drawn(draw, most.flops, most.elements)

@@ -16,6 +16,7 @@ from fastconv.kernels.family import (
     problem_constants,
 )
 from fastconv.kernels.lazy import lazy
+from fastconv.kernels.planning.axes import PassAxis
 from fastconv.problem import Padding, Problem
 
 MOST_CHANNELS = 7  # channels of a group, unless the layer is depthwise
@@ -32,20 +33,8 @@ def require(what: str, value: int) -> None:
 
 
 @dataclass(frozen=True)
-class Axis:
+class Axis(PassAxis):
     """One axis of the cross-correlation; mirrors ``Axis`` in ``axis.cuh``."""
-
-    transposed: bool
-    kernel: int
-    stride: int
-    dilation: int
-    padding: int  # before the first input
-    out_size: int
-
-    @lazy
-    def fractional(self) -> bool:
-        """Whether the stride is fractional: outputs lie between inputs, in an input gradient."""
-        return self.transposed and self.stride > 1
 
     @lazy
     def out_step(self) -> int:
@@ -56,16 +45,6 @@ class Axis:
     def step(self) -> int:
         """Elements of the window from one of a thread's outputs to the next."""
         return 1 if self.transposed else self.stride // gcd(self.stride, self.dilation)
-
-    @lazy
-    def times(self) -> int:
-        """Input positions from one output position to the next, unless the stride is fractional."""
-        return 1 if self.transposed else self.stride
-
-    @lazy
-    def over(self) -> int:
-        """Output positions for each input position; a thread's outputs are a multiple of it."""
-        return self.stride if self.fractional else 1
 
     @lazy
     def origin(self) -> int:
@@ -216,11 +195,11 @@ class Layer:
 
     @lazy
     def rows(self) -> Axis:
-        return self._axis(0)
+        return Axis.of(self.problem.axes[-2], self.transposed)
 
     @lazy
     def columns(self) -> Axis:
-        return self._axis(1)
+        return Axis.of(self.problem.axes[-1], self.transposed)
 
     @lazy
     def is_volume(self) -> bool:
@@ -232,17 +211,7 @@ class Layer:
         depth = self.problem.depth
         if depth is None:
             return Axis(self.transposed, 1, 1, 1, 0, 1)
-        written = depth.input_size if self.transposed else depth.output_size
-        return Axis(
-            self.transposed, depth.kernel_size, depth.stride, depth.dilation, depth.before, written
-        )
-
-    def _axis(self, i: int) -> Axis:
-        problem = self.problem
-        return Axis(
-            self.transposed, problem.kernel_size[i], problem.stride[i], problem.dilation[i],
-            problem.padding[2 * i], self.out_size[i],
-        )  # fmt: skip
+        return Axis.of(depth, self.transposed)
 
     @lazy
     def flush_rows(self) -> int:

@@ -11,6 +11,7 @@ from fastconv.kernels.arithmetic import ceil_div, round_up, shares
 from fastconv.kernels.family import Constant, Declined, Gpu, Operands, problem_constants
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import limits
+from fastconv.kernels.planning.axes import PassAxis
 from fastconv.problem import Problem
 
 FAMILY = "grouped"
@@ -40,30 +41,8 @@ LAUNCH_CYCLES = 3000.0
 
 
 @dataclass(frozen=True)
-class Axis:
+class Axis(PassAxis):
     """One axis of a pass; mirrors ``Axis`` in ``tile.cuh``."""
-
-    transposed: bool
-    kernel: int
-    stride: int
-    dilation: int
-    padding: int  # before the first input
-    out_size: int
-
-    @lazy
-    def fractional(self) -> bool:
-        """Whether outputs lie between inputs: in an input gradient with a stride."""
-        return self.transposed and self.stride > 1
-
-    @lazy
-    def over(self) -> int:
-        """Outputs of a position: one for each residue."""
-        return self.stride if self.fractional else 1
-
-    @lazy
-    def times(self) -> int:
-        """Inputs from one position to the next."""
-        return 1 if self.transposed else self.stride
 
     @lazy
     def reach(self) -> int:
@@ -72,10 +51,6 @@ class Axis:
             return (self.kernel - 1) * self.dilation
         origin = (self.padding - (self.kernel - 1)) // self.stride
         return (self.stride - 1 + self.padding) // self.stride - origin
-
-    @lazy
-    def positions(self) -> int:
-        return ceil_div(self.out_size, self.over)
 
     def taps(self, residue: int) -> int:
         if not self.fractional:
@@ -157,18 +132,11 @@ class Layer:
 
     @lazy
     def rows(self) -> Axis:
-        return self._axis(0)
+        return Axis.of(self.problem.axes[0], self.transposed)
 
     @lazy
     def columns(self) -> Axis:
-        return self._axis(1)
-
-    def _axis(self, i: int) -> Axis:
-        problem = self.problem
-        return Axis(
-            self.transposed, problem.kernel_size[i], problem.stride[i], problem.dilation[i],
-            problem.padding[2 * i], self.out_size[i],
-        )  # fmt: skip
+        return Axis.of(self.problem.axes[1], self.transposed)
 
     @lazy
     def taps(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
@@ -104,6 +105,11 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
             ways.append(way(problem, operands, gpu, most))
         except Declined as reason:
             reasons.append(str(reason))
+    if problem.depth is None:
+        # The other ways' least cycles spare most of the search.
+        least = min([most, *(cycles for cycles, _ in ways)])
+        with suppress(Declined):
+            ways.append(_halo_tiles_on_copies(problem, operands, gpu, least))
     if not ways:
         raise Declined(reasons[0])
     cycles, chosen = min(ways, key=lambda way: way[0])
@@ -148,6 +154,17 @@ def _on_copies(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _
         cycles * (COPIES_OF_FEW_SHARE if few else 1.0),
         lambda: relayout.weight_gradient(plan(), problem, operands),
     )
+
+
+def _halo_tiles_on_copies(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
+    if operands.scalar_bytes != 2:
+        raise Declined(f"channels-last copies of {operands.scalar} for a weight gradient")
+    if min(problem.in_channels, problem.out_channels) < LEAST_COPIED_CHANNELS:
+        raise Declined("channels-last copies of few channels")
+    last = relayout.channels_last(operands)
+    copies = relayout.cycles(problem, last, gpu)
+    cycles, plan = _halo_tiles(problem, last, gpu, most - copies)
+    return cycles + copies, lambda: relayout.weight_gradient(plan(), problem, operands)
 
 
 def _gemm_way(layer: wgrad_implicit_gemm.Layer, gpu: Gpu) -> _Way:
@@ -200,13 +217,22 @@ class _Choice(NamedTuple):
 
 
 def _choice(direction: str, problem: Problem, operands: Operands, gpu: Gpu) -> _Choice:
-    """The kernel with the fewest estimated cycles for an image.
+    """The kernel with the fewest estimated cycles for an image, on the tensors or on copies.
 
     Raises:
         Declined: no kernel can compute the pass, or the portable kernels take fewer cycles.
     """
     limits.check_reach(problem, operands)
     problem = problem.without_idle_dilation
+    chosen = _one_of(direction, problem, operands, gpu)
+    if problem.depth is not None:
+        return chosen
+    # Halo tiles of images rarely gain on copies, so the others' least cycles spare most searches.
+    return _least([chosen, *_halo_on_copies(direction, problem, operands, gpu, chosen.cycles)])
+
+
+def _one_of(direction: str, problem: Problem, operands: Operands, gpu: Gpu) -> _Choice:
+    """The kernel with the fewest cycles, but for halo tiles of images on copies."""
     ways = _WAYS[direction](problem, operands)
     choices = list(_special(direction, problem, operands, gpu, ways))
     most = _portable_cycles(direction, problem, operands, ways[0])
@@ -326,14 +352,32 @@ def _on_channels_last_copies(
     choices = []
     with suppress(Declined):
         choices.append(_gemm(implicit_gemm_nhwc, problem, last, gpu, is_reversed))
-    if problem.depth is not None and operands.scalar_bytes == 2:
-        for of_residues in (False, True):
-            ways = _WAYS[direction](problem, last)
-            with suppress(Declined):
-                chosen = [way for way in ways if way[0].depth_to_space == of_residues]
-                choices.append(_halo(chosen, gpu))
     for choice in choices:
         yield _on_copies_of(choice, problem, last, is_reversed)
+    if problem.depth is not None:
+        yield from _halo_on_copies(direction, problem, operands, gpu)
+
+
+def _halo_on_copies(
+    direction: str, problem: Problem, operands: Operands, gpu: Gpu, most: float = inf
+) -> Iterator[_Choice]:
+    """Halo tiles on copies of contiguous 16-bit tensors, if they may take less than ``most``."""
+    few = min(problem.in_channels, problem.out_channels) < LEAST_COPIED_CHANNELS
+    if operands.scalar_bytes != 2 or (few and problem.depth is None):
+        return
+    with suppress(Declined):
+        last = relayout.channels_last(operands)
+        room = most - relayout.image_cycles(problem, last)
+        ways = [
+            way
+            for way in _WAYS[direction](problem, last)
+            if room == inf or halo.may_take_less(way, room / _halo_share(way[0]))
+        ]
+        for of_residues in (False, True):
+            with suppress(Declined):
+                chosen = [way for way in ways if way[0].depth_to_space == of_residues]
+                choice = _halo(chosen, gpu)
+                yield _on_copies_of(choice, problem, last, direction == "input_grad")
 
 
 def _on_copies_of(choice: _Choice, problem: Problem, last: Operands, is_reversed: bool) -> _Choice:

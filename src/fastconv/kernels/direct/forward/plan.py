@@ -32,7 +32,7 @@ from fastconv.kernels.family import (
     epilogue_constants,
     problem_constants,
 )
-from fastconv.problem import Axis as ProblemAxis
+from fastconv.kernels.planning.axes import PassAxis
 from fastconv.problem import Problem
 
 PIXELS = 4  # neighbours in a row that a thread computes
@@ -58,29 +58,8 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
 
 
 @dataclass(frozen=True)
-class Axis:
+class Axis(PassAxis):
     """One axis of the cross-correlation; mirrors ``Axis`` in ``kernel.cuh``."""
-
-    transposed: bool
-    kernel: int
-    stride: int
-    dilation: int
-    padding: int  # before the first input
-    out_size: int
-
-    @classmethod
-    def of(cls, axis: ProblemAxis, transposed: bool) -> Axis:
-        out_size = axis.input_size if transposed else axis.output_size
-        return cls(transposed, axis.kernel_size, axis.stride, axis.dilation, axis.before, out_size)
-
-    @property
-    def out_step(self) -> int:
-        """Distance between neighbouring outputs of a residue."""
-        return self.stride if self.transposed else 1
-
-    @property
-    def in_stride(self) -> int:
-        return 1 if self.transposed else self.stride
 
     @property
     def tap_step(self) -> int:
@@ -101,11 +80,6 @@ class Axis:
         return min(self.kernel, self.kernel_step)
 
     @property
-    def positions(self) -> int:
-        """The most outputs that a residue has."""
-        return ceil_div(self.out_size, self.out_step)
-
-    @property
     def origin(self) -> int:
         """Input position of the first output's first tap, in the first residue."""
         if not self.transposed:
@@ -115,15 +89,15 @@ class Axis:
     @property
     def reaches_all(self) -> bool:
         """Whether every output has a tap."""
-        outputs = min(self.out_size, self.out_step)
-        if self.residues == self.out_step:
+        outputs = min(self.out_size, self.over)
+        if self.residues == self.over:
             return True
         firsts = (tap * self.dilation - self.padding for tap in range(self.residues))
         return sum(first % self.stride < outputs for first in firsts) == outputs
 
     def stride_in_tile(self, taps: int) -> int:
         """Distance between neighbouring outputs' first taps in a tile that serves ``taps`` taps."""
-        return 1 if taps == 1 else self.in_stride
+        return 1 if taps == 1 else self.times
 
     def halo(self, outputs: int, taps: int) -> int:
         """Input positions that a tile of ``outputs`` outputs and ``taps`` taps holds."""
@@ -379,8 +353,8 @@ def _choose_tile(
         vector = 1
         if not operands.input_channels_last and columns.residues == 1:
             part_step = 0 if part_taps >= columns.taps else part_taps * columns.tap_step
-            tile_step = PIXELS * lanes_x * columns.in_stride
-            if columns.in_stride == 1 or part_taps > 1:
+            tile_step = PIXELS * lanes_x * columns.times
+            if columns.times == 1 or part_taps > 1:
                 vector = operands.widest_vector(in_size[1], part_step, tile_step)
         tile = Tile(
             depth, rows, columns, operands, channels_per_thread, lanes_n // lanes_x, lanes_x,

@@ -87,9 +87,14 @@ class Layer:
 
     @property
     def few(self) -> bool:
-        """Whether channels are so few that columns have no padding between taps."""
+        """Whether channels are so few that columns have no padding between taps.
+
+        In 16 bits, rows of neighbouring taps are gathered by taps however few channels there are: a
+        lane would load two positions, each in a sector of its own.
+        """
         return (
             self.gathered
+            and not (self.operands.scalar_bytes == 2 and self._has_taps_in_rows)
             and self.group_in % OCTET > 0
             and self.taps * self.group_in <= MOST_FEW_COLUMNS
             and self.problem.kernel_size[1] <= MOST_FEW_WIDTH
@@ -101,12 +106,15 @@ class Layer:
 
         Neighbouring taps are neighbours in memory, where positions of a wide stride are not.
         """
+        return self.gathered and not self.few and self._has_taps_in_rows
+
+    @property
+    def _has_taps_in_rows(self) -> bool:
+        """Whether gathered taps are neighbours in memory, and positions are not."""
         problem = self.problem
         return (
-            self.gathered
-            and problem.depth is None
+            problem.depth is None
             and not self.channels_last
-            and not self.few
             and problem.dilation[1] == 1
             and problem.stride[1] >= LEAST_TAP_STRIDE
             and problem.kernel_size[1] >= LEAST_TAPS
