@@ -37,12 +37,15 @@ def in_python() -> Any:
 class Operands:
     """Leaves for one block: input, weight, bias, residual, and weight and bias of the norm."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, last: bool = False) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, last: bool = False, axes: int = 2
+    ) -> None:
         torch.manual_seed(0)
-        sizes = ((3, 4, 6, 5), (6, 4, 3, 3), (6,), (3, 6, 4, 3), (6,), (6,))
+        before, taps, after = ((6, 5, 4)[:axes], (3, 3, 3)[:axes], (4, 3, 2)[:axes])
+        sizes = ((3, 4, *before), (6, 4, *taps), (6,), (3, 6, *after), (6,), (6,))
         self.leaves = [torch.randn(size, dtype=dtype) for size in sizes]
         if last:
-            self.leaves[0] = self.leaves[0].to(memory_format=torch.channels_last)
+            self.leaves[0] = self.leaves[0].movedim(1, -1).contiguous().movedim(-1, 1)
         for leaf in self.leaves:
             leaf.requires_grad_()
         self.mean, self.var = torch.zeros(6, dtype=dtype), torch.ones(6, dtype=dtype)
@@ -105,6 +108,13 @@ class TestResults:
     def test_blocks(self, host: Host, options: dict[str, Any], last: bool) -> None:
         check_same(lambda operands: operands.block(**options), torch.float32, last)
         assert host.operators == ["forward", FORWARD, BACKWARD, "input_grad", "weight_grad"]
+
+    @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+    @pytest.mark.parametrize("axes", [1, 3])
+    def test_sequences_and_volumes(self, host: Host, axes: int, last: bool) -> None:
+        check_same(lambda operands: operands.block(), torch.float32, last, axes)
+        check_same(lambda operands: operands.block(residual=None), torch.bfloat16, last, axes)
+        assert host.operators == ["forward", FORWARD, BACKWARD, "input_grad", "weight_grad"] * 2
 
     @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -191,11 +201,12 @@ class TestGradients:
         expected = [name for number, name in passes.items() if number in wanted]
         assert host.filled == ["forward", FORWARD, BACKWARD, *expected]
 
-    def test_second_derivatives(self, host: Host) -> None:
+    @pytest.mark.parametrize("axes", [1, 2, 3])
+    def test_second_derivatives(self, host: Host, axes: int) -> None:
         """Through the convolution as well, whose output is computed again for that."""
 
         def second() -> list[Tensor]:
-            operands = Operands(torch.float64)
+            operands = Operands(torch.float64, False, axes)
             loss = operands.block(activation="silu").square().sum()
             first = torch.autograd.grad(loss, operands.leaves, create_graph=True)
             total = sum(one.square().sum() for one in first)

@@ -334,12 +334,31 @@ def _wrong(*args: Any, **named: Any) -> Tensor:
     return torch.relu(output) * 1.001
 
 
-@pytest.mark.parametrize("kind", ["1d", "3d"])
-def test_norms_of_sequences_and_volumes(kind: str) -> None:
-    conv, norm = getattr(nn, f"Conv{kind}"), getattr(nn, f"BatchNorm{kind}")
-    example = torch.randn(4, 3, *(6 for _ in range(int(kind[0]))))
-    optimized = _same(nn.Sequential(conv(3, 3, 3), norm(3), nn.LeakyReLU(0.2)), example)
-    assert _is_fused(optimized, example) == 1
+class Branch(nn.Module):
+    """A block with a residual, of so many axes; its convolution may be a transposed one."""
+
+    def __init__(self, axes: int, transposed: bool) -> None:
+        super().__init__()
+        kind = f"Conv{'Transpose' * transposed}{axes}d"
+        self.conv = getattr(nn, kind)(3, 3, 3, padding=1)
+        self.bn = getattr(nn, f"BatchNorm{axes}d")(3)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.nn.functional.leaky_relu(self.bn(self.conv(input)) + input, 0.2)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize("axes", [1, 3])
+def test_sequences_and_volumes(axes: int, transposed: bool, last: bool) -> None:
+    example = torch.randn(4, 3, *(6, 5, 4)[:axes])
+    if last:
+        example = example.movedim(1, -1).contiguous().movedim(-1, 1)
+    optimized = _same(nn.Sequential(Branch(axes, transposed), Branch(axes, False)), example)
+    assert norm_calls(lambda: _step(optimized, example)) == {"forward": 2, "backward": 2}
+    code = [vars(block)["_fastconv_training_graph"].source for block in optimized.children()]
+    assert ["conv_of_bn_act" in one for one in code] == [not transposed, True]
+    assert optimized(example).stride() == example.stride()
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

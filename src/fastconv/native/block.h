@@ -100,8 +100,17 @@ inline BlockGradients block_gradients(const Tensor& grad, const Tensor& input, c
       norm_gradients(grad, saved, options, {needs_conv, needs_residual, needs_scale, needs_shift});
   if (needs_conv) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    const Backward call{found.norm.x, input, weight, geometry, false, needs_bias && needs_weight};
+    const bool sequences = input.dim() == 3;
+    const auto as_images = [&](const Tensor& tensor) {
+      return sequences ? with_row(tensor) : tensor;
+    };
+    const Backward call{
+        as_images(found.norm.x),   as_images(input), as_images(weight), geometry, false,
+        needs_bias && needs_weight};
     found.conv = conv_gradients(call, needs_input, needs_weight, needs_bias);
+    for (Tensor* one : {&found.conv.input, &found.conv.weight}) {
+      if (sequences && one->defined()) *one = one->squeeze(2);
+    }
   }
   return found;
 }
@@ -199,7 +208,7 @@ inline Tensor record(const Call& conv, const Norm& norm) {
   for (const int64_t number : NormOptions::of(norm).numbers()) options.push_back(number);
   const auto compute = [&] {
     Norm call = norm;
-    call.x = run(conv).first;
+    call.x = computed(conv);
     const Normalized made = run(call);
     return std::pair(
         made.y, variable_list{conv.first, conv.second, call.x, made.beside, call.weight, call.bias,
@@ -260,7 +269,7 @@ inline std::optional<Tensor> convolve_and_normalize(Call conv, Norm norm) {
                                             norm.weight, norm.bias);
   if (recorded) return record(conv, norm);
   conv.frozen = store.period;
-  norm.x = run(conv).first;
+  norm.x = computed(conv);
   return run(norm).y;
 }
 

@@ -113,6 +113,16 @@ PyObject* norm_from_python(PyObject*, PyObject* const* arguments, Py_ssize_t cou
   END_HANDLE_TH_ERRORS
 }
 
+// Has a convolution as many axes as its weight; returns false if there are none, or too many.
+bool set_axes(PyObject* weight, Call& call) {
+  if (!parse(weight, call.second) || !call.second.defined()) return false;
+  const int64_t axes = call.second.dim() - 2;
+  if (axes < 1 || axes > 3) return false;
+  call.sequences = axes == 1;
+  call.geometry = Geometry::along(std::max<int64_t>(axes, 2));
+  return true;
+}
+
 // conv_bn_act(input, weight, bias, stride, padding, dilation, groups, precision, residual, ...) in
 // training, or NotImplemented; the arguments from the residual on are those of batch_norm_act.
 PyObject* block_from_python(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
@@ -121,8 +131,9 @@ PyObject* block_from_python(PyObject*, PyObject* const* arguments, Py_ssize_t co
   Call conv{kForward};
   Norm norm;
   std::optional<Tensor> output;
-  if (!at::impl::torch_function_mode_enabled() && parse_convolution(arguments, conv) &&
-      conv.first.dim() == 4 && parse_norm(arguments + 8, norm) && norm.training) {
+  if (!at::impl::torch_function_mode_enabled() && set_axes(arguments[1], conv) &&
+      parse_convolution(arguments, conv) && conv.first.dim() == conv.second.dim() &&
+      parse_norm(arguments + 8, norm) && norm.training) {
     const py::gil_scoped_release others_may_run;
     output = convolve_and_normalize(std::move(conv), std::move(norm));
   }

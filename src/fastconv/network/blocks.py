@@ -11,9 +11,8 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from fastconv.backends.batchnorm.formulas import sum_type
-from fastconv.batchnorm import bn_act, conv_of_bn_act
+from fastconv.batchnorm import CONVOLUTIONS, bn_act, conv_of_bn_act
 from fastconv.geometry import Activation
-from fastconv.modules import Conv2d
 from fastconv.network.exchange import kind_of
 from fastconv.network.sites import (
     IN_PLACE,
@@ -165,12 +164,12 @@ def _block(
 
 
 def _is_convolution(node: Node, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a node is a 2-D convolution that is called with its input alone."""
+    """Whether a node is a convolution, not transposed, that is called with its input alone."""
     if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
         return False
     module = modules[str(node.target)]
     kind = kind_of(module)
-    exact = kind is not None and kind.ours is Conv2d and type(module) in kind
+    exact = kind is not None and kind.ours in CONVOLUTIONS and type(module) in kind
     return exact and not has_hooks(module)
 
 
@@ -211,7 +210,7 @@ def fused_graph(graph: Graph, chosen: Iterable[Block], modules: Mapping[str, nn.
                 (residual,) = (one for one in place.args if one is not own)
             rest = (residual, block.activation, block.adds_in_place)
             (input,) = copies[block.norm].args
-            if conv is not None and type(modules[str(conv.target)]) is Conv2d:
+            if conv is not None and type(modules[str(conv.target)]) in CONVOLUTIONS:
                 layer = made.create_node("get_attr", str(conv.target))
                 (before,) = copies[conv].args
                 one = made.call_function(conv_of_bn_act, (layer, norm, before, *rest))
