@@ -3,7 +3,7 @@
 # This file does not postpone the evaluation of annotations: torch.fx keeps those of forward, and
 # cannot pickle them as strings.
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -183,17 +183,11 @@ def conv_bn_act(
         True
     """
     if training and not torch.compiler.is_compiling() and (host := native.conv_bn_act) is not None:
-        mode = _precision.override_untraced() if precision is None else precision
-        try:
-            computed = host(
-                input, weight, bias, stride, padding, dilation, groups, mode, residual, norm_weight,
-                norm_bias, running_mean, running_var, num_batches_tracked, training, momentum, eps,
-                activation,
-            )  # fmt: skip
-        except RuntimeError:
-            if weight.dim() == 3:
-                raise_unfit(input, weight, bias, None, stride, padding, dilation, groups)
-            raise
+        computed = _by_host(
+            host, input, weight, bias, running_mean, running_var, norm_weight, norm_bias, stride,
+            padding, dilation, groups, momentum, eps, activation, residual, num_batches_tracked,
+            precision, False,
+        )  # fmt: skip
         if computed is not NotImplemented:
             return computed
     tensors = (
@@ -228,6 +222,41 @@ def conv_bn_act(
         input, weight, bias, stride, padding, dilation, groups,
         precision=precision, activation=activation, residual=residual,
     )  # fmt: skip
+
+
+def _by_host(
+    host: Callable[..., Any],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    stride: IntOrPair,
+    padding: PaddingLike,
+    dilation: IntOrPair,
+    groups: int,
+    momentum: float | None,
+    eps: float,
+    activation: Activation | None,
+    residual: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    precision: Precision | None,
+    recomputes: bool,
+) -> Any:
+    """What the native host path computes in training, or NotImplemented."""
+    mode = _precision.override_untraced() if precision is None else precision
+    try:
+        return host(
+            input, weight, bias, stride, padding, dilation, groups, mode, residual, norm_weight,
+            norm_bias, running_mean, running_var, num_batches_tracked, True, momentum, eps,
+            activation, recomputes,
+        )  # fmt: skip
+    except RuntimeError:
+        if weight.dim() == 3:
+            raise_unfit(input, weight, bias, None, stride, padding, dilation, groups)
+        raise
 
 
 _CONVOLUTIONS = {3: conv1d, 4: conv2d, 5: conv3d}
@@ -348,31 +377,51 @@ def conv_of_bn_act(
     residual: Tensor | None = None,
     activation: Activation | None = None,
     adds_in_place: bool = False,
+    recomputes: bool = False,
 ) -> Tensor:
     """Computes a layer of :data:`CONVOLUTIONS` and then :func:`bn_act`, in one call where it can.
 
-    Running statistics are not folded into the convolution: the result is that of its layers.
+    Running statistics are not folded into the convolution: the result is that of its layers. With
+    ``recomputes``, an input that is the result of this function or of :func:`bn_act`, and that
+    nothing else reads, is computed again in the backward pass where that is possible: see
+    :data:`fastconv.native.conv_bn_act`.
     """
     of_batch = bn.training or bn.running_mean is None
     batched = input.dim() == len(conv.kernel_size) + 2
     if not of_batch or not batched or not _is_added_alike(conv, input, residual):
         return bn_act(bn, conv.forward(input), residual, activation, adds_in_place)
-    return _block(conv, bn, input, residual, activation)
+    return _block(conv, bn, input, residual, activation, recomputes)
 
 
 def _block(
-    conv: Any, bn: Any, input: Tensor, residual: Tensor | None, activation: Activation | None
+    conv: Any,
+    bn: Any,
+    input: Tensor,
+    residual: Tensor | None,
+    activation: Activation | None,
+    recomputes: bool = False,
 ) -> Tensor:
     """Computes the next call of both layers, with what follows, by :func:`conv_bn_act`."""
     of = _Statistics.counted(bn)
     input, padding = conv._padded(input)
     ours, theirs = conv._parameters, bn._parameters
-    return conv_bn_act(
+    operands = (
         input, _tensor(conv, ours, "weight"), _tensor(conv, ours, "bias"), of.running_mean,
         of.running_var, _tensor(bn, theirs, "weight"), _tensor(bn, theirs, "bias"), conv.stride,
-        padding, conv.dilation, conv.groups, training=of.training, momentum=of.momentum,
-        eps=bn.eps, activation=activation, residual=residual,
-        num_batches_tracked=of.num_batches_tracked, precision=conv.precision,
+        padding, conv.dilation, conv.groups,
+    )  # fmt: skip
+    if recomputes and of.training and not torch.compiler.is_compiling():
+        host = native.conv_bn_act
+        if host is not None:
+            computed = _by_host(
+                host, *operands, of.momentum, bn.eps, activation, residual, of.num_batches_tracked,
+                conv.precision, True,
+            )  # fmt: skip
+            if computed is not NotImplemented:
+                return computed
+    return conv_bn_act(
+        *operands, training=of.training, momentum=of.momentum, eps=bn.eps, activation=activation,
+        residual=residual, num_batches_tracked=of.num_batches_tracked, precision=conv.precision,
     )  # fmt: skip
 
 
@@ -381,7 +430,8 @@ def _is_added_alike(conv: Any, input: Tensor, residual: Tensor | None) -> bool:
     if residual is None:
         return True
     device, dtype = input.device.type, input.dtype
-    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if casts and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
     sizes = (input.shape[0], conv.out_channels)
     # A side of one element would be broadcast.

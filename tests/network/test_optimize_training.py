@@ -434,3 +434,29 @@ def test_exported_models_have_their_own_code(strict: bool) -> None:
     optimized = fastconv.optimize(Scheduled().train(), IMAGES)
     program = torch.export.export(optimized, (IMAGES,), strict=strict)
     assert _norms_in(program.graph_module) == 0
+
+
+def _recomputed(model: nn.Module) -> list[int]:
+    """How many inputs of convolutions the graph of each module computes again."""
+    graphs = [vars(one).get("_fastconv_training_graph") for one in model.modules()]
+    return [graph.source.count("recomputes = True") for graph in graphs if graph is not None]
+
+
+def test_activations_that_are_computed_again() -> None:
+    """Those of a block without a residual, which the convolution of another block alone reads."""
+    model = _blocks()
+    optimized = fastconv.optimize(model, EXAMPLE, recompute=True)
+    assert _recomputed(optimized) == [1, 1]
+    assert "2 activations are computed again in backward passes" in str(report(optimized))
+    for found, expected in zip(_step(optimized, EXAMPLE), _step(model, EXAMPLE), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert _recomputed(pickle.loads(pickle.dumps(optimized))) == [1, 1]
+    assert _recomputed(fastconv.optimize(model, EXAMPLE)) == [0, 0]
+    conv, norm = nn.Conv2d, nn.BatchNorm2d
+    chain = nn.Sequential(
+        conv(3, 4, 3), norm(4), nn.ReLU(), conv(4, 4, 3), norm(4), conv(4, 4, 1), norm(4), nn.SiLU(),
+        nn.MaxPool2d(2), conv(4, 4, 1), norm(4),
+    )  # fmt: skip
+    assert _recomputed(fastconv.optimize(chain.train(), EXAMPLE, recompute=True)) == [2]
+    readers = fastconv.optimize(Readers().train(), IMAGES, recompute=True)
+    assert _recomputed(readers) == [0] * len(_recomputed(readers))

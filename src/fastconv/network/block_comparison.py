@@ -54,9 +54,11 @@ class _Comparison:
     def __init__(self) -> None:
         self.said: dict[int, str | None] = {}
 
-    def conv_norm(self, conv: Any, bn: Any, input: Tensor, *rest: Any) -> Tensor:
+    def conv_norm(
+        self, conv: Any, bn: Any, input: Tensor, *rest: Any, recomputes: bool = False
+    ) -> Tensor:
         before = _buffers(bn)
-        found = conv_of_bn_act(conv, bn, input, *rest)
+        found = conv_of_bn_act(conv, bn, input, *rest, recomputes=recomputes)
         return self._compared(bn, conv.forward(input), rest, found, before)
 
     def norm(self, bn: Any, input: Tensor, *rest: Any) -> Tensor:

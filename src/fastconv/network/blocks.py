@@ -185,15 +185,23 @@ def _is_supported(block: Block, graph: Traced, modules: Mapping[str, Any]) -> bo
 # --- Fused ----------------------------------------------------------------------------------------
 
 
-def fused_graph(graph: Graph, chosen: Iterable[Block], modules: Mapping[str, nn.Module]) -> Graph:
+def fused_graph(
+    graph: Graph,
+    chosen: Iterable[Block],
+    modules: Mapping[str, nn.Module],
+    recompute: bool = False,
+) -> Graph:
     """A copy of a graph in which each of these blocks is one node.
 
-    A convolution becomes part of its block where it is fastconv's.
+    A convolution becomes part of its block where it is fastconv's. With ``recompute``, it computes
+    its input again in the backward pass, where that is the output of another block without a
+    residual and nothing else reads it.
 
     Args:
         graph: the graph of the blocks.
         chosen: the blocks.
         modules: those of the graph, by name.
+        recompute: whether outputs of blocks are computed again.
     """
     made = Graph()
     copies: dict[Node, Node] = {}
@@ -213,7 +221,8 @@ def fused_graph(graph: Graph, chosen: Iterable[Block], modules: Mapping[str, nn.
             if conv is not None and type(modules[str(conv.target)]) in CONVOLUTIONS:
                 layer = made.create_node("get_attr", str(conv.target))
                 (before,) = copies[conv].args
-                one = made.call_function(conv_of_bn_act, (layer, norm, before, *rest))
+                again = {"recomputes": True} if recompute and _can_recompute(before) else {}
+                one = made.call_function(conv_of_bn_act, (layer, norm, before, *rest), again)
             else:
                 conv = None
                 one = made.call_function(bn_act, (norm, input, *rest))
@@ -223,3 +232,11 @@ def fused_graph(graph: Graph, chosen: Iterable[Block], modules: Mapping[str, nn.
     for node in made.nodes:
         node.type = None
     return made
+
+
+def _can_recompute(input: Node) -> bool:
+    """Whether a convolution's input is a block without a residual that nothing else reads."""
+    if input.op != "call_function" or len(input.users) != 1:
+        return False
+    places = {bn_act: 2, conv_of_bn_act: 3}  # of the residual
+    return input.target in places and input.args[places[input.target]] is None
