@@ -430,8 +430,7 @@ def _is_added_alike(conv: Any, input: Tensor, residual: Tensor | None) -> bool:
     if residual is None:
         return True
     device, dtype = input.device.type, input.dtype
-    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    if casts and dtype != torch.float64:
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
     sizes = (input.shape[0], conv.out_channels)
     # A side of one element would be broadcast.

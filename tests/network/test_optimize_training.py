@@ -454,8 +454,8 @@ def test_activations_that_are_computed_again() -> None:
     assert _recomputed(fastconv.optimize(model, EXAMPLE)) == [0, 0]
     conv, norm = nn.Conv2d, nn.BatchNorm2d
     chain = nn.Sequential(
-        conv(3, 4, 3), norm(4), nn.ReLU(), conv(4, 4, 3), norm(4), conv(4, 4, 1), norm(4), nn.SiLU(),
-        nn.MaxPool2d(2), conv(4, 4, 1), norm(4),
+        conv(3, 4, 3), norm(4), nn.ReLU(), conv(4, 4, 3), norm(4), conv(4, 4, 1), norm(4),
+        nn.SiLU(), nn.MaxPool2d(2), conv(4, 4, 1), norm(4),
     )  # fmt: skip
     assert _recomputed(fastconv.optimize(chain.train(), EXAMPLE, recompute=True)) == [2]
     readers = fastconv.optimize(Readers().train(), IMAGES, recompute=True)

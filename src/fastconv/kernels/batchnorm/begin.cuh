@@ -1,5 +1,5 @@
-// How kernels of batch normalization begin. On GPUs that can, launches are early: blocks come onto an
-// SM while the last ones of the launch before still run, and wait for its end.
+// How kernels of batch normalization begin. On GPUs that can, launches are early: blocks come onto
+// an SM while the last ones of the launch before still run, and wait for its end.
 #pragma once
 #include "device/tile.cuh"
 #if __CUDA_ARCH__ >= 900
