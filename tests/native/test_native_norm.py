@@ -317,7 +317,7 @@ class TestOutputsComputedAgain:
         expected = chain.gradients(False, order=2)
         host.filled.clear()
         found = chain.gradients(True, order=2)
-        assert host.filled.count(OUTPUT) == 1
+        assert host.filled.count(OUTPUT) == 2  # the second backward pass comes by here as well
         assert not chain.kept
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 

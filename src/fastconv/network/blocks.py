@@ -221,8 +221,10 @@ def fused_graph(
             if conv is not None and type(modules[str(conv.target)]) in CONVOLUTIONS:
                 layer = made.create_node("get_attr", str(conv.target))
                 (before,) = copies[conv].args
-                again = {"recomputes": True} if recompute and _can_recompute(before) else {}
-                one = made.call_function(conv_of_bn_act, (layer, norm, before, *rest), again)
+                named: dict[str, Any] = {}
+                if recompute and _can_recompute(before):
+                    named["recomputes"] = True
+                one = made.call_function(conv_of_bn_act, (layer, norm, before, *rest), named)
             else:
                 conv = None
                 one = made.call_function(bn_act, (norm, input, *rest))
