@@ -416,18 +416,36 @@ class TestOutputsComputedAgain:
             assert all(one is not None for one in found)
             torch.testing.assert_close(found, expected)
 
+    def test_compiled_autograd(self, host: Host) -> None:
+        """It has tensors without data, which no kernel can compute."""
+        from torch._dynamo import compiled_autograd
+
+        def gradients(compiled: bool) -> list[Tensor]:
+            chain = Chain()
+            output = chain.second(chain.first()).square().sum()
+            context = compiled_autograd._enable(torch.compile(backend="eager"))
+            with context if compiled else nullcontext():
+                output.backward()
+            return [leaf.grad for leaf in chain.leaves]
+
+        torch.compiler.reset()
+        expected = gradients(False)
+        assert host.filled.count(OUTPUT) == 1
+        torch.testing.assert_close(gradients(True), expected)
+        assert host.filled.count(OUTPUT) == 1
+
     def test_hooks_of_tensors_and_mapped_gradients(self, host: Host) -> None:
         chain = Chain()
         results = []
         for recomputes in (False, True):
             between = chain.first()
             between.register_hook(lambda grad: grad * 2)
-            between.retain_grad()
             output = chain.second(between, recomputes)
             grads = torch.ones(2, *output.shape, dtype=output.dtype)
             mapped = torch.autograd.grad(
                 output, chain.leaves, grads, is_grads_batched=True, retain_graph=True
             )
+            between.retain_grad()
             output.sum().backward()
             results.append([*mapped, between.grad])
         torch.testing.assert_close(results[1], results[0])

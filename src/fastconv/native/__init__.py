@@ -242,7 +242,7 @@ def recorded_forms(record: Callable[..., None]) -> Iterator[None]:
 def register(
     make_entry: Callable[..., Any],
     kernels: dict[str, tuple[Callable[..., Any], ...]],
-    gradients: tuple[Callable[..., Any], Callable[..., Any]],
+    gradients: tuple[Callable[..., Any], ...],
 ) -> None:
     """Hands over the functions of Python that the library calls.
 

@@ -236,9 +236,9 @@ def fused_graph(
     return made
 
 
-def _can_recompute(input: Node) -> bool:
+def _can_recompute(input: Any) -> bool:
     """Whether a convolution's input is a block without a residual that nothing else reads."""
-    if input.op != "call_function" or len(input.users) != 1:
+    if not isinstance(input, Node) or input.op != "call_function" or len(input.users) != 1:
         return False
     places = {bn_act: 2, conv_of_bn_act: 3}  # of the residual
     return input.target in places and input.args[places[input.target]] is None
