@@ -4,7 +4,13 @@ from fastconv import ops as ops  # registers torch.ops.fastconv
 from fastconv._frozen import frozen_weights
 from fastconv._precision import Precision, precision
 from fastconv._version import __version__ as __version__
-from fastconv.batchnorm import ConvBNAct2d, batch_norm_act, conv_bn_act
+from fastconv.batchnorm import (
+    ConvBNAct1d,
+    ConvBNAct2d,
+    ConvBNAct3d,
+    batch_norm_act,
+    conv_bn_act,
+)
 from fastconv.causal import CausalActivation, causal_conv1d_fn, causal_conv1d_update
 from fastconv.errors import (
     CompilationError,
@@ -52,7 +58,9 @@ __all__ = [
     "Conv1d",
     "Conv2d",
     "Conv3d",
+    "ConvBNAct1d",
     "ConvBNAct2d",
+    "ConvBNAct3d",
     "ConvTranspose1d",
     "ConvTranspose2d",
     "ConvTranspose3d",

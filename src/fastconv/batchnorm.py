@@ -3,8 +3,8 @@
 # This file does not postpone the evaluation of annotations: torch.fx keeps those of forward, and
 # cannot pickle them as strings.
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,10 @@ from fastconv import _precision, native
 from fastconv._precision import Precision
 from fastconv.backends.batchnorm.formulas import scale_and_shift, sum_type
 from fastconv.backends.epilogue import applied
-from fastconv.functional import conv2d
+from fastconv.functional import conv1d, conv2d, conv3d, raise_unfit
 from fastconv.geometry import Activation, IntOrPair, LayerPadding, PaddingLike, activation_of
 from fastconv.layers import PaddingMode
-from fastconv.modules import Conv2d
+from fastconv.modules import Conv1d, Conv2d, Conv3d
 from fastconv.ops import batchnorm_schema
 from fastconv.problem import Epilogue
 
@@ -133,24 +133,27 @@ def conv_bn_act(
     num_batches_tracked: Tensor | None = None,
     precision: Precision | None = None,
 ) -> Tensor:
-    """Applies a 2-D convolution, batch normalization, an addition and an activation.
+    """Applies a convolution, batch normalization, an addition and an activation.
 
-    In training these are ``fastconv.conv2d`` and ``fastconv.batch_norm_act``. Otherwise the
-    normalization is folded into the convolution's weight and bias, so that all is one kernel; with
-    gradients, convolution, addition and activation are three steps, as in ``fastconv.conv2d``.
+    The convolution has as many axes as its weight: it is ``fastconv.conv1d``, ``conv2d`` or
+    ``conv3d``. In training, ``fastconv.batch_norm_act`` follows. Otherwise the normalization is
+    folded into the convolution's weight and bias, so that all is one kernel; with gradients,
+    convolution, addition and activation are three steps, as in ``fastconv.conv2d``.
 
     Args:
-        input: ``(batch, in_channels, height, width)``.
-        weight: the convolution's, ``(out_channels, in_channels / groups, height, width)``.
+        input: ``(batch, in_channels, height, width)``, or as ``conv1d`` and ``conv3d`` take it,
+            but always with ``batch``.
+        weight: the convolution's, ``(out_channels, in_channels / groups, height, width)``, or with
+            one or three sizes behind the channels.
         bias: the convolution's, ``(out_channels)``, or None.
         running_mean: as for ``fastconv.batch_norm_act``.
         running_var: as for ``fastconv.batch_norm_act``.
         norm_weight: what normalized channels are multiplied by, or None.
         norm_bias: what is added to normalized channels, or None.
-        stride: as for ``fastconv.conv2d``.
-        padding: as for ``fastconv.conv2d``.
-        dilation: as for ``fastconv.conv2d``.
-        groups: as for ``fastconv.conv2d``.
+        stride: as for ``fastconv.conv2d``, or for the convolution of these axes.
+        padding: the same.
+        dilation: the same.
+        groups: the same.
         training: whether to normalize with the mean and variance of this batch.
         momentum: as for ``fastconv.batch_norm_act``.
         eps: what is added to the variance.
@@ -161,12 +164,12 @@ def conv_bn_act(
         precision: as for ``fastconv.conv2d``.
 
     Returns:
-        ``(batch, out_channels, out_height, out_width)``.
+        ``(batch, out_channels, out_height, out_width)``, or that of the convolution of these axes.
 
     Raises:
         RuntimeError: sizes, types or devices do not fit together, as in PyTorch.
-        ValueError: an argument is none of those above, the input is no batch of images, or a
-            channel has only one value in training.
+        ValueError: an argument is none of those above, the input is no batch, or a channel has only
+            one value in training.
 
     Examples:
         >>> images, weight = torch.randn(8, 3, 9, 9), torch.randn(16, 3, 3, 3)
@@ -180,11 +183,10 @@ def conv_bn_act(
         True
     """
     if training and not torch.compiler.is_compiling() and (host := native.conv_bn_act) is not None:
-        mode = _precision.override_untraced() if precision is None else precision
-        computed = host(
-            input, weight, bias, stride, padding, dilation, groups, mode, residual, norm_weight,
-            norm_bias, running_mean, running_var, num_batches_tracked, training, momentum, eps,
-            activation,
+        computed = _by_host(
+            host, input, weight, bias, running_mean, running_var, norm_weight, norm_bias, stride,
+            padding, dilation, groups, momentum, eps, activation, residual, num_batches_tracked,
+            precision, False,
         )  # fmt: skip
         if computed is not NotImplemented:
             return computed
@@ -199,10 +201,15 @@ def conv_bn_act(
             momentum=momentum, eps=eps, activation=activation, residual=residual,
             num_batches_tracked=num_batches_tracked, precision=precision,
         )  # fmt: skip
-    if input.dim() != 4:
-        raise ValueError(f"expected 4D input (got {input.dim()}D input)")
+    convolution = _CONVOLUTIONS.get(weight.dim())
+    if convolution is None:
+        raise ValueError(f"expected a weight of 3 to 5 dimensions (got {weight.dim()})")
+    if input.dim() != weight.dim():
+        raise ValueError(f"expected {weight.dim()}D input (got {input.dim()}D input)")
     if training:
-        output = conv2d(input, weight, bias, stride, padding, dilation, groups, precision=precision)
+        output = convolution(
+            input, weight, bias, stride, padding, dilation, groups, precision=precision
+        )
         return batch_norm_act(
             output, running_mean, running_var, norm_weight, norm_bias, training, momentum, eps,
             activation=activation, residual=residual, num_batches_tracked=num_batches_tracked,
@@ -211,10 +218,49 @@ def conv_bn_act(
         name = "running_mean" if running_mean is None else "running_var"
         raise RuntimeError(f"{name} must be defined in evaluation mode")
     weight, bias = _folded(weight, bias, running_mean, running_var, norm_weight, norm_bias, eps)
-    return conv2d(
+    return convolution(
         input, weight, bias, stride, padding, dilation, groups,
         precision=precision, activation=activation, residual=residual,
     )  # fmt: skip
+
+
+def _by_host(
+    host: Callable[..., Any],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    stride: IntOrPair,
+    padding: PaddingLike,
+    dilation: IntOrPair,
+    groups: int,
+    momentum: float | None,
+    eps: float,
+    activation: Activation | None,
+    residual: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    precision: Precision | None,
+    recomputes: bool,
+) -> Any:
+    """What the native host path computes in training, or NotImplemented."""
+    mode = _precision.override_untraced() if precision is None else precision
+    try:
+        return host(
+            input, weight, bias, stride, padding, dilation, groups, mode, residual, norm_weight,
+            norm_bias, running_mean, running_var, num_batches_tracked, True, momentum, eps,
+            activation, recomputes,
+        )  # fmt: skip
+    except RuntimeError:
+        if weight.dim() == 3:
+            raise_unfit(input, weight, bias, None, stride, padding, dilation, groups)
+        raise
+
+
+_CONVOLUTIONS = {3: conv1d, 4: conv2d, 5: conv3d}
+"""The convolutions, by the dimensions of their weights."""
 
 
 def _folded(
@@ -239,7 +285,7 @@ def _folded(
     scale, shift = scale_and_shift(mean.to(wide), variance.to(wide), norm_weight, norm_bias, eps)
     if bias is not None:
         shift = shift + bias * scale
-    scaled = weight.to(wide) * scale.view(-1, 1, 1, 1)
+    scaled = weight.to(wide) * scale.view(-1, *(1,) * (weight.dim() - 1))
     return scaled.to(weight.dtype), shift.to(weight.dtype)
 
 
@@ -331,30 +377,51 @@ def conv_of_bn_act(
     residual: Tensor | None = None,
     activation: Activation | None = None,
     adds_in_place: bool = False,
+    recomputes: bool = False,
 ) -> Tensor:
-    """Computes a ``fastconv.Conv2d`` and then :func:`bn_act`, in one call where it can.
+    """Computes a layer of :data:`CONVOLUTIONS` and then :func:`bn_act`, in one call where it can.
 
-    Running statistics are not folded into the convolution: the result is that of its layers.
+    Running statistics are not folded into the convolution: the result is that of its layers. With
+    ``recomputes``, an input that is the result of this function or of :func:`bn_act`, and that
+    nothing else reads, is computed again in the backward pass where that is possible: see
+    :data:`fastconv.native.conv_bn_act`.
     """
     of_batch = bn.training or bn.running_mean is None
-    if not of_batch or input.dim() != 4 or not _is_added_alike(conv, input, residual):
+    batched = input.dim() == len(conv.kernel_size) + 2
+    if not of_batch or not batched or not _is_added_alike(conv, input, residual):
         return bn_act(bn, conv.forward(input), residual, activation, adds_in_place)
-    return _block(conv, bn, input, residual, activation)
+    return _block(conv, bn, input, residual, activation, recomputes)
 
 
 def _block(
-    conv: Any, bn: Any, input: Tensor, residual: Tensor | None, activation: Activation | None
+    conv: Any,
+    bn: Any,
+    input: Tensor,
+    residual: Tensor | None,
+    activation: Activation | None,
+    recomputes: bool = False,
 ) -> Tensor:
     """Computes the next call of both layers, with what follows, by :func:`conv_bn_act`."""
     of = _Statistics.counted(bn)
     input, padding = conv._padded(input)
     ours, theirs = conv._parameters, bn._parameters
-    return conv_bn_act(
+    operands = (
         input, _tensor(conv, ours, "weight"), _tensor(conv, ours, "bias"), of.running_mean,
         of.running_var, _tensor(bn, theirs, "weight"), _tensor(bn, theirs, "bias"), conv.stride,
-        padding, conv.dilation, conv.groups, training=of.training, momentum=of.momentum,
-        eps=bn.eps, activation=activation, residual=residual,
-        num_batches_tracked=of.num_batches_tracked, precision=conv.precision,
+        padding, conv.dilation, conv.groups,
+    )  # fmt: skip
+    if recomputes and of.training and not torch.compiler.is_compiling():
+        host = native.conv_bn_act
+        if host is not None:
+            computed = _by_host(
+                host, *operands, of.momentum, bn.eps, activation, residual, of.num_batches_tracked,
+                conv.precision, True,
+            )  # fmt: skip
+            if computed is not NotImplemented:
+                return computed
+    return conv_bn_act(
+        *operands, training=of.training, momentum=of.momentum, eps=bn.eps, activation=activation,
+        residual=residual, num_batches_tracked=of.num_batches_tracked, precision=conv.precision,
     )  # fmt: skip
 
 
@@ -367,11 +434,50 @@ def _is_added_alike(conv: Any, input: Tensor, residual: Tensor | None) -> bool:
         dtype = torch.get_autocast_dtype(device)
     sizes = (input.shape[0], conv.out_channels)
     # A side of one element would be broadcast.
-    same = residual.shape[:2] == sizes and residual.dim() == 4 and 1 not in residual.shape[2:]
+    dimensions = residual.dim() == input.dim()
+    same = residual.shape[:2] == sizes and dimensions and 1 not in residual.shape[2:]
     return same and residual.dtype == dtype
 
 
-class ConvBNAct2d(nn.Module):
+class _ConvBNAct(nn.Module):
+    """What the layers below have in common: ``activation(bn(conv(input)) + residual)``."""
+
+    # Their classes, unless they are exchanged for others later.
+    _conv: type[nn.Module]
+    _bn: type[nn.Module]
+
+    def __init__(self, conv: nn.Module, bn: nn.Module, activation: Activation | None) -> None:
+        super().__init__()
+        activation_of(activation)
+        self.conv = conv
+        self.bn = bn
+        self.activation = activation
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Convolves, normalizes, adds the residual and applies the activation.
+
+        Args:
+            input: ``(batch, in_channels, ...)``.
+            residual: a tensor of the output's size and type that is added before the activation.
+
+        Returns:
+            ``(batch, out_channels, ...)``.
+        """
+        conv: Any = self._modules["conv"]
+        bn: Any = self._modules["bn"]
+        if not _computes(conv, self._conv) or not _computes(bn, self._bn):
+            return applied(bn(conv(input)), residual, Epilogue(*activation_of(self.activation)))
+        return _block(conv, bn, input, residual, self.activation)
+
+    def _get_name(self) -> str:
+        name = super()._get_name()
+        return f"fastconv.{name}" if type(self).__module__ == __name__ else name
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}"
+
+
+class ConvBNAct2d(_ConvBNAct):
     """A convolution, batch normalization, an addition where there is one, and an activation.
 
     It computes ``activation(bn(conv(input)) + residual)`` for its layers ``conv``, a
@@ -413,6 +519,10 @@ class ConvBNAct2d(nn.Module):
         ['bn.bias', 'bn.num_batches_tracked', 'bn.running_mean']
     """
 
+    _conv, _bn = Conv2d, nn.BatchNorm2d
+    conv: Conv2d
+    bn: nn.BatchNorm2d
+
     def __init__(
         self,
         in_channels: int,
@@ -434,35 +544,148 @@ class ConvBNAct2d(nn.Module):
         *,
         precision: Precision | None = None,
     ) -> None:
-        super().__init__()
-        activation_of(activation)
-        self.conv = Conv2d(
+        conv = Conv2d(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias,
             padding_mode, device, dtype, precision=precision,
         )  # fmt: skip
-        self.bn = nn.BatchNorm2d(
-            out_channels, eps, momentum, affine, track_running_stats, device, dtype
-        )
-        self.activation = activation
+        bn = nn.BatchNorm2d(out_channels, eps, momentum, affine, track_running_stats, device, dtype)
+        super().__init__(conv, bn, activation)
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Convolves, normalizes, adds the residual and applies the activation.
 
-        Args:
-            input: ``(batch, in_channels, height, width)``.
-            residual: a tensor of the output's size and type that is added before the activation.
+class ConvBNAct1d(_ConvBNAct):
+    """A 1-D convolution and what follows it, as ``fastconv.ConvBNAct2d``.
 
-        Returns:
-            ``(batch, out_channels, out_height, out_width)``.
-        """
-        conv: Any = self._modules["conv"]
-        bn: Any = self._modules["bn"]
-        if not _computes(conv, Conv2d) or not _computes(bn, nn.BatchNorm2d):
-            return applied(bn(conv(input)), residual, Epilogue(*activation_of(self.activation)))
-        return _block(conv, bn, input, residual, self.activation)
+    Its layers are ``conv``, a ``fastconv.Conv1d``, and ``bn``, a ``torch.nn.BatchNorm1d``.
 
-    def _get_name(self) -> str:
-        return "fastconv.ConvBNAct2d" if type(self) is ConvBNAct2d else type(self).__name__
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        kernel_size: one number, alone or in a tuple.
+        stride: as for ``fastconv.Conv1d``.
+        padding: as for ``fastconv.Conv1d``.
+        dilation: as for ``fastconv.Conv1d``.
+        groups: as for ``fastconv.Conv1d``.
+        bias: whether the convolution has a bias, which the normalization takes away again.
+        padding_mode: as for ``fastconv.Conv1d``.
+        eps: as for ``torch.nn.BatchNorm1d``.
+        momentum: as for ``torch.nn.BatchNorm1d``; None averages all batches.
+        affine: as for ``torch.nn.BatchNorm1d``.
+        track_running_stats: as for ``torch.nn.BatchNorm1d``.
+        activation: as for ``fastconv.conv2d``; None for none.
+        device: where the parameters are.
+        dtype: the type of the parameters.
+        precision: as for ``fastconv.Conv1d``.
 
-    def extra_repr(self) -> str:
-        return f"activation={self.activation!r}"
+    Raises:
+        ValueError: an argument is none of those above.
+
+    Examples:
+        >>> layer = fastconv.ConvBNAct1d(16, 32, 5, padding="same", activation="gelu")
+        >>> layer(torch.randn(8, 16, 100)).shape
+        torch.Size([8, 32, 100])
+    """
+
+    _conv, _bn = Conv1d, nn.BatchNorm1d
+    conv: Conv1d
+    bn: nn.BatchNorm1d
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int],
+        stride: int | tuple[int] = 1,
+        padding: int | tuple[int] | tuple[tuple[int, int]] | Literal["valid", "same"] = 0,
+        dilation: int | tuple[int] = 1,
+        groups: int = 1,
+        bias: bool = False,
+        padding_mode: PaddingMode = "zeros",
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        activation: Activation | None = "relu",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        precision: Precision | None = None,
+    ) -> None:
+        conv = Conv1d(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias,
+            padding_mode, device, dtype, precision=precision,
+        )  # fmt: skip
+        bn = nn.BatchNorm1d(out_channels, eps, momentum, affine, track_running_stats, device, dtype)
+        super().__init__(conv, bn, activation)
+
+
+class ConvBNAct3d(_ConvBNAct):
+    """A 3-D convolution and what follows it, as ``fastconv.ConvBNAct2d``.
+
+    Its layers are ``conv``, a ``fastconv.Conv3d``, and ``bn``, a ``torch.nn.BatchNorm3d``.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        kernel_size: one number, or ``(depth, height, width)``.
+        stride: as for ``fastconv.Conv3d``.
+        padding: as for ``fastconv.Conv3d``.
+        dilation: as for ``fastconv.Conv3d``.
+        groups: as for ``fastconv.Conv3d``.
+        bias: whether the convolution has a bias, which the normalization takes away again.
+        padding_mode: as for ``fastconv.Conv3d``.
+        eps: as for ``torch.nn.BatchNorm3d``.
+        momentum: as for ``torch.nn.BatchNorm3d``; None averages all batches.
+        affine: as for ``torch.nn.BatchNorm3d``.
+        track_running_stats: as for ``torch.nn.BatchNorm3d``.
+        activation: as for ``fastconv.conv2d``; None for none.
+        device: where the parameters are.
+        dtype: the type of the parameters.
+        precision: as for ``fastconv.Conv3d``.
+
+    Raises:
+        ValueError: an argument is none of those above.
+
+    Examples:
+        >>> layer = fastconv.ConvBNAct3d(3, 16, 3, padding=1)
+        >>> layer(torch.randn(2, 3, 4, 16, 16)).shape
+        torch.Size([2, 16, 4, 16, 16])
+    """
+
+    _conv, _bn = Conv3d, nn.BatchNorm3d
+    conv: Conv3d
+    bn: nn.BatchNorm3d
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int, int],
+        stride: int | tuple[int, int, int] = 1,
+        padding: int
+        | tuple[int, int, int]
+        | tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
+        | Literal["valid", "same"] = 0,
+        dilation: int | tuple[int, int, int] = 1,
+        groups: int = 1,
+        bias: bool = False,
+        padding_mode: PaddingMode = "zeros",
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        activation: Activation | None = "relu",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        precision: Precision | None = None,
+    ) -> None:
+        conv = Conv3d(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias,
+            padding_mode, device, dtype, precision=precision,
+        )  # fmt: skip
+        bn = nn.BatchNorm3d(out_channels, eps, momentum, affine, track_running_stats, device, dtype)
+        super().__init__(conv, bn, activation)
+
+
+CONVOLUTIONS: tuple[type[nn.Module], ...] = (Conv1d, Conv2d, Conv3d)
+"""The layers that :func:`conv_of_bn_act` takes."""

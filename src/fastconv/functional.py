@@ -232,7 +232,7 @@ def conv1d(
                 1,
             )  # fmt: skip
         except RuntimeError:
-            _raise_unfit(input, weight, bias, residual, stride, padding, dilation, groups)
+            raise_unfit(input, weight, bias, residual, stride, padding, dilation, groups)
             raise
         if output is not NotImplemented:
             return output
@@ -253,7 +253,7 @@ def conv1d(
     check_dense("weight", weight)
     (step,), around, (reach,), groups = _along(weight, stride, padding, dilation, groups)
     if weight.dim() != 3 or (residual is not None and residual.dim() != rank):
-        _raise_unfit(input, weight, bias, residual, stride, padding, dilation, groups)
+        raise_unfit(input, weight, bias, residual, stride, padding, dilation, groups)
     try:
         output = conv2d(
             input.unsqueeze(-2), weight.unsqueeze(-2), bias,
@@ -262,7 +262,7 @@ def conv1d(
             residual=None if residual is None else residual.unsqueeze(-2),
         )  # fmt: skip
     except RuntimeError:
-        _raise_unfit(input, weight, bias, residual, stride, padding, dilation, groups)
+        raise_unfit(input, weight, bias, residual, stride, padding, dilation, groups)
         raise
     return only_row(output)
 
@@ -394,7 +394,7 @@ def _along(
     return step, around, reach, integer("conv1d()", "groups", groups)
 
 
-def _raise_unfit(
+def raise_unfit(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,

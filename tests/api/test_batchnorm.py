@@ -1,4 +1,4 @@
-"""``fastconv.batch_norm_act``, ``conv_bn_act`` and ``ConvBNAct2d`` against PyTorch's layers."""
+"""``fastconv.batch_norm_act``, ``conv_bn_act`` and its layers against PyTorch's layers."""
 
 from __future__ import annotations
 
@@ -178,17 +178,24 @@ def test_what_is_not_supported_is_named() -> None:
 # --- Behind a convolution -------------------------------------------------------------------------
 
 
-def _parts(layer: fastconv.ConvBNAct2d) -> nn.Sequential:
+LAYERS: dict[int, tuple[Any, Any, Any]] = {
+    1: (fastconv.ConvBNAct1d, nn.Conv1d, nn.BatchNorm1d),
+    2: (fastconv.ConvBNAct2d, nn.Conv2d, nn.BatchNorm2d),
+    3: (fastconv.ConvBNAct3d, nn.Conv3d, nn.BatchNorm3d),
+}
+"""The layers of so many axes, and PyTorch's layers that they consist of."""
+
+
+def _parts(layer: Any) -> nn.Sequential:
     """PyTorch's layers with the same parameters and statistics."""
     conv, bn = layer.conv, layer.bn
+    _, convolution, norm = LAYERS[len(conv.kernel_size)]
     parts = nn.Sequential(
-        nn.Conv2d(
+        convolution(
             conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding,
             conv.dilation, conv.groups, conv.bias is not None, conv.padding_mode,
         ),
-        nn.BatchNorm2d(
-            bn.num_features, bn.eps, bn.momentum, bn.affine, bn.track_running_stats
-        ),
+        norm(bn.num_features, bn.eps, bn.momentum, bn.affine, bn.track_running_stats),
     ).double()  # fmt: skip
     state = {
         name.replace("conv.", "0.").replace("bn.", "1."): value.clone()
@@ -209,10 +216,12 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("axes", LAYERS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
-def test_layers_are_those_of_pytorch(options: dict[str, Any], residual: bool) -> None:
-    layer = fastconv.ConvBNAct2d(4, 6, 3, padding=1, **options).double()
+def test_layers_are_those_of_pytorch(axes: int, options: dict[str, Any], residual: bool) -> None:
+    layer = LAYERS[axes][0](4, 6, 3, padding=1, **options).double()
+    size = (7, 5, 4)[:axes]
     if layer.bn.affine:
         nn.init.normal_(layer.bn.weight)
         nn.init.normal_(layer.bn.bias)
@@ -220,8 +229,8 @@ def test_layers_are_those_of_pytorch(options: dict[str, Any], residual: bool) ->
     for training in (True, True, False, True):
         layer.train(training)
         parts.train(training)
-        images = torch.randn(3, 4, 7, 5, dtype=torch.float64)
-        added = torch.randn(3, 6, 7, 5, dtype=torch.float64) if residual else None
+        images = torch.randn(3, 4, *size, dtype=torch.float64)
+        added = torch.randn(3, 6, *size, dtype=torch.float64) if residual else None
         output = layer(images, added)
         expected = parts(images) if added is None else parts(images) + added
         if layer.activation is not None:
@@ -236,11 +245,13 @@ def test_layers_are_those_of_pytorch(options: dict[str, Any], residual: bool) ->
             torch.testing.assert_close(one, other)
 
 
-def test_initial_values_are_those_of_pytorch() -> None:
+@pytest.mark.parametrize("axes", LAYERS)
+def test_initial_values_are_those_of_pytorch(axes: int) -> None:
+    ours, convolution, norm = LAYERS[axes]
     torch.manual_seed(3)
-    layer = fastconv.ConvBNAct2d(4, 6, 3)
+    layer = ours(4, 6, 3)
     torch.manual_seed(3)
-    conv, bn = nn.Conv2d(4, 6, 3, bias=False), nn.BatchNorm2d(6)
+    conv, bn = convolution(4, 6, 3, bias=False), norm(6)
     assert torch.equal(layer.conv.weight, conv.weight)
     names = [f"conv.{name}" for name in conv.state_dict()]
     assert list(layer.state_dict()) == names + [f"bn.{name}" for name in bn.state_dict()]
@@ -279,13 +290,27 @@ def test_layers_of_other_classes_are_called() -> None:
     torch.testing.assert_close(layer(images, images), expected)
 
 
-def test_evaluation_is_one_operator() -> None:
-    layer = fastconv.ConvBNAct2d(4, 4, 3, padding=1).eval()
-    images = torch.randn(2, 4, 7, 7)
+@pytest.mark.parametrize("axes", LAYERS)
+def test_evaluation_is_one_operator(axes: int) -> None:
+    layer = LAYERS[axes][0](4, 4, 3, padding=1).eval()
+    images = torch.randn(2, 4, *(7, 7, 3)[:axes])
     with torch.no_grad(), torch.profiler.profile() as profile:
         layer(images, images)
     names = [event.name for event in profile.events() if event.name.startswith("fastconv::")]
     assert names == ["fastconv::fused"]
+
+
+@pytest.mark.parametrize("axes", LAYERS)
+def test_memory_formats(axes: int) -> None:
+    """Channels-last tensors stay so, forward and backward, also those of sequences and volumes."""
+    layer = LAYERS[axes][0](4, 6, 3, padding=1, activation="silu")
+    images = torch.randn(2, *(7, 5, 3)[:axes], 4).movedim(-1, 1).requires_grad_()
+    output = layer(images)
+    expected = F.silu(_parts(layer)(images.double())).float()
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+    (grad,) = torch.autograd.grad(output, images, torch.randn_like(output))
+    assert output.movedim(1, -1).is_contiguous()
+    assert grad.stride() == images.stride()
 
 
 @pytest.mark.parametrize(("training", "residual"), list(product((True, False), (True, False))))
@@ -314,12 +339,27 @@ def test_batches_of_images_alone() -> None:
         )
     with pytest.raises(RuntimeError, match="running_var must be defined in evaluation mode"):
         fastconv.conv_bn_act(torch.randn(1, 4, 7, 7), layer.conv.weight, None, torch.zeros(6), None)
+    with pytest.raises(ValueError, match=r"weight of 3 to 5 dimensions \(got 2\)"):
+        fastconv.conv_bn_act(torch.randn(1, 4), torch.randn(6, 4), None, None, None, training=True)
+    sequences = fastconv.ConvBNAct1d(4, 6, 3)
+    with pytest.raises(ValueError, match=r"expected 3D input \(got 2D input\)"):
+        sequences(torch.randn(4, 7))
+    with pytest.raises(RuntimeError) as theirs:
+        F.conv1d(torch.randn(2, 5, 7), sequences.conv.weight)
+    with pytest.raises(RuntimeError) as ours:
+        sequences(torch.randn(2, 5, 7))
+    assert str(ours.value) == str(theirs.value)
 
 
 def test_printed_layers_show_their_activation() -> None:
     shown = repr(fastconv.ConvBNAct2d(4, 6, 3, activation="silu"))
     assert shown.startswith("fastconv.ConvBNAct2d(")
     assert "activation='silu'" in shown
+
+    class Derived(fastconv.ConvBNAct1d):
+        pass
+
+    assert repr(Derived(4, 6, 3)).startswith("Derived(")
 
 
 def test_traced_by_fx() -> None:

@@ -66,6 +66,9 @@ def normalization(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor) -> None:
     assert_type(fastconv.conv_bn_act(x, weight, None, mean, var, stride=2), Tensor)
     layer = fastconv.ConvBNAct2d(3, 4, 3, padding="same", activation=None, precision="ieee")
     assert_type(layer.conv, fastconv.Conv2d)
+    assert_type(fastconv.ConvBNAct1d(3, 4, (3,), padding=((2, 0),)).conv, fastconv.Conv1d)
+    assert_type(fastconv.ConvBNAct3d(3, 4, (1, 3, 3), padding="same").bn, nn.BatchNorm3d)
+    fastconv.ConvBNAct1d(3, 4, (3, 3))  # type: ignore[arg-type]
     fastconv.batch_norm_act(x, mean, var, activation="elu")  # type: ignore[arg-type]
     fastconv.conv_bn_act(x, weight, mean, var)  # type: ignore[call-arg]
     fastconv.ConvBNAct2d(3, 4, 3, momentum="0.1")  # type: ignore[arg-type]

@@ -13,7 +13,14 @@ from fastconv.backends.batchnorm import launches
 from fastconv.kernels.batchnorm import plan
 from fastconv.kernels.family import Gpu, Plan
 from fastconv.kernels.gpus import H200
-from fastconv.ops.batchnorm_schema import Arguments, GradArguments, backward_need, forward_need
+from fastconv.ops.batchnorm_schema import (
+    Arguments,
+    GradArguments,
+    OutputArguments,
+    backward_need,
+    forward_need,
+    output_need,
+)
 
 
 class Run(NamedTuple):
@@ -54,6 +61,19 @@ def forward_run(
         tensors.running_var, batches, _sums(case), _sums(case), y,
     )  # fmt: skip
     return Run(made, dict(zip(launches.FORWARD, given, strict=False)))
+
+
+def output_run(case: Case, tensors: Tensors, forward: Run, gpu: Gpu = H200) -> Run:
+    """The output of a forward pass that has been executed, again; there is no residual."""
+    mean, invstd = forward.tensors["mean"], forward.tensors["invstd"]
+    assert mean is not None
+    assert invstd is not None
+    parameters = (tensors.weight, tensors.bias, mean, invstd)
+    arguments = OutputArguments(tensors.x, *parameters, case.activation, case.slope)
+    need = output_need(arguments, launches.alignment_of(tensors.x))
+    made = plan.output(need.call.planned_for, gpu)
+    given = (tensors.x, None, *parameters, _like(tensors.x))
+    return Run(made, dict(zip(launches.OUTPUT, given, strict=True)))
 
 
 def backward_run(

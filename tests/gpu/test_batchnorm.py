@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastconv
 from batchnorm_cases import Case, Tensors, check_close, random_cases, reference
 from causal_cases import ROUNDINGS
 from fastconv import native
+from fastconv.batchnorm import conv_of_bn_act
 from gpu.helpers import CUDA
 
 LAYERS = [
@@ -206,17 +208,49 @@ def test_streams_of_the_user() -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_activations_computed_again_have_the_same_bits(
+    dtype: torch.dtype, last: bool, axes: int
+) -> None:
+    """They are not kept: the second block's node has what the first one's has."""
+    native.settle()
+    if native.conv_bn_act is None:
+        pytest.skip(f"the host path is {native.describe()}")
+    torch.manual_seed(0)
+    kind = getattr(fastconv, f"ConvBNAct{axes}d")
+    layers = [kind(24, 24, 3, padding=1, device=CUDA, dtype=dtype) for _ in range(2)]
+    images = torch.randn(4, 24, *(28, 20, 12)[:axes], device=CUDA, dtype=dtype)
+    if last:
+        images = images.movedim(1, -1).contiguous().movedim(-1, 1)
+    leaves = [images.requires_grad_(), *(one for each in layers for one in each.parameters())]
+    results = []
+    for recomputes in (False, True):
+        between = conv_of_bn_act(layers[0].conv, layers[0].bn, images, None, "gelu")
+        output = conv_of_bn_act(
+            layers[1].conv, layers[1].bn, between, None, "relu", recomputes=recomputes
+        )
+        storage = StorageWeakRef(between.untyped_storage())
+        del between
+        assert storage.expired() == recomputes
+        results.append(torch.autograd.grad(output.square().sum(), leaves))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels last"])
-def test_a_block_trains_as_pytorchs(channels_last: bool) -> None:
+def test_a_block_trains_as_pytorchs(channels_last: bool, axes: int) -> None:
     options = {"device": CUDA, "dtype": torch.float64}
-    layer = fastconv.ConvBNAct2d(16, 16, 3, padding=1, **options)
+    layer = getattr(fastconv, f"ConvBNAct{axes}d")(16, 16, 3, padding=1, **options)
     parts = torch.nn.Sequential(
-        torch.nn.Conv2d(16, 16, 3, padding=1, bias=False, **options),
-        torch.nn.BatchNorm2d(16, **options),
+        getattr(torch.nn, f"Conv{axes}d")(16, 16, 3, padding=1, bias=False, **options),
+        getattr(torch.nn, f"BatchNorm{axes}d")(16, **options),
     )
     parts[0].weight.data.copy_(layer.conv.weight)
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
-    images = torch.randn(8, 16, 20, 20, **options).to(memory_format=memory_format)
+    images = torch.randn(8, 16, *(20, 20, 6)[:axes], **options)
+    if channels_last:
+        images = images.movedim(1, -1).contiguous().movedim(-1, 1)
     for _ in range(3):
         output = layer(images, images)
         expected = torch.relu(parts(images) + images)

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 import nvrtc
+from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.batchnorm import plan
 from fastconv.kernels.batchnorm.plan import CURVED, END, Normalization, Statistics
@@ -38,6 +39,7 @@ def _plans(norm: Normalization, gpu: Gpu) -> list[Plan]:
     return [
         plan.forward(norm, STATISTICS, gpu),
         plan.forward(norm, RUNNING, gpu),
+        plan.output(replace(norm, residual=False), gpu),
         plan.backward(norm, True, True, True, norm.residual, gpu),
         plan.backward(norm, False, True, False, False, gpu),
     ]
@@ -121,7 +123,7 @@ def test_layers_fill_a_gpu(channels: int, plane: int, channels_last: bool) -> No
         tile = plan.tile_of(norm)
         assert tile.lanes * tile.at_once >= 0.75 * tile.threads
         assert tile.threads >= 192
-        for made in (plan.forward(norm, STATISTICS, H200), _plans(norm, H200)[2]):
+        for made in (plan.forward(norm, STATISTICS, H200), _plans(norm, H200)[3]):
             for launch in made.launches:
                 if "finish" not in launch.kernel.entry:
                     assert launch.grid[0] >= 2.4 * H200.sm_count
@@ -149,6 +151,12 @@ def test_sizes_choose_no_code() -> None:
 def test_sizes_beyond_32_bits_are_refused() -> None:
     with pytest.raises(NotImplementedError, match=f"below {END}, .* of 1 elements"):
         plan.forward(_norm("float", 1 << 16, 1 << 16, 1, False), RUNNING, H200)
+
+
+@pytest.mark.parametrize("arch", GPUS)
+def test_launches_are_early_where_gpus_have_that(arch: str) -> None:
+    launches = [one for made in _plans(COMPILED[0], GPUS[arch]) for one in made.launches]
+    assert {one.early for one in launches} == {gpus.number(GPUS[arch]) >= 90}
 
 
 def test_a_residual_gradient_is_computed_once() -> None:
@@ -182,7 +190,7 @@ def test_kernels_compile(arch: str) -> None:
     turn = list(GPUS).index(arch)  # each architecture takes a fifth of them
     chosen = [norm for number, norm in enumerate(COMPILED) if (number + turn) % 5 == 0]
     for norm in chosen:
-        for made in (_plans(norm, GPUS[arch])[0], _plans(norm, GPUS[arch])[2]):
+        for made in (_plans(norm, GPUS[arch])[0], _plans(norm, GPUS[arch])[3]):
             for launch in made.launches:
                 compiled = nvrtc.compiled(launch.kernel, arch)
                 assert compiled.registers in range(1, 129)

@@ -16,9 +16,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastconv
 from fastconv import native
+from fastconv.batchnorm import bn_act, conv_of_bn_act
 from fastconv.ops.entries import NormEntry, make_entry
 from native.driver import Driver, Trouble
 from native.helpers import Host, noted_warnings
@@ -37,12 +40,15 @@ def in_python() -> Any:
 class Operands:
     """Leaves for one block: input, weight, bias, residual, and weight and bias of the norm."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, last: bool = False) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, last: bool = False, axes: int = 2
+    ) -> None:
         torch.manual_seed(0)
-        sizes = ((3, 4, 6, 5), (6, 4, 3, 3), (6,), (3, 6, 4, 3), (6,), (6,))
+        before, taps, after = ((6, 5, 4)[:axes], (3, 3, 3)[:axes], (4, 3, 2)[:axes])
+        sizes = ((3, 4, *before), (6, 4, *taps), (6,), (3, 6, *after), (6,), (6,))
         self.leaves = [torch.randn(size, dtype=dtype) for size in sizes]
         if last:
-            self.leaves[0] = self.leaves[0].to(memory_format=torch.channels_last)
+            self.leaves[0] = self.leaves[0].movedim(1, -1).contiguous().movedim(-1, 1)
         for leaf in self.leaves:
             leaf.requires_grad_()
         self.mean, self.var = torch.zeros(6, dtype=dtype), torch.ones(6, dtype=dtype)
@@ -105,6 +111,13 @@ class TestResults:
     def test_blocks(self, host: Host, options: dict[str, Any], last: bool) -> None:
         check_same(lambda operands: operands.block(**options), torch.float32, last)
         assert host.operators == ["forward", FORWARD, BACKWARD, "input_grad", "weight_grad"]
+
+    @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+    @pytest.mark.parametrize("axes", [1, 3])
+    def test_sequences_and_volumes(self, host: Host, axes: int, last: bool) -> None:
+        check_same(lambda operands: operands.block(), torch.float32, last, axes)
+        check_same(lambda operands: operands.block(residual=None), torch.bfloat16, last, axes)
+        assert host.operators == ["forward", FORWARD, BACKWARD, "input_grad", "weight_grad"] * 2
 
     @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -191,11 +204,12 @@ class TestGradients:
         expected = [name for number, name in passes.items() if number in wanted]
         assert host.filled == ["forward", FORWARD, BACKWARD, *expected]
 
-    def test_second_derivatives(self, host: Host) -> None:
+    @pytest.mark.parametrize("axes", [1, 2, 3])
+    def test_second_derivatives(self, host: Host, axes: int) -> None:
         """Through the convolution as well, whose output is computed again for that."""
 
         def second() -> list[Tensor]:
-            operands = Operands(torch.float64)
+            operands = Operands(torch.float64, False, axes)
             loss = operands.block(activation="silu").square().sum()
             first = torch.autograd.grad(loss, operands.leaves, create_graph=True)
             total = sum(one.square().sum() for one in first)
@@ -240,6 +254,209 @@ class TestGradients:
         for number, grad in enumerate(grads):
             expected = torch.autograd.grad(output, operands.leaves, grad, retain_graph=True)
             torch.testing.assert_close([one[number] for one in found], list(expected))
+
+
+class Chain:
+    """Two blocks, of which the second may compute its input, the first one's output, again."""
+
+    def __init__(self, axes: int = 2, activation: Any = "silu", conv: bool = True) -> None:
+        torch.manual_seed(0)
+        self.activation, self.conv = activation, conv
+        size = (6, 5, 4)[:axes]
+        kind = {1: fastconv.ConvBNAct1d, 2: fastconv.ConvBNAct2d, 3: fastconv.ConvBNAct3d}[axes]
+        self.layers = nn.ModuleList(kind(4, 4, 3, padding=1).double() for _ in range(2))
+        self.input = torch.randn(3, 4, *size, dtype=torch.float64, requires_grad=True)
+        self.leaves = [self.input, *self.layers.parameters()]
+        if not conv:
+            del self.leaves[1]
+
+    def first(self, residual: Tensor | None = None) -> Tensor:
+        conv, bn = self.layers[0].conv, self.layers[0].bn
+        if self.conv:
+            return conv_of_bn_act(conv, bn, self.input, residual, self.activation)
+        return bn_act(bn, self.input, residual, self.activation)
+
+    def second(self, between: Tensor, recomputes: bool = True) -> Tensor:
+        conv, bn = self.layers[1].conv, self.layers[1].bn
+        return conv_of_bn_act(conv, bn, between, None, "relu", recomputes=recomputes)
+
+    def gradients(self, recomputes: bool, order: int = 1) -> list[Tensor]:
+        self.kept = None
+        between = self.first()
+        output = self.second(between, recomputes)
+        storage = StorageWeakRef(between.untyped_storage())
+        del between
+        self.kept = not storage.expired()
+        found = list(
+            torch.autograd.grad(output.square().sum(), self.leaves, create_graph=order > 1)
+        )
+        if order > 1:
+            total = torch.stack([one.square().sum() for one in found]).sum()
+            found += torch.autograd.grad(total, self.leaves)
+        return found
+
+
+OUTPUT = "batch_norm_output"
+
+
+class TestOutputsComputedAgain:
+    @pytest.mark.parametrize("axes", [1, 2, 3])
+    @pytest.mark.parametrize("conv", [True, False], ids=["block", "norm"])
+    def test_same_bits_in_less_memory(self, host: Host, axes: int, conv: bool) -> None:
+        chain = Chain(axes, "gelu", conv)
+        expected = chain.gradients(False)
+        assert chain.kept
+        assert OUTPUT not in host.filled
+        host.filled.clear()
+        found = chain.gradients(True)
+        assert not chain.kept
+        assert host.filled.count(OUTPUT) == 1
+        assert all(map(torch.equal, found, expected))
+
+    def test_second_derivatives(self, host: Host) -> None:
+        chain = Chain()
+        expected = chain.gradients(False, order=2)
+        host.filled.clear()
+        found = chain.gradients(True, order=2)
+        assert host.filled.count(OUTPUT) == 2  # the second backward pass comes by here as well
+        assert not chain.kept
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+    def test_what_must_be_kept(self, host: Host) -> None:
+        """A residual, a change in place, an output of another node, and a released one."""
+        chain = Chain(activation="relu")
+        residual = torch.randn_like(chain.input)
+        for make in (
+            lambda: chain.first(residual),
+            lambda: chain.first().mul_(2),
+            lambda: chain.first() * 2,
+            lambda: chain.input,
+        ):
+            (expected,) = torch.autograd.grad(chain.second(make(), False).sum(), chain.input)
+            (found,) = torch.autograd.grad(chain.second(make()).sum(), chain.input)
+            assert torch.equal(found, expected)
+        between = chain.first()
+        with torch.no_grad():
+            between.mul_(2)
+        weight = chain.layers[1].conv.weight
+        (expected,) = torch.autograd.grad(chain.second(between, False).sum(), weight)
+        (found,) = torch.autograd.grad(chain.second(between).sum(), weight)
+        assert torch.equal(found, expected)
+        between = chain.first()
+        between.sum().backward()
+        torch.autograd.grad(chain.second(between).sum(), weight)
+        assert OUTPUT not in host.filled
+
+    def test_changes_in_place_are_noticed(self, host: Host) -> None:
+        """Of what the output is computed from; its own change is none to what it was."""
+        chain = Chain()
+        weight = chain.layers[1].conv.weight
+        between = chain.first()
+        output = chain.second(between)
+        (expected,) = torch.autograd.grad(output.sum(), weight, retain_graph=True)
+        with torch.no_grad():
+            between.zero_()
+        assert torch.equal(
+            torch.autograd.grad(output.sum(), weight, retain_graph=True)[0], expected
+        )
+        with torch.no_grad():
+            chain.layers[0].bn.weight.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(output.sum(), weight)
+
+    def test_retained_graph(self, host: Host) -> None:
+        chain = Chain()
+        loss = chain.second(chain.first()).sum()
+        first = torch.autograd.grad(loss, chain.leaves, retain_graph=True)
+        assert all(map(torch.equal, first, torch.autograd.grad(loss, chain.leaves)))
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            torch.autograd.grad(loss, chain.leaves)
+
+    def test_an_input_whose_node_was_released(self, host: Host) -> None:
+        """The second node has what it needs, as one that had kept its input."""
+        chain = Chain()
+        between = chain.first()
+        output = chain.second(between)
+        between.sum().backward()
+        weight = chain.layers[1].conv.weight
+        (found,) = torch.autograd.grad(output.sum(), weight)
+        (expected,) = torch.autograd.grad(chain.second(chain.first(), False).sum(), weight)
+        assert torch.equal(found, expected)
+
+    def test_hooks_of_saved_tensors(self, host: Host) -> None:
+        """They decide what is kept: they are asked for the input itself, and for nothing else."""
+        chain = Chain()
+        expected = chain.gradients(False)
+        counts = []
+        for recomputes in (False, True):
+            seen: list[Tensor] = []
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda one, seen=seen: seen.append(one) or one, lambda one: one
+            ):
+                found = chain.gradients(recomputes)
+            counts.append(len(seen))
+            assert all(map(torch.equal, found, expected))
+        assert counts[0] == counts[1]
+        with torch.autograd.graph.save_on_cpu():
+            between = chain.first()
+        torch.autograd.grad(chain.second(between).sum(), chain.leaves)
+        assert OUTPUT not in host.filled
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_checkpoints(self, host: Host, reentrant: bool) -> None:
+        chain = Chain()
+        expected = chain.gradients(False)
+        for both in (True, False):
+            run = (lambda _: chain.second(chain.first())) if both else (lambda _: chain.first())
+            between = torch.utils.checkpoint.checkpoint(run, chain.input, use_reentrant=reentrant)
+            output = between if both else chain.second(between)
+            chain.layers.zero_grad()
+            chain.input.grad = None
+            output.square().sum().backward()
+            found = [leaf.grad for leaf in chain.leaves]
+            assert all(one is not None for one in found)
+            torch.testing.assert_close(found, expected)
+
+    def test_compiled_autograd(self, host: Host) -> None:
+        from torch._dynamo import compiled_autograd
+
+        def gradients(compiled: bool) -> list[Tensor]:
+            chain = Chain()
+            output = chain.second(chain.first()).square().sum()
+            context = compiled_autograd._enable(torch.compile(backend="eager"))
+            with context if compiled else nullcontext():
+                output.backward()
+            return [leaf.grad for leaf in chain.leaves]
+
+        torch.compiler.reset()
+        torch.testing.assert_close(gradients(True), gradients(False))
+        assert host.filled.count(OUTPUT) == 2
+
+    def test_modes(self, host: Host) -> None:
+        """What a mode has to see, Python computes."""
+        chain = Chain()
+        expected = chain.gradients(False)
+        output = chain.second(chain.first()).square().sum()
+        with FlopCounterMode(display=False):
+            found = torch.autograd.grad(output, chain.leaves)
+        torch.testing.assert_close(list(found), expected)
+        assert OUTPUT not in host.filled
+
+    def test_hooks_of_tensors_and_mapped_gradients(self, host: Host) -> None:
+        chain = Chain()
+        results = []
+        for recomputes in (False, True):
+            between = chain.first()
+            between.register_hook(lambda grad: grad * 2)
+            output = chain.second(between, recomputes)
+            grads = torch.ones(2, *output.shape, dtype=output.dtype)
+            mapped = torch.autograd.grad(
+                output, chain.leaves, grads, is_grads_batched=True, retain_graph=True
+            )
+            between.retain_grad()
+            output.sum().backward()
+            results.append([*mapped, between.grad])
+        torch.testing.assert_close(results[1], results[0])
 
 
 class TestPyTorch:

@@ -334,12 +334,31 @@ def _wrong(*args: Any, **named: Any) -> Tensor:
     return torch.relu(output) * 1.001
 
 
-@pytest.mark.parametrize("kind", ["1d", "3d"])
-def test_norms_of_sequences_and_volumes(kind: str) -> None:
-    conv, norm = getattr(nn, f"Conv{kind}"), getattr(nn, f"BatchNorm{kind}")
-    example = torch.randn(4, 3, *(6 for _ in range(int(kind[0]))))
-    optimized = _same(nn.Sequential(conv(3, 3, 3), norm(3), nn.LeakyReLU(0.2)), example)
-    assert _is_fused(optimized, example) == 1
+class Branch(nn.Module):
+    """A block with a residual, of so many axes; its convolution may be a transposed one."""
+
+    def __init__(self, axes: int, transposed: bool) -> None:
+        super().__init__()
+        kind = f"Conv{'Transpose' * transposed}{axes}d"
+        self.conv = getattr(nn, kind)(3, 3, 3, padding=1)
+        self.bn = getattr(nn, f"BatchNorm{axes}d")(3)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.nn.functional.leaky_relu(self.bn(self.conv(input)) + input, 0.2)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize("axes", [1, 3])
+def test_sequences_and_volumes(axes: int, transposed: bool, last: bool) -> None:
+    example = torch.randn(4, 3, *(6, 5, 4)[:axes])
+    if last:
+        example = example.movedim(1, -1).contiguous().movedim(-1, 1)
+    optimized = _same(nn.Sequential(Branch(axes, transposed), Branch(axes, False)), example)
+    assert norm_calls(lambda: _step(optimized, example)) == {"forward": 2, "backward": 2}
+    code = [vars(block)["_fastconv_training_graph"].source for block in optimized.children()]
+    assert ["conv_of_bn_act" in one for one in code] == [not transposed, True]
+    assert optimized(example).stride() == example.stride()
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -415,3 +434,29 @@ def test_exported_models_have_their_own_code(strict: bool) -> None:
     optimized = fastconv.optimize(Scheduled().train(), IMAGES)
     program = torch.export.export(optimized, (IMAGES,), strict=strict)
     assert _norms_in(program.graph_module) == 0
+
+
+def _recomputed(model: nn.Module) -> list[int]:
+    """How many inputs of convolutions the graph of each module computes again."""
+    graphs = [vars(one).get("_fastconv_training_graph") for one in model.modules()]
+    return [graph.source.count("recomputes = True") for graph in graphs if graph is not None]
+
+
+def test_activations_that_are_computed_again() -> None:
+    """Those of a block without a residual, which the convolution of another block alone reads."""
+    model = _blocks()
+    optimized = fastconv.optimize(model, EXAMPLE, recompute=True)
+    assert _recomputed(optimized) == [1, 1]
+    assert "2 activations are computed again in backward passes" in str(report(optimized))
+    for found, expected in zip(_step(optimized, EXAMPLE), _step(model, EXAMPLE), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert _recomputed(pickle.loads(pickle.dumps(optimized))) == [1, 1]
+    assert _recomputed(fastconv.optimize(model, EXAMPLE)) == [0, 0]
+    conv, norm = nn.Conv2d, nn.BatchNorm2d
+    chain = nn.Sequential(
+        conv(3, 4, 3), norm(4), nn.ReLU(), conv(4, 4, 3), norm(4), conv(4, 4, 1), norm(4),
+        nn.SiLU(), nn.MaxPool2d(2), conv(4, 4, 1), norm(4),
+    )  # fmt: skip
+    assert _recomputed(fastconv.optimize(chain.train(), EXAMPLE, recompute=True)) == [2]
+    readers = fastconv.optimize(Readers().train(), IMAGES, recompute=True)
+    assert _recomputed(readers) == [0] * len(_recomputed(readers))

@@ -70,7 +70,10 @@ conv_bn_act: Callable[..., Any] | None = None
 """The library's function for eager calls of convolution and normalization in training, or None.
 
 ``conv_bn_act(input, weight, bias, stride, padding, dilation, groups, precision, residual, ...)``
-goes on with the arguments of :data:`batch_norm_act`.
+goes on with the arguments of :data:`batch_norm_act`, and ends with ``recomputes``: whether an input
+that is the output of either function is computed again in the backward pass, and not kept for it.
+It is kept where it has a residual or was changed in place, and within
+``torch.autograd.graph.saved_tensors_hooks``.
 """
 
 _VARIABLE = "FASTCONV_NATIVE"
@@ -239,7 +242,7 @@ def recorded_forms(record: Callable[..., None]) -> Iterator[None]:
 def register(
     make_entry: Callable[..., Any],
     kernels: dict[str, tuple[Callable[..., Any], ...]],
-    gradients: tuple[Callable[..., Any], Callable[..., Any]],
+    gradients: tuple[Callable[..., Any], ...],
 ) -> None:
     """Hands over the functions of Python that the library calls.
 
@@ -251,9 +254,9 @@ def register(
     autograd. The library takes their place in PyTorch's dispatcher, and calls them for what it does
     not serve itself.
 
-    ``gradients`` are ``norm_gradients`` of ``fastconv.ops.batchnorm`` and ``block_gradients`` of
-    ``fastconv.ops.blocks``: what nodes of batch normalization call where the dispatcher has to see
-    their gradients.
+    ``gradients`` are ``norm_gradients`` of ``fastconv.ops.batchnorm``, ``block_gradients`` of
+    ``fastconv.ops.blocks`` and ``norm_output`` of the former: what nodes of batch normalization
+    call where the dispatcher has to see what they compute.
     """
     global _make_entry, _kernels, _gradients
     _make_entry, _kernels, _gradients = make_entry, kernels, gradients

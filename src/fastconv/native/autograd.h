@@ -239,6 +239,27 @@ struct ConvTranspose {
 template <class Function>
 struct Node final : torch::autograd::CppNode<Function> {
   std::string name() const override { return Function::kName; }
+
+  // Has other nodes save what this one saves in place of its output, until it is released.
+  void lend(const Tensor& output) { lent_version_ = output._version(); }
+
+  // What the node has saved; nothing unless it lends, and the output is as the node has left it.
+  std::optional<variable_list> lent(const Tensor& output) {
+    const std::lock_guard lock(this->mutex_);
+    if (lent_version_ != output._version()) return {};
+    return this->ctx_.get_saved_variables();
+  }
+
+  void release_variables() override {
+    {
+      const std::lock_guard lock(this->mutex_);
+      lent_version_.reset();
+    }
+    torch::autograd::CppNode<Function>::release_variables();
+  }
+
+ private:
+  std::optional<int64_t> lent_version_{};
 };
 
 using NodePointer = decltype(torch::autograd::Edge::function);

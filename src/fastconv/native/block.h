@@ -2,6 +2,8 @@
 // autograd nodes.
 #pragma once
 
+#include <ATen/SavedTensorHooks.h>
+
 #include "autograd.h"
 #include "norm.h"
 
@@ -42,6 +44,34 @@ struct SavedNorm {
   }
 };
 
+// What a node saves in place of its input, which is the output of a normalization before it: the
+// output is computed again in the backward pass. `edge` has no elements, but the input's history.
+struct Recipe {
+  NormOutput output;
+  Tensor edge;
+
+  static constexpr size_t kTensors = 5, kNumbers = 2;
+
+  // Adds the tensors to those that a node saves, after `edge` as the first one.
+  void save(variable_list& saved) const {
+    saved[0] = edge;
+    for (const Tensor& one : {output.x, output.weight, output.bias, output.mean, output.invstd}) {
+      saved.push_back(one);
+    }
+  }
+
+  static std::vector<int64_t> numbers(const std::optional<Recipe>& recipe) {
+    if (!recipe) return {kIdentity, 0};
+    return {recipe->output.activation, std::bit_cast<int64_t>(recipe->output.slope)};
+  }
+
+  static Recipe of(const Tensor& edge, const Tensor* saved, const int64_t* numbers) {
+    return {{saved[0], saved[1], saved[2], saved[3], saved[4], numbers[0],
+             std::bit_cast<double>(numbers[1])},
+            edge};
+  }
+};
+
 // Which gradients of a normalization are wanted.
 struct NormNeeds {
   bool x, residual, weight, bias;
@@ -53,6 +83,8 @@ struct NormNeeds {
 inline std::function<NormGradients(const Tensor& grad, const SavedNorm&, const NormOptions&,
                                    const NormNeeds&)>
     dispatch_norm_gradients;
+
+inline std::function<Tensor(const NormOutput&)> dispatch_norm_output;
 
 // The same for a convolution with a normalization; the first three are those of the convolution.
 struct BlockGradients {
@@ -100,8 +132,17 @@ inline BlockGradients block_gradients(const Tensor& grad, const Tensor& input, c
       norm_gradients(grad, saved, options, {needs_conv, needs_residual, needs_scale, needs_shift});
   if (needs_conv) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    const Backward call{found.norm.x, input, weight, geometry, false, needs_bias && needs_weight};
+    const bool sequences = input.dim() == 3;
+    const auto as_images = [&](const Tensor& tensor) {
+      return sequences ? with_row(tensor) : tensor;
+    };
+    const Backward call{
+        as_images(found.norm.x),   as_images(input), as_images(weight), geometry, false,
+        needs_bias && needs_weight};
     found.conv = conv_gradients(call, needs_input, needs_weight, needs_bias);
+    for (Tensor* one : {&found.conv.input, &found.conv.weight}) {
+      if (sequences && one->defined()) *one = one->squeeze(2);
+    }
   }
   return found;
 }
@@ -131,18 +172,38 @@ struct BatchNorm {
   }
 };
 
+// The input of a node, with the history that it had.
+inline Tensor recomputed(const Recipe& recipe) {
+  const NormOutput& output = recipe.output;
+  const bool plain =
+      is_plain(keys_of(output.x, output.weight, output.bias, output.mean, output.invstd));
+  Tensor input = plain ? run(output) : dispatch_norm_output(output);
+  torch::autograd::impl::set_gradient_edge(input,
+                                           torch::autograd::impl::gradient_edge(recipe.edge));
+  return input;
+}
+
 struct ConvBNAct {
   static constexpr auto kName = "FastconvConvBNActBackward";
   static constexpr bool is_traceable = true;
+  // The tensors that it saves, without those of a recipe: input, weight, the normalization's, bias.
+  static constexpr size_t kTensors = 3 + SavedNorm::kTensors;
+  // Those of its options behind the numbers of a geometry.
+  static constexpr size_t kNumbers = NormOptions::kNumbers + Recipe::kNumbers;
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     if (!grads[0].defined()) return variable_list(6);
     const auto tensors = context->get_saved_variables();
-    const Tensor &input = tensors[0], &weight = tensors[1], &bias = tensors.back();
+    const Tensor &weight = tensors[1], &bias = tensors[kTensors - 1];
     const SavedNorm saved = SavedNorm::of(tensors.data() + 2);
     auto numbers = context->saved_data["options"].toIntVector();
-    const size_t of_geometry = numbers.size() - NormOptions::kNumbers;
+    const size_t of_geometry = numbers.size() - kNumbers;
     const NormOptions options = NormOptions::of(numbers.data() + of_geometry);
+    const Tensor input =
+        tensors.size() == kTensors
+            ? tensors[0]
+            : recomputed(Recipe::of(tensors[0], tensors.data() + kTensors,
+                                    numbers.data() + of_geometry + NormOptions::kNumbers));
     numbers.resize(of_geometry);
     const Geometry geometry = Geometry::of(numbers);
     std::array<bool, 6> needs;
@@ -161,6 +222,12 @@ struct ConvBNAct {
   }
 };
 
+// Whether hooks decide what becomes of tensors that nodes save (torch.autograd.graph), as those of
+// checkpoints: they may keep none of them.
+inline bool has_saving_hooks() {
+  return !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
+}
+
 // Records a call: computes it by `compute`, which gives the output and the tensors to save.
 template <class Function, class Compute, class... Tensors>
 Tensor record_call(std::vector<int64_t> options, const Compute& compute,
@@ -177,7 +244,34 @@ Tensor record_call(std::vector<int64_t> options, const Compute& compute,
   torch::autograd::set_history(output, pointer);
   node.output_info_.emplace_back(output);
   node.save_variables_to_ctx();
+  if (!has_saving_hooks()) node.lend(output);
   return output;
+}
+
+// What the output of a normalization can be computed again from: nothing if it had a residual, was
+// changed since, or is that of another node.
+inline std::optional<Recipe> recipe_of(const Tensor& output) {
+  if (has_saving_hooks()) return {};
+  const auto function = output.grad_fn();
+  const auto of_node = [&](auto* node, size_t tensors, size_t numbers) -> std::optional<Recipe> {
+    const auto options = node->ctx_.saved_data["options"].toIntVector();
+    const NormOptions norm = NormOptions::of(options.data() + options.size() - numbers);
+    const auto lent = norm.residual ? std::nullopt : node->lent(output);
+    if (!lent) return {};
+    const SavedNorm saved = SavedNorm::of(lent->data() + tensors);
+    const Tensor edge = output.new_empty({0});
+    torch::autograd::impl::set_gradient_edge(edge, torch::autograd::impl::gradient_edge(output));
+    return Recipe{
+        {saved.x, saved.weight, saved.bias, saved.mean, saved.invstd, norm.activation, norm.slope},
+        edge};
+  };
+  if (auto* node = dynamic_cast<Node<ConvBNAct>*>(function.get())) {
+    return of_node(node, 2, ConvBNAct::kNumbers);
+  }
+  if (auto* node = dynamic_cast<Node<BatchNorm>*>(function.get())) {
+    return of_node(node, 0, NormOptions::kNumbers);
+  }
+  return {};
 }
 
 // Only the output has a history: the statistics are not differentiable.
@@ -193,17 +287,21 @@ inline Normalized record(const Norm& call) {
   return made;
 }
 
-// The normalization's x is the convolution's output.
-inline Tensor record(const Call& conv, const Norm& norm) {
+// The normalization's x is the convolution's output. With `recomputes`, an input that is a
+// normalization's output is not saved, where it can be computed again.
+inline Tensor record(const Call& conv, const Norm& norm, bool recomputes) {
+  const auto recipe = recomputes ? recipe_of(conv.first) : std::nullopt;
   std::vector<int64_t> options = conv.geometry.numbers();
   for (const int64_t number : NormOptions::of(norm).numbers()) options.push_back(number);
+  for (const int64_t number : Recipe::numbers(recipe)) options.push_back(number);
   const auto compute = [&] {
     Norm call = norm;
-    call.x = run(conv).first;
+    call.x = computed(conv);
     const Normalized made = run(call);
-    return std::pair(
-        made.y, variable_list{conv.first, conv.second, call.x, made.beside, call.weight, call.bias,
-                              made.mean, made.invstd, conv.third});
+    variable_list saved{conv.first, conv.second, call.x,      made.beside, call.weight,
+                        call.bias,  made.mean,   made.invstd, conv.third};
+    if (recipe) recipe->save(saved);
+    return std::pair(made.y, std::move(saved));
   };
   return record_call<ConvBNAct>(std::move(options), compute, conv.first, conv.second, conv.third,
                                 norm.residual, norm.weight, norm.bias);
@@ -236,7 +334,7 @@ inline std::optional<Tensor> normalize(Norm call) {
 
 // Computes a convolution and the normalization of its output in training; returns nothing if the
 // dispatcher has to see the call.
-inline std::optional<Tensor> convolve_and_normalize(Call conv, Norm norm) {
+inline std::optional<Tensor> convolve_and_normalize(Call conv, Norm norm, bool recomputes) {
   const auto keys = keys_of(conv.first, conv.second, conv.third, norm.residual, norm.weight,
                             norm.bias, norm.running_mean, norm.running_var, norm.batches);
   const auto casts = keys & c10::autocast_dispatch_keyset;
@@ -258,9 +356,9 @@ inline std::optional<Tensor> convolve_and_normalize(Call conv, Norm norm) {
   const bool seen = keys.has_any(c10::autograd_dispatch_keyset);  // false in inference mode
   const bool recorded = seen && is_recorded(conv.first, conv.second, conv.third, norm.residual,
                                             norm.weight, norm.bias);
-  if (recorded) return record(conv, norm);
+  if (recorded) return record(conv, norm, recomputes);
   conv.frozen = store.period;
-  norm.x = run(conv).first;
+  norm.x = computed(conv);
   return run(norm).y;
 }
 

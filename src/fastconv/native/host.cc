@@ -113,18 +113,32 @@ PyObject* norm_from_python(PyObject*, PyObject* const* arguments, Py_ssize_t cou
   END_HANDLE_TH_ERRORS
 }
 
-// conv_bn_act(input, weight, bias, stride, padding, dilation, groups, precision, residual, ...) in
-// training, or NotImplemented; the arguments from the residual on are those of batch_norm_act.
+// Has a convolution as many axes as its weight; returns false if there are none, or too many.
+bool set_axes(PyObject* weight, Call& call) {
+  if (!parse(weight, call.second) || !call.second.defined()) return false;
+  const int64_t axes = call.second.dim() - 2;
+  if (axes < 1 || axes > 3) return false;
+  call.sequences = axes == 1;
+  call.geometry = Geometry::along(std::max<int64_t>(axes, 2));
+  return true;
+}
+
+// conv_bn_act(input, weight, bias, stride, padding, dilation, groups, precision, residual, ...,
+// recomputes) in training, or NotImplemented; the arguments from the residual on are those of
+// batch_norm_act. `recomputes` is for inputs that are outputs of either function: see block.h.
 PyObject* block_from_python(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 8 + kNormArguments, "conv_bn_act takes 18 arguments, not ", count);
+  TORCH_CHECK_TYPE(count == 9 + kNormArguments, "conv_bn_act takes 19 arguments, not ", count);
   Call conv{kForward};
   Norm norm;
+  bool recomputes = false;
   std::optional<Tensor> output;
-  if (!at::impl::torch_function_mode_enabled() && parse_convolution(arguments, conv) &&
-      conv.first.dim() == 4 && parse_norm(arguments + 8, norm) && norm.training) {
+  if (!at::impl::torch_function_mode_enabled() && set_axes(arguments[1], conv) &&
+      parse_convolution(arguments, conv) && conv.first.dim() == conv.second.dim() &&
+      parse_norm(arguments + 8, norm) && norm.training &&
+      parse(arguments[8 + kNormArguments], recomputes)) {
     const py::gil_scoped_release others_may_run;
-    output = convolve_and_normalize(std::move(conv), std::move(norm));
+    output = convolve_and_normalize(std::move(conv), std::move(norm), recomputes);
   }
   if (!output) Py_RETURN_NOTIMPLEMENTED;
   return THPVariable_Wrap(std::move(*output));
@@ -167,6 +181,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("record_forms", [](const py::object& function) {
     record_forms(function);
     table<NormEntry>.forget();
+    table<NormOutputEntry>.forget();
     table<NormGradEntry>.forget();
   });
   module.def("register_operators", &register_operators);

@@ -32,6 +32,13 @@ struct NormGrad {
   bool wants_x, wants_parameters, wants_residual;
 };
 
+// A normalization without a residual whose statistics are known.
+struct NormOutput {
+  Tensor x, weight, bias, mean, invstd;
+  int64_t activation;
+  double slope;
+};
+
 struct NormGradients {
   Tensor x{}, residual{}, weight{}, bias{};
 };
@@ -50,8 +57,14 @@ struct NormGradEntry : Launches {
   std::function<void(const NormGrad&, const NormGradients&)> fill;
 };
 
+struct NormOutputEntry : Launches {
+  std::function<void(const NormOutput&, const Tensor&)> fill;
+};
+
 // Make the entry for all calls of a call's form.
 inline std::function<std::shared_ptr<const NormEntry>(const Norm&)> make_norm_entry;
+inline std::function<std::shared_ptr<const NormOutputEntry>(const NormOutput&)>
+    make_norm_output_entry;
 inline std::function<std::shared_ptr<const NormGradEntry>(const NormGrad&)> make_norm_grad_entry;
 
 // The largest alignment that plans may assume for tensors of x's size.
@@ -70,6 +83,17 @@ inline Key key_of(const Norm& call) {
               common_alignment(call.x, call.residual)});
   for (const Tensor* tensor : {&call.x, &call.residual, &call.weight, &call.bias,
                                &call.running_mean, &call.running_var, &call.batches}) {
+    append(key, *tensor, false);
+  }
+  return key;
+}
+
+inline Key key_of(const NormOutput& call) {
+  Key key;
+  key.reserve(64);
+  key.insert(key.end(),
+             {call.activation, std::bit_cast<int64_t>(call.slope), common_alignment(call.x)});
+  for (const Tensor* tensor : {&call.x, &call.weight, &call.bias, &call.mean, &call.invstd}) {
     append(key, *tensor, false);
   }
   return key;
@@ -177,6 +201,32 @@ inline Normalized run(Norm call) {
     count_version(call.running_var);
   }
   return made;
+}
+
+// Computes the output of a normalization again, with the bits that it had at first.
+inline Tensor run(NormOutput call) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const c10::OptionalDeviceGuard on(call.x.is_cuda() ? std::optional(call.x.device())
+                                                     : std::nullopt);
+  call.x = in_format(call.x);
+  for (Tensor* one : {&call.weight, &call.bias}) *one = dense(*one);
+  const auto entry =
+      table<NormOutputEntry>.find(key_of(call), [&] { return make_norm_output_entry(call); });
+  const Tensor y = new_like(call.x);
+  if (entry->fill) {
+    entry->fill(call, y);
+  } else {
+    constexpr uintptr_t residual = 0;
+    const std::array addresses = {address_of(call.x),
+                                  residual,
+                                  address_of(call.weight),
+                                  address_of(call.bias),
+                                  address_of(call.mean),
+                                  address_of(call.invstd),
+                                  address_of(y)};
+    start_all(*entry, 0, addresses, stream_of(call.x.device()));
+  }
+  return y;
 }
 
 // Computes the gradients that are wanted. Without an activation, that of the residual is `grad`.

@@ -23,6 +23,14 @@ inline py::tuple arguments_of(const NormGrad& call) {
                         call.wants_parameters, call.wants_residual);
 }
 
+inline py::tuple arguments_of(const NormOutput& call) {
+  return py::make_tuple(wrapped(call.x), wrapped(call.weight), wrapped(call.bias),
+                        wrapped(call.mean), wrapped(call.invstd), kActivations[call.activation],
+                        call.slope);
+}
+
+inline py::object results_of(const Tensor& made) { return wrapped(made); }
+
 inline py::tuple results_of(const Normalized& made) {
   return py::make_tuple(wrapped(made.y), wrapped(made.mean), wrapped(made.invstd));
 }
@@ -59,6 +67,13 @@ inline std::shared_ptr<const NormEntry> entry_of(const Norm& call) {
   });
 }
 
+inline std::shared_ptr<const NormOutputEntry> entry_of(const NormOutput& call) {
+  return in_python([&] {
+    py::object made;
+    return norm_entry_of<NormOutputEntry>("batch_norm_output", call, made);
+  });
+}
+
 inline std::shared_ptr<const NormGradEntry> entry_of(const NormGrad& call) {
   return in_python([&] {
     py::object made;
@@ -69,7 +84,8 @@ inline std::shared_ptr<const NormGradEntry> entry_of(const NormGrad& call) {
 // --- Gradients by the dispatcher -----------------------------------------------------------------
 
 // The functions of ops/batchnorm.py and ops/blocks.py, never released.
-inline PyObject *python_norm_gradients = nullptr, *python_block_gradients = nullptr;
+inline PyObject *python_norm_gradients = nullptr, *python_block_gradients = nullptr,
+                *python_norm_output = nullptr;
 
 inline py::tuple saved_of(const SavedNorm& saved) {
   return py::make_tuple(wrapped(saved.x), wrapped(saved.beside), wrapped(saved.weight),
@@ -112,12 +128,20 @@ inline BlockGradients python_gradients(const Tensor& grad, const Tensor& input,
   });
 }
 
-inline void serve_norms(const py::object& norm_gradients, const py::object& block_gradients) {
+inline Tensor python_output(const NormOutput& call) {
+  return in_python([&] { return tensor_of(py::handle(python_norm_output)(*arguments_of(call))); });
+}
+
+inline void serve_norms(const py::object& norm_gradients, const py::object& block_gradients,
+                        const py::object& norm_output) {
   python_norm_gradients = norm_gradients.inc_ref().ptr();
   python_block_gradients = block_gradients.inc_ref().ptr();
+  python_norm_output = norm_output.inc_ref().ptr();
   make_norm_entry = [](const Norm& call) { return entry_of(call); };
+  make_norm_output_entry = [](const NormOutput& call) { return entry_of(call); };
   make_norm_grad_entry = [](const NormGrad& call) { return entry_of(call); };
   dispatch_norm_gradients = [](const auto&... all) { return python_gradients(all...); };
+  dispatch_norm_output = [](const NormOutput& call) { return python_output(call); };
   dispatch_block_gradients = [](const auto&... all) { return python_gradients(all...); };
 }
 

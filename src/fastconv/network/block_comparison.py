@@ -54,7 +54,8 @@ class _Comparison:
     def __init__(self) -> None:
         self.said: dict[int, str | None] = {}
 
-    def conv_norm(self, conv: Any, bn: Any, input: Tensor, *rest: Any) -> Tensor:
+    def conv_norm(self, conv: Any, bn: Any, input: Tensor, *rest: Any, **_: Any) -> Tensor:
+        # Other options choose what is kept: here the input is PyTorch's, which is kept anyway.
         before = _buffers(bn)
         found = conv_of_bn_act(conv, bn, input, *rest)
         return self._compared(bn, conv.forward(input), rest, found, before)

@@ -11,9 +11,8 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from fastconv.backends.batchnorm.formulas import sum_type
-from fastconv.batchnorm import bn_act, conv_of_bn_act
+from fastconv.batchnorm import CONVOLUTIONS, bn_act, conv_of_bn_act
 from fastconv.geometry import Activation
-from fastconv.modules import Conv2d
 from fastconv.network.exchange import kind_of
 from fastconv.network.sites import (
     IN_PLACE,
@@ -165,12 +164,12 @@ def _block(
 
 
 def _is_convolution(node: Node, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a node is a 2-D convolution that is called with its input alone."""
+    """Whether a node is a convolution, not transposed, that is called with its input alone."""
     if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
         return False
     module = modules[str(node.target)]
     kind = kind_of(module)
-    exact = kind is not None and kind.ours is Conv2d and type(module) in kind
+    exact = kind is not None and kind.ours in CONVOLUTIONS and type(module) in kind
     return exact and not has_hooks(module)
 
 
@@ -186,15 +185,23 @@ def _is_supported(block: Block, graph: Traced, modules: Mapping[str, Any]) -> bo
 # --- Fused ----------------------------------------------------------------------------------------
 
 
-def fused_graph(graph: Graph, chosen: Iterable[Block], modules: Mapping[str, nn.Module]) -> Graph:
+def fused_graph(
+    graph: Graph,
+    chosen: Iterable[Block],
+    modules: Mapping[str, nn.Module],
+    recompute: bool = False,
+) -> Graph:
     """A copy of a graph in which each of these blocks is one node.
 
-    A convolution becomes part of its block where it is fastconv's.
+    A convolution becomes part of its block where it is fastconv's. With ``recompute``, it computes
+    its input again in the backward pass, where that is the output of another block without a
+    residual and nothing else reads it.
 
     Args:
         graph: the graph of the blocks.
         chosen: the blocks.
         modules: those of the graph, by name.
+        recompute: whether outputs of blocks are computed again.
     """
     made = Graph()
     copies: dict[Node, Node] = {}
@@ -211,10 +218,13 @@ def fused_graph(graph: Graph, chosen: Iterable[Block], modules: Mapping[str, nn.
                 (residual,) = (one for one in place.args if one is not own)
             rest = (residual, block.activation, block.adds_in_place)
             (input,) = copies[block.norm].args
-            if conv is not None and type(modules[str(conv.target)]) is Conv2d:
+            if conv is not None and type(modules[str(conv.target)]) in CONVOLUTIONS:
                 layer = made.create_node("get_attr", str(conv.target))
                 (before,) = copies[conv].args
-                one = made.call_function(conv_of_bn_act, (layer, norm, before, *rest))
+                named: dict[str, Any] = {}
+                if recompute and _can_recompute(before):
+                    named["recomputes"] = True
+                one = made.call_function(conv_of_bn_act, (layer, norm, before, *rest), named)
             else:
                 conv = None
                 one = made.call_function(bn_act, (norm, input, *rest))
@@ -224,3 +234,11 @@ def fused_graph(graph: Graph, chosen: Iterable[Block], modules: Mapping[str, nn.
     for node in made.nodes:
         node.type = None
     return made
+
+
+def _can_recompute(input: Any) -> bool:
+    """Whether a convolution's input is a block without a residual that nothing else reads."""
+    if not isinstance(input, Node) or input.op != "call_function" or len(input.users) != 1:
+        return False
+    places = {bn_act: 2, conv_of_bn_act: 3}  # of the residual
+    return input.target in places and input.args[places[input.target]] is None

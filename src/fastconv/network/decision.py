@@ -32,17 +32,17 @@ def left_alone(subject: Subject, reason: str) -> Decision:
     return proposal, _report(subject, proposal, (), None)
 
 
-def decided(subject: Subject, fuse: bool, inplace: bool) -> Decision:
+def decided(subject: Subject, fuse: bool, inplace: bool, recompute: bool = False) -> Decision:
     """Measures the model and decides; the model is as it was afterwards."""
     subject.snapshot.record({"model": subject.model})
     try:
         with same_random_numbers():
-            return _decided(subject, fuse, inplace)
+            return _decided(subject, fuse, inplace, recompute)
     finally:
         subject.snapshot.put_back()
 
 
-def _decided(subject: Subject, fuse: bool, inplace: bool) -> Decision:
+def _decided(subject: Subject, fuse: bool, inplace: bool, recompute: bool) -> Decision:
     layers = exchangeable_layers(subject)
     mine = ranks.in_each(lambda: inspected(subject, layers, fuse, inplace))
     ranks.same_in_all("has the layers " + ", ".join(layers), sorted(layers))
@@ -72,7 +72,7 @@ def _decided(subject: Subject, fuse: bool, inplace: bool) -> Decision:
     ours = _gaining(judged, found)
     blocks = _gaining(judged_blocks, found)
     proposal = proposed(subject.model, layers, ours, graph, sites, seen)
-    proposal = proposal.with_blocks(mine.regions, blocks)
+    proposal = proposal.with_blocks(mine.regions, blocks, recompute)
     whole: Times | None = None
     if proposal.changes:
         needed: dict[measurement.AnyCall, nn.Module] = {
@@ -92,13 +92,15 @@ def _decided(subject: Subject, fuse: bool, inplace: bool) -> Decision:
         if trouble is not None:
             subject.notes.append(f"not fused: {trouble}")
             subject.snapshot.put_back()
-            return _decided(subject, fuse=False, inplace=inplace)
+            return _decided(subject, fuse=False, inplace=inplace, recompute=False)
         if whole is not None and not whole.gains:
             subject.notes.append("the model as a whole is not faster: it was left as it was")
             proposal = unchanged(subject.model)
     words = {name: site.words for name, site in sites.items()}
     measured = tuple(rows(judged, found, proposal.ours, words))
     followed = {name: block.words for name, block in mine.blocks.items()}
+    if again := sum(graph.source.count("recomputes") for graph in proposal.graphs.values()):
+        subject.notes.append(f"{again} activations are computed again in backward passes")
     measured_blocks = tuple(block_rows(judged_blocks, found, proposal.blocks, followed))
     return proposal, _report(subject, proposal, measured, whole, measured_blocks)
 

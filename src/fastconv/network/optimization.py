@@ -24,6 +24,7 @@ def optimize(
     *example: Any,
     inplace: bool = False,
     fuse: bool = True,
+    recompute: bool = False,
     progress: bool | None = None,
     **named: Any,
 ) -> Model:
@@ -46,7 +47,9 @@ def optimize(
     In training, each BatchNorm is also measured with the addition and the activation behind it, and
     computed by ``fastconv.batch_norm_act`` where that gains. The model keeps its modules,
     parameters, hooks and state dict: modules whose ``forward`` has such blocks get a class derived
-    from their own. ``fuse=False`` leaves them.
+    from their own. ``fuse=False`` leaves them. With ``recompute=True``, activations that only the
+    next block's convolution reads are not kept for the backward pass, but computed again there,
+    with the same bits: a step takes less memory and a little more time.
 
     In inference, in ``eval`` mode, a copy is also fused: by ``torch.fx``, BatchNorms are folded
     into weights, and activations and additions become part of kernels. The result is then a
@@ -66,6 +69,7 @@ def optimize(
         inplace: change the model itself instead of a copy. An optimizer that was made before holds
             the parameters of the model, not those of a copy.
         fuse: whether to fuse, in inference and in training.
+        recompute: whether blocks of training keep less and compute more.
         progress: whether to show on stderr how far it is; by default, if that is a terminal.
         **named: the example's arguments by name.
 
@@ -110,7 +114,7 @@ def optimize(
     if reason is not None:
         proposal, report = left_alone(subject, reason)
     else:
-        proposal, report = decided(subject, fuse=fuse, inplace=inplace)
+        proposal, report = decided(subject, fuse=fuse, inplace=inplace, recompute=recompute)
     # The model changes only here: if anything before raises, it stays as it was.
     proposal.apply_for_good()
     seconds = time.perf_counter() - start

@@ -64,14 +64,19 @@ class Proposal:
             return self
         return replace(self, model=self.fused.finished(), fused=None)
 
-    def with_blocks(self, regions: Sequence[Region], chosen: Collection[str]) -> Proposal:
-        """The proposal with these blocks, named by their BatchNorms, in their regions."""
+    def with_blocks(
+        self, regions: Sequence[Region], chosen: Collection[str], recompute: bool = False
+    ) -> Proposal:
+        """The proposal with these blocks, named by their BatchNorms, in their regions.
+
+        ``recompute`` is as for :meth:`Region.training_graph`.
+        """
         if not chosen:
             return self
         with exchanged_back(self.plain):
             exchange(self.plain)  # blocks of convolutions that are fastconv's include these
             graphs = {
-                region.module: region.training_graph(chosen)
+                region.module: region.training_graph(chosen, recompute)
                 for region in regions
                 if not region.blocks.keys().isdisjoint(chosen)
             }

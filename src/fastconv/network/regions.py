@@ -90,11 +90,15 @@ class Region:
     defaults: dict[str, Any]
     containers: tuple[Watched, ...]
 
-    def training_graph(self, chosen: Collection[str]) -> TrainingGraph:
-        """The graph that computes the blocks of these BatchNorms by fastconv."""
+    def training_graph(self, chosen: Collection[str], recompute: bool = False) -> TrainingGraph:
+        """The graph that computes the blocks of these BatchNorms by fastconv.
+
+        With ``recompute``, outputs of blocks that only convolutions of blocks read are not kept for
+        the backward pass.
+        """
         found = [block for name, block in self.blocks.items() if name in chosen]
         modules = dict(self.graph.module.named_modules(remove_duplicate=False))
-        graph = fused_graph(self.graph.module.graph, found, modules)
+        graph = fused_graph(self.graph.module.graph, found, modules, recompute)
         for node in graph.nodes:
             if node.op == "placeholder":
                 node.args = ()  # all arguments are given

@@ -57,7 +57,7 @@ native.register(
         **{name: (*devices.kernels(name), kernel) for name, kernel in autograd.kernels.items()},
         **batchnorm.KERNELS,
     },
-    (batchnorm.norm_gradients, blocks.block_gradients),
+    (batchnorm.norm_gradients, blocks.block_gradients, batchnorm.norm_output),
 )
 autocast.register("cpu", "AutocastCPU")
 autocast.register("cuda", "AutocastCUDA")

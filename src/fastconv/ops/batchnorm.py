@@ -27,6 +27,7 @@ from fastconv.ops.autograd import SingleLevelFunction, recorded, wait_at_exit
 from fastconv.ops.batchnorm_schema import (
     Arguments,
     GradArguments,
+    OutputArguments,
     backward,
     backward_need,
     check,
@@ -40,6 +41,7 @@ from fastconv.ops.batchnorm_schema import (
     known_gradients,
     new_backward,
     new_forward,
+    output_need,
 )
 from fastconv.ops.devices import loading
 from fastconv.ops.schema import library
@@ -69,6 +71,11 @@ def fill_forward_cpu(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None
         mean.zero_()
         invstd.zero_()
     y.copy_(formulas.output(given.inputs(mean, invstd)))
+
+
+def fill_output_cpu(args: tuple[Any, ...], y: Tensor) -> None:
+    """Fills the output of ``batch_norm_forward``, with the bits that it had at first."""
+    y.copy_(formulas.output(OutputArguments(*args).inputs))
 
 
 def fill_backward_cpu(args: tuple[Any, ...], results: Sequence[Tensor | None]) -> None:
@@ -106,6 +113,11 @@ def ready_forward(given: Arguments) -> Ready:
     Those of x's size have its layout, and all others are contiguous.
     """
     return launches.ready(forward_need(given, alignment_of(given.x, given.residual)))
+
+
+def ready_output(given: OutputArguments) -> Ready:
+    """Returns the launch of the output alone, for tensors as :func:`ready_forward` takes them."""
+    return launches.ready(output_need(given, alignment_of(given.x)))
 
 
 def ready_backward(given: GradArguments) -> Ready:
@@ -219,6 +231,11 @@ def norm_gradients(
         if activation == "identity":
             found[1] = grad
     return [one if needs else None for one, needs in zip(found, needed, strict=True)]
+
+
+def norm_output(*args: Any) -> Tensor:
+    """Returns the output of a normalization again, by PyTorch's operations."""
+    return formulas.output(OutputArguments(*args).inputs)
 
 
 def is_differentiated(*tensors: Tensor | None) -> bool:

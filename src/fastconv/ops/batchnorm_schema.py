@@ -55,6 +55,22 @@ class Arguments(NamedTuple):
         return Inputs(*self[:4], mean, invstd, self.activation, self.slope)
 
 
+class OutputArguments(NamedTuple):
+    """What the output of ``batch_norm_forward`` is computed again from; there is no residual."""
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    mean: Tensor
+    invstd: Tensor
+    activation: str
+    slope: float
+
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(self.x, None, *self[1:])
+
+
 class GradArguments(NamedTuple):
     """The arguments of ``batch_norm_backward``."""
 
@@ -294,6 +310,11 @@ def forward_need(given: Arguments, alignment: int) -> Need:
     return Need(_call(given, given.residual is not None, alignment), running)
 
 
+def output_need(given: OutputArguments, alignment: int) -> Need:
+    """What a GPU has to compute for the output alone."""
+    return Need(_call(given, False, alignment), None)
+
+
 def backward_need(given: GradArguments, alignment: int) -> Need | None:
     """What ``batch_norm_backward`` has to compute; None if no gradient is written."""
     stores = given.wants_residual and given.activation != "identity"
@@ -303,7 +324,9 @@ def backward_need(given: GradArguments, alignment: int) -> Need | None:
     return Need(_call(given, given.residual, alignment), wanted)
 
 
-def _call(given: Arguments | GradArguments, residual: bool, alignment: int) -> Call:
+def _call(
+    given: Arguments | OutputArguments | GradArguments, residual: bool, alignment: int
+) -> Call:
     x = given.x
     parameter = next((one.dtype for one in (given.weight, given.bias) if one is not None), x.dtype)
     return Call(

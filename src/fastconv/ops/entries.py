@@ -63,6 +63,8 @@ def make_entry(name: str, *args: Any) -> Entry | NormEntry:
         return _norm_entry(batchnorm_schema.Arguments(*args))
     if name == "batch_norm_backward":
         return _norm_grad_entry(batchnorm_schema.GradArguments(*args))
+    if name == "batch_norm_output":
+        return _norm_output_entry(batchnorm_schema.OutputArguments(*args))
     return _make_conv_entry(name, *args)
 
 
@@ -83,6 +85,14 @@ def _norm_grad_entry(given: batchnorm_schema.GradArguments) -> NormEntry:
     if given.x.is_cuda and given.x.numel():
         return _launched(batchnorm.ready_backward(given))
     return NormEntry(fill=batchnorm.fill_backward_cpu)
+
+
+def _norm_output_entry(given: batchnorm_schema.OutputArguments) -> NormEntry:
+    """Makes an entry for the output of a normalization that was computed before."""
+    autograd.wait_at_exit(given.x.device.index)
+    if given.x.is_cuda:
+        return _launched(batchnorm.ready_output(given))
+    return NormEntry(fill=batchnorm.fill_output_cpu)
 
 
 def _launched(ready: cuda.Ready) -> NormEntry:

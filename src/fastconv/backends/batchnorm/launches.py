@@ -24,6 +24,7 @@ FORWARD = (
     "x", "residual", "weight", "bias", "running_mean", "running_var", "batches", "mean", "invstd",
     "y", "scratch",
 )  # fmt: skip
+OUTPUT = ("x", "residual", "weight", "bias", "mean", "invstd", "y")
 BACKWARD = (
     "grad", "x", "beside", "weight", "bias", "mean", "invstd", "grad_x", "grad_residual",
     "grad_weight", "grad_bias", "scratch",
@@ -92,11 +93,12 @@ class Gradients(NamedTuple):
 class Need(NamedTuple):
     """All that the plan and the launches of a pass depend on.
 
-    ``of`` is a ``Running`` for a forward pass, and ``Gradients`` for a backward pass.
+    ``of`` is a ``Running`` for a forward pass, ``Gradients`` for a backward pass, and None for the
+    output alone.
     """
 
     call: Call
-    of: Running | Gradients
+    of: Running | Gradients | None
 
     @property
     def device(self) -> int:
@@ -107,6 +109,8 @@ class Need(NamedTuple):
 def planned(need: Need) -> Plan:
     """Returns the plan of a pass."""
     call, of = need
+    if of is None:
+        return plan.output(call.planned_for, cuda.gpu(call.gpu))
     if isinstance(of, Gradients):
         return plan.backward(call.planned_for, *of, cuda.gpu(call.gpu))
     return plan.forward(call.planned_for, of.planned_for, cuda.gpu(call.gpu))
@@ -119,7 +123,7 @@ MOST_READY = 2048
 @lru_cache(MOST_READY)
 def ready(need: Need) -> Ready:
     """Makes the launches of a pass."""
-    names = BACKWARD if isinstance(need.of, Gradients) else FORWARD
+    names = {Running: FORWARD, Gradients: BACKWARD, type(None): OUTPUT}[type(need.of)]
     return _loaded(planned(need), names, need.call.gpu)
 
 

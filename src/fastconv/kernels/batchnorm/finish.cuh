@@ -4,7 +4,7 @@
 // A block has kChannels channels. Each of its threads merges every kSteps-th share of one channel;
 // lanes of a warp, then warps, are added up.
 #pragma once
-#include "device/tile.cuh"
+#include "batchnorm/begin.cuh"
 
 namespace fastconv {
 namespace batchnorm {
@@ -45,11 +45,10 @@ __device__ __forceinline__ void add_up(Acc& first, Acc& second) {
   }
 }
 
-// Moves a running statistic towards that of a batch.
+// Returns a running statistic, moved towards that of a batch.
 template <class T>
-__device__ __forceinline__ void move(T* running, Acc batch, Acc momentum) {
-  const Acc before = fastconv::widen(*running);
-  *running = fastconv::narrow<T>((Acc(1) - momentum) * before + momentum * batch);
+__device__ __forceinline__ T moved(Acc before, Acc batch, Acc momentum) {
+  return fastconv::narrow<T>((Acc(1) - momentum) * before + momentum * batch);
 }
 
 __device__ __forceinline__ float square_root(float number) { return sqrtf(number); }
@@ -71,9 +70,16 @@ extern "C" __global__ void __launch_bounds__(fastconv::batchnorm::kThreads)
                                 int channels, int shares, int count_low, int count_high,
                                 int eps_low, int eps_high, int momentum_low, int momentum_high) {
   using namespace fastconv::batchnorm;
+  begin_launch();
   const int thread = static_cast<int>(threadIdx.x);
   const int channel = static_cast<int>(blockIdx.x) * kChannels + thread % kChannels;
   const bool exists = channel < channels;
+  const bool finishes = thread < kChannels && exists;
+  const bool moves = finishes && running_mean != nullptr;
+  // Loaded at first, because memory answers late: what they are needed for comes last.
+  const Acc mean_before = moves ? fastconv::widen(running_mean[channel]) : Acc(0);
+  const Acc var_before = moves ? fastconv::widen(running_var[channel]) : Acc(0);
+  const long long batch = moves && batches != nullptr ? *batches : 0;
   const Acc* const partials = static_cast<const Acc*>(scratch) + (exists ? channel : 0);
   const Acc first = partials[0];
   Acc sum = 0, squares = 0;
@@ -85,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::batchnorm::kThreads)
     squares += fma(weighted, difference, own[channels]);
   }
   add_up(sum, squares);
-  if (thread >= kChannels || !exists) return;
+  if (!finishes) return;
   const double count = wide(count_low, count_high);
   const Acc shift = sum / static_cast<Acc>(count);
   squares -= sum * shift;
@@ -93,11 +99,12 @@ extern "C" __global__ void __launch_bounds__(fastconv::batchnorm::kThreads)
   mean[channel] = first + shift;
   const Acc eps = static_cast<Acc>(wide(eps_low, eps_high));
   invstd[channel] = Acc(1) / square_root(squares / static_cast<Acc>(count) + eps);
-  if (running_mean == nullptr) return;
+  if (!moves) return;
   const Acc momentum = batches == nullptr ? static_cast<Acc>(wide(momentum_low, momentum_high))
-                                          : Acc(1) / static_cast<Acc>(*batches);
-  move(running_mean + channel, first + shift, momentum);
-  move(running_var + channel, squares / static_cast<Acc>(count - 1.0), momentum);
+                                          : Acc(1) / static_cast<Acc>(batch);
+  const Acc variance = squares / static_cast<Acc>(count - 1.0);
+  running_mean[channel] = moved<Config::Running>(mean_before, first + shift, momentum);
+  running_var[channel] = moved<Config::Running>(var_before, variance, momentum);
 }
 
 // Takes running statistics for those of a batch, as evaluation does. A thread has one channel.
@@ -107,6 +114,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::batchnorm::kThreads)
                              Config::Acc* __restrict__ mean, Config::Acc* __restrict__ invstd,
                              int channels, int eps_low, int eps_high) {
   using namespace fastconv::batchnorm;
+  begin_launch();
   const int channel = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
   if (channel >= channels) return;
   const Acc variance = fastconv::widen(running_var[channel]);
@@ -124,9 +132,12 @@ extern "C" __global__ void __launch_bounds__(fastconv::batchnorm::kThreads)
                            Config::Parameter* __restrict__ grad_bias, int channels, int shares,
                            int count_low, int count_high) {
   using namespace fastconv::batchnorm;
+  begin_launch();
   const int thread = static_cast<int>(threadIdx.x);
   const int channel = static_cast<int>(blockIdx.x) * kChannels + thread % kChannels;
   const bool exists = channel < channels;
+  const bool finishes = thread < kChannels && exists;
+  const Acc scale = finishes ? invstd[channel] : Acc(0);  // loaded at first, needed last
   Acc* const means = static_cast<Acc*>(scratch) + (exists ? channel : 0);
   const Acc* const partials = means + 2ll * channels;
   Acc sum = 0, product = 0;
@@ -137,13 +148,13 @@ extern "C" __global__ void __launch_bounds__(fastconv::batchnorm::kThreads)
     product += own[channels];
   }
   add_up(sum, product);
-  if (thread >= kChannels || !exists) return;
-  product *= invstd[channel];
+  if (!finishes) return;
+  product *= scale;
   if (grad_weight != nullptr) {
     grad_weight[channel] = fastconv::narrow<Config::Parameter>(product);
   }
   if (grad_bias != nullptr) grad_bias[channel] = fastconv::narrow<Config::Parameter>(sum);
   const Acc count = static_cast<Acc>(wide(count_low, count_high));
   means[0] = sum / count;
-  means[channels] = product * invstd[channel] / count;
+  means[channels] = product * scale / count;
 }

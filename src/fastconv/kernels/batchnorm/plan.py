@@ -10,6 +10,7 @@ import struct
 from dataclasses import dataclass, replace
 from math import gcd
 
+from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import (
     ALIGNMENT,
@@ -155,12 +156,22 @@ def forward(norm: Normalization, statistics: Statistics, gpu: Gpu) -> Plan:
     tile = tile_of(norm)
     apply, why = _apply(norm, tile, gpu), _why(norm, tile)
     if statistics.momentum is None:
-        return Plan((_finish_running(norm, statistics), apply), 0, FAMILY, why)
+        return Plan((_finish_running(norm, statistics, gpu), apply), 0, FAMILY, why)
     sums = _walk(norm, tile, gpu, FORWARD_BLOCKS, "statistics", {}, ("x", "scratch"))
     shares = sums.grid[0] // tile.tiles
-    finish = _finish_statistics(norm, statistics, statistics.momentum, shares)
+    finish = _finish_statistics(norm, statistics, statistics.momentum, shares, gpu)
     scratch = 3 * shares * norm.channels * norm.sum_bytes
     return Plan((sums, finish, apply), scratch, FAMILY, why)
+
+
+def output(norm: Normalization, gpu: Gpu) -> Plan:
+    """Plans the output alone, as :func:`forward` computes it, where the statistics are known.
+
+    Tensors are x, residual, weight, bias, mean, invstd and y.
+    """
+    _check(norm)
+    tile = tile_of(norm)
+    return Plan((_apply(norm, tile, gpu),), 0, FAMILY, _why(norm, tile))
 
 
 def backward(
@@ -181,7 +192,7 @@ def backward(
         sums = _grad_sums(norm, tile, gpu, stores)
         shares = sums.grid[0] // tile.tiles
         scratch = 2 * (shares + 1) * norm.channels * norm.sum_bytes
-        launches += [sums, _finish_grads(norm, shares)]
+        launches += [sums, _finish_grads(norm, shares, gpu)]
     if x:
         launches.append(_grad_apply(norm, tile, gpu, stores, of_batch))
     return Plan(tuple(launches), scratch, FAMILY, _why(norm, tile))
@@ -328,34 +339,45 @@ def _walk(
         tile.threads,
         2 * sums * norm.sum_bytes if adds_up else 0,
         (*tensors, *sizes),
+        early=_is_early(gpu),
     )
 
 
-def _finish_running(norm: Normalization, statistics: Statistics) -> Launch:
+def _is_early(gpu: Gpu) -> bool:
+    """Whether kernels wait for the launch before, and let the next one begin (``begin.cuh``)."""
+    return gpus.number(gpu) >= 90
+
+
+def _finish_running(norm: Normalization, statistics: Statistics, gpu: Gpu) -> Launch:
     tensors = ("running_mean", "running_var", "mean", "invstd")
     arguments: tuple[Argument, ...] = (*tensors, norm.channels, *halves(statistics.eps))
-    launch = _finish(norm, "running", norm.parameter, statistics.running, arguments)
+    launch = _finish(norm, "running", norm.parameter, statistics.running, arguments, gpu)
     return replace(launch, grid=_grid(ceil_div(norm.channels, FINISHING_THREADS)), shared_bytes=0)
 
 
 def _finish_statistics(
-    norm: Normalization, statistics: Statistics, momentum: float, shares: int
+    norm: Normalization, statistics: Statistics, momentum: float, shares: int, gpu: Gpu
 ) -> Launch:
     tensors = ("scratch", "running_mean", "running_var", "batches", "mean", "invstd")
     numbers = (norm.count, statistics.eps, momentum)
     halved = [half for one in numbers for half in halves(one)]
     arguments: tuple[Argument, ...] = (*tensors, norm.channels, shares, *halved)
-    return _finish(norm, "statistics", norm.parameter, statistics.running, arguments)
+    return _finish(norm, "statistics", norm.parameter, statistics.running, arguments, gpu)
 
 
-def _finish_grads(norm: Normalization, shares: int) -> Launch:
+def _finish_grads(norm: Normalization, shares: int, gpu: Gpu) -> Launch:
     tensors = ("scratch", "invstd", "grad_weight", "grad_bias")
     arguments: tuple[Argument, ...] = (*tensors, norm.channels, shares, *halves(norm.count))
-    return _finish(norm, "grads", norm.parameter, norm.sum_scalar, arguments)
+    return _finish(norm, "grads", norm.parameter, norm.sum_scalar, arguments, gpu)
 
 
 def _finish(
-    norm: Normalization, name: str, parameter: str, running: str, arguments: tuple[Argument, ...]
+    norm: Normalization,
+    name: str,
+    parameter: str,
+    running: str,
+    arguments: tuple[Argument, ...],
+    gpu: Gpu,
 ) -> Launch:
     constants: dict[str, Constant] = {  # all kernels are in one file, which names both types
         "Acc": norm.sum_scalar,
@@ -369,6 +391,7 @@ def _finish(
         FINISHING_THREADS,
         FINISHING_THREADS // 32 * FINISHED_AT_ONCE * 2 * norm.sum_bytes,
         arguments,
+        early=_is_early(gpu),
     )
 
 

@@ -22,6 +22,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::batchnorm::kMostThreads,
                          int rows, int share, int tiles) {
   using namespace fastconv::batchnorm;
   using fastconv::widen;
+  begin_launch();
   const Sizes sizes = {channels, plane, segments, group, lanes, at_once, rows, share, tiles};
   const Part part = part_of_block(sizes);
   Walk walk(sizes, part);
@@ -31,7 +32,11 @@ extern "C" __global__ void __launch_bounds__(fastconv::batchnorm::kMostThreads,
   for (int i = 0; i < kColumns; ++i) firsts[i] = x[first_of(sizes, part, own.channel[i])];
 
   Sums sums = {};
-  const auto load_at = [&](const Place& place) { return load(x, place, firsts[0]); };
+  // Only at the edges of planes are there elements that do not exist: elsewhere nothing waits for
+  // the first ones before it loads.
+  constexpr bool kEdges = kWide && C::edges;
+  const Scalar missing = kEdges ? firsts[0] : Scalar{};
+  const auto load_at = [&](const Place& place) { return load(x, place, missing); };
   walk_over<Elements, kUnroll>(walk, load_at, [&](const Place&, const Elements& elements) {
 #pragma unroll
     for (int e = 0; e < kVector; ++e) {

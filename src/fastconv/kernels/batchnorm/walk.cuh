@@ -10,7 +10,7 @@
 //            channel. Vectors are aligned, so that the first and the last one of a plane may reach
 //            beyond it (`edges`).
 #pragma once
-#include "device/tile.cuh"
+#include "batchnorm/begin.cuh"
 
 namespace fastconv {
 namespace batchnorm {
