@@ -40,7 +40,7 @@ torch.set_num_threads(1)  # Tensors are tiny: several threads would only wait fo
 
 # All cases take longer than a run of all tests may. Of a test with several parameters, every value
 # of each parameter runs, and one combination in COMBINATIONS_ONE_IN. Of a test with one parameter,
-# all values run, but in these files one in VALUES_ONE_IN, and the first.
+# all values run, but in these files, and of these tests, one in VALUES_ONE_IN, and the first.
 SAMPLED = (
     *("api/test_export", "api/test_causal", "api/test_graph_lifetimes"),
     *("bench/test_verify_layers", "emulator/test_causal", "kernels/test_causal_kernels"),
@@ -48,6 +48,9 @@ SAMPLED = (
     *("native/test_native_transposed", "network/test_optimize_kinds", "native/test_cpu_kernels"),
     *("api/test_volumes", "emulator/test_volumes", "ops/test_operators", "native/test_native_norm"),
     "emulator/test_hopper_implicit_gemm_nhwc",
+    "kernels/test_estimates.py::test_depthwise_plans_are_near_what_memory_takes",
+    "emulator/test_epilogues.py::test_isolation",
+    *("emulator/test_depthwise.py::test_toeplitz", "emulator/test_depthwise.py::test_random"),
 )
 COMBINATIONS_ONE_IN = 4
 VALUES_ONE_IN = 3

@@ -79,7 +79,7 @@ CASES = [
     _case(Conv("dilated", (1, 40, 15, 16), (72, 40, 3, 4), padding=(2, 1, 4, 3), dilation=(2, 3)),
           "ieee", "input_grad"),
 ]  # fmt: skip
-RUN = some(CASES, one_in=7)
+RUN = some(CASES, one_in=10)
 
 THREE = [
     _case(Conv("three images", (3, 24, 5, 6), (40, 24, 3, 3), padding=(1, 1, 1, 1)), mode)

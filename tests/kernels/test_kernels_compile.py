@@ -207,7 +207,7 @@ needs_nvrtc = pytest.mark.skipif(
 @pytest.mark.parametrize("arch", [arch for arch in GPUS if arch != "sm_70"])
 def test_covering_set(arch: str) -> None:
     turn = list(GPUS).index(arch)  # each architecture leaves out some others, to take less time
-    works = [work for number, work in enumerate(COVERING) if (number + turn) % 10 < 4]
+    works = [work for number, work in enumerate(COVERING) if ALL or (number + turn) % 10 < 3]
     _check(_compile(works, GPUS[arch], jit.compile_kernel))
 
 
@@ -227,7 +227,8 @@ def test_covering_set_for_volta(major: int) -> None:
 
 @needs_nvrtc
 def test_every_configuration() -> None:
-    _check(_compile(REST, HOPPER, jit.compile_kernel))
+    # Every other one: each problem in all passes, in one kind or the other.
+    _check(_compile(REST[:: 1 if ALL else 2], HOPPER, jit.compile_kernel))
 
 
 @needs_nvrtc
@@ -280,14 +281,15 @@ def _serialised(log: str) -> str | None:
 @needs_nvrtc
 @pytest.mark.parametrize("suite", DENSE)
 def test_tensor_core_forward(suite: str) -> None:
-    """The founding workloads in all modes; of the others every second one in one mode, half of
-    them the most demanding."""
+    """The founding workloads in all modes; of the others some in one mode, half of them the most
+    demanding."""
     all_modes = ALL or suite == "founding"
+    one_in = 1 if all_modes else {"real": 4, "odd": 2}[suite]
     others = [mode for mode in MODES if mode != MOST_REGISTERS]
     turns = cycle(chain.from_iterable((MOST_REGISTERS, other) for other in others))
     works = _taken(
         Work(workload.name, workload.problem, planner.forward, *mode)
-        for workload, one in zip(SUITES[suite][:: 1 if all_modes else 2], turns, strict=False)
+        for workload, one in zip(SUITES[suite][::one_in], turns, strict=False)
         for mode in (MODES if all_modes else [one])
     )
     taken = {(work.scalar, work.channels_last, work.aligned, work.precision) for work in works}
@@ -299,8 +301,8 @@ def test_tensor_core_forward(suite: str) -> None:
 
 @needs_nvrtc
 def test_tensor_core_input_grad() -> None:
-    """The founding workloads in half of the modes each, one in four of the others in one."""
-    others = [workload for name in DENSE[1:] for workload in SUITES[name]][:: 1 if ALL else 4]
+    """The founding workloads in half of the modes each, one in six of the others in one."""
+    others = [workload for name in DENSE[1:] for workload in SUITES[name]][:: 1 if ALL else 6]
     founding = [*product(FOUNDING, MODES)]
     kinds = [*(founding if ALL else founding[::2]), *zip(others, cycle(MODES), strict=False)]
     works = _taken(
@@ -388,8 +390,8 @@ STRIDED = {
 def test_tensor_core_strided_input_grad(name: str) -> None:
     works = [Work(name, STRIDED[name], planner.input_grad, *mode) for mode in MODES]
     assert _taken(works) == works
-    turn = list(STRIDED).index(name) % 3
-    _check_tensor_core_kernels(works if ALL else works[turn::3])
+    turn = list(STRIDED).index(name) % len(MODES)
+    _check_tensor_core_kernels(works if ALL else works[turn : turn + 1])
 
 
 # Layers of ResNet-50 for the implicit GEMM kernels: channels-last images in 16 bits, and planes in
@@ -427,8 +429,9 @@ def test_implicit_gemm(mode: str) -> None:
         for direction in ("forward", "input_grad")
     ]
     assert {work.planned(HOPPER).launches[-1].kernel.entry for work in works} == {entry}
-    # Every layer in one direction or the other.
-    _check_tensor_core_kernels(works if ALL else [*works[::4], *works[3::4]])
+    # Other layers in each mode, in both directions.
+    turn = list(GEMM_MODES).index(mode)
+    _check_tensor_core_kernels(works if ALL else works[turn::5])
 
 
 # What ends a residual network's blocks, and what transformers' and mobile networks' layers have.
