@@ -304,7 +304,8 @@ def test_tensor_core_input_grad() -> None:
     """The founding workloads in half of the modes each, one in six of the others in one."""
     others = [workload for name in DENSE[1:] for workload in SUITES[name]][:: 1 if ALL else 6]
     founding = [*product(FOUNDING, MODES)]
-    kinds = [*(founding if ALL else founding[::2]), *zip(others, cycle(MODES), strict=False)]
+    some = [one for number, one in enumerate(founding) if (number + number // len(MODES)) % 2 == 0]
+    kinds = [*(founding if ALL else some), *zip(others, cycle(MODES), strict=False)]
     works = _taken(
         Work(workload.name, workload.problem, planner.input_grad, *mode) for workload, mode in kinds
     )
@@ -488,7 +489,8 @@ def test_tensor_core_weight_grad() -> None:
     )
     assert len(works) == len(FOUNDING) * len(MODES)
     biased = [replace(work, bias_grad=True) for work in works]
-    works = works + biased if ALL else [*works[::2], *biased[1::2]]
+    # CI compiles each mode for one layer or two.
+    works = works + biased if ALL else [*works[::4], *biased[1::4]]
     _check_tensor_core_kernels(works, most_spilled=272)
 
 
