@@ -40,7 +40,7 @@ torch.set_num_threads(1)  # Tensors are tiny: several threads would only wait fo
 
 # All cases take longer than a run of all tests may. Of a test with several parameters, every value
 # of each parameter runs, and one combination in COMBINATIONS_ONE_IN. Of a test with one parameter,
-# all values run, but in these files one in VALUES_ONE_IN, and the first.
+# all values run, but in these files, and of these tests, one in VALUES_ONE_IN, and the first.
 SAMPLED = (
     *("api/test_export", "api/test_causal", "api/test_graph_lifetimes"),
     *("bench/test_verify_layers", "emulator/test_causal", "kernels/test_causal_kernels"),
@@ -48,9 +48,12 @@ SAMPLED = (
     *("native/test_native_transposed", "network/test_optimize_kinds", "native/test_cpu_kernels"),
     *("api/test_volumes", "emulator/test_volumes", "ops/test_operators", "native/test_native_norm"),
     "emulator/test_hopper_implicit_gemm_nhwc",
+    "kernels/test_estimates.py::test_depthwise_plans_are_near_what_memory_takes",
+    "emulator/test_epilogues.py::test_isolation",
+    *("emulator/test_depthwise.py::test_toeplitz", "emulator/test_depthwise.py::test_random"),
 )
-COMBINATIONS_ONE_IN = 4
-VALUES_ONE_IN = 3
+COMBINATIONS_ONE_IN = 6
+VALUES_ONE_IN = 4
 
 
 class Sample:
@@ -67,7 +70,7 @@ class Sample:
         names = item.callspec._idlist  # type: ignore[attr-defined]
         seen, by_hash = self._seen[test], zlib.crc32(item.nodeid.encode())
         new = set(enumerate(names)) - seen
-        if len(names) > 1:
+        if _has_combinations(item):
             chosen = bool(new) or by_hash % COMBINATIONS_ONE_IN == 0
         elif any(file in test for file in SAMPLED):
             chosen = not seen or by_hash % VALUES_ONE_IN == 0
@@ -78,13 +81,24 @@ class Sample:
         return chosen
 
 
+def _has_combinations(item: pytest.Item) -> bool:
+    return len(item.callspec._idlist) > 1  # type: ignore[attr-defined]
+
+
+def _turn(item: pytest.Item) -> int:
+    """When a case is looked at: combinations by their hashes, so that few have all values."""
+    has_combinations = hasattr(item, "callspec") and _has_combinations(item)
+    return zlib.crc32(item.nodeid.encode()) if has_combinations else 0
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the cases of tests that are sampled, and leaves some out."""
     sample = Sample()
+    choices = {item: sample.has(item) for item in sorted(items, key=_turn)}
     kept, left_out = [], []
     for item in items:
-        chosen = sample.has(item)
+        chosen = choices[item]
         if chosen is not None:
             item.add_marker(pytest.mark.sampled)
         is_left_out = chosen is False and not ALL and not _is_named(config, item)

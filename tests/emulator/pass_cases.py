@@ -32,11 +32,6 @@ TENSOR_CORES = ("hopper", "ampere")
 Item = TypeVar("Item")
 
 
-def some(items: Iterable[Item], one_in: int) -> list[Item]:
-    """One item in ``one_in``, or every item if :data:`ALL`."""
-    return list(items)[:: 1 if ALL else one_in]
-
-
 @dataclass(frozen=True)
 class Conv:
     """A small convolution with a name, of images or of volumes."""
@@ -144,6 +139,34 @@ class PassCase:
         if self.epilogue.activation != "identity":
             words.append(self.epilogue.activation)
         return "-".join([*words, self.gpu.architecture])
+
+
+def some(items: Iterable[Item], one_in: int) -> list[Item]:
+    """One item in ``one_in``, and test cases of kinds that these lack; all items if :data:`ALL`."""
+    every = list(items)
+    chosen = every[:: 1 if ALL else one_in]
+    seen = {kind for item in chosen for kind in _kinds(item)}
+    for item in every:
+        if new := _kinds(item) - seen:
+            chosen.append(item)
+            seen |= new
+    return chosen
+
+
+def _kinds(item: object) -> set[tuple[str, object]]:
+    """What a test case is one of: each kind has code of its own in some kernels."""
+    if not isinstance(item, PassCase):
+        return set()
+    kinds = {
+        "pass": (item.direction, item.channels_last),
+        "type": (item.dtype, item.precision),
+        "other format": item.other_format,
+        "aligned": item.aligned,
+        "bias": item.bias_grad,
+        "weights": item.plain_weight,
+        "residual": item.epilogue.residual,
+    }
+    return set(kinds.items())
 
 
 @dataclass(frozen=True)

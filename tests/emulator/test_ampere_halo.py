@@ -171,7 +171,7 @@ CASES = [
     _forward(Conv("groups", (2, 40, 6, 9), (48, 20, 3, 3), groups=2), "ieee", scaled_fp16=True),
     _forward(WIDE, "tf32", scaled_fp16=True),
 ]  # fmt: skip
-RUN = some(CASES, one_in=12)
+RUN = some(CASES, one_in=15)
 ALONE = [_forward(replace(WIDE, input=(1, 20, 5, 41)), "bfloat16", gpu=LITTLE)]
 TILES = [_forward(WIDE, "ieee"), _forward(WIDE, "ieee", choice=_of(4, 3, 16, 64, 2))]
 

@@ -134,7 +134,7 @@ def _cases() -> list[PassCase]:
 
 
 CASES = _cases()
-RUN = [*some(CASES, one_in=7), *some(FORCED, one_in=2)]
+RUN = [*some(CASES, one_in=10), *some(FORCED, one_in=3)]
 
 
 @pytest.fixture(scope="module", autouse=True)

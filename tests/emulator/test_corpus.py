@@ -21,8 +21,8 @@ from fastconv.kernels.family import GEOMETRY, Kernel, Plan
 from fastconv.kernels.gpus import GPUS
 
 PROBLEMS = corpus.read_cases()
-EMULATED = PROBLEMS if ALL else PROBLEMS[:40]
-DRAWN = 20_000 if ALL else 1000
+EMULATED = PROBLEMS if ALL else PROBLEMS[:24]
+DRAWN = 20_000 if ALL else 500
 SEED = int(os.environ.get("FASTCONV_CORPUS") or 0)
 
 

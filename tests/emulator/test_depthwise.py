@@ -121,7 +121,7 @@ def _toeplitz_cases() -> list[PassCase]:
 
 CASES = _cases()
 TOEPLITZ_CASES = _toeplitz_cases()
-RUN = [*some(CASES, one_in=9), *some(TOEPLITZ_CASES, one_in=4)]
+RUN = [*some(CASES, one_in=14), *some(TOEPLITZ_CASES, one_in=5)]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -103,7 +103,7 @@ def _few(gpu: Gpu, draw: Random) -> Gpu:
     return replace(gpu, sm_count=draw.choice((1, 2, 5, gpu.sm_count)))
 
 
-RUN = some(_cases(), one_in=9)
+RUN = some(_cases(), one_in=13)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -105,7 +105,7 @@ def _cases() -> list[PassCase]:
 
 
 CASES = _cases()
-RUN = some(CASES, one_in=6)
+RUN = some(CASES, one_in=9)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -71,7 +71,7 @@ def _takes(case: PassCase) -> bool:
 
 
 CASES = _cases()
-RUN = some(CASES, one_in=3)
+RUN = some(CASES, one_in=5)
 IMAGES = [case for case in RUN if case.direction != "weight_grad"]  # they write images
 EPILOGUES = [
     replace(CASES[0], epilogue=Epilogue("gelu", residual=True)),

@@ -86,7 +86,7 @@ CASES = [
           "tf32"),
 ]  # fmt: skip
 
-RUN = some(CASES, one_in=4)
+RUN = some(CASES, one_in=6)
 ALONE = [
     _case(forward, TALL, "tf32"),
     _case(input_grad, Conv("alone", (1, 4, 5, 20), (40, 4, 3, 3)), "ieee", channels_last=True),

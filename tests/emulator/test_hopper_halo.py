@@ -353,7 +353,7 @@ CASES = [
                      (2, 3)), "bfloat16"),
 ]  # fmt: skip
 
-RUN = some(CASES, one_in=10)
+RUN = some(CASES, one_in=15)
 
 # Images alone and in a batch, which has other tiles.
 ALONE = [

@@ -162,7 +162,7 @@ def _random(seed: int) -> PassCase:
         return case
 
 
-RUN = [*some(CASES, one_in=5), *map(_random, range(40 if ALL else 4))]
+RUN = [*some(CASES, one_in=7), *map(_random, range(40 if ALL else 4))]
 ALONE = [_case(forward, SMALL), _case(forward, POINTWISE), _case(input_grad, STRIDED_TAPS)]
 
 

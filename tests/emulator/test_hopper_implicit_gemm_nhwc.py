@@ -222,7 +222,7 @@ def _random(seed: int) -> PassCase:
             return case
 
 
-RUN = [*some(CASES, one_in=2), *map(_random, range(60 if ALL else 6))]
+RUN = [*some(CASES, one_in=3), *map(_random, range(60 if ALL else 4))]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -163,7 +163,7 @@ CASES = [
           "float16"),
 ]  # fmt: skip
 
-RUN = some(CASES, one_in=5)
+RUN = some(CASES, one_in=7)
 
 # Images alone and in a batch, which has other tiles.
 ALONE = [

@@ -96,7 +96,7 @@ COPIED = [
     _case(Conv("strided planes", (1, 16, 7, 6, 8), (32, 16, 3, 3, 3), (2, 1, 1), (1,) * 6,
                (1, 1, 1)), "tf32", half_copy=True),
 ]  # fmt: skip
-RUN = [*some(CASES, one_in=7), *some(COPIED, one_in=3)]
+RUN = [*some(CASES, one_in=10), *some(COPIED, one_in=4)]
 
 THREE_IMAGES = Conv("three images", (3, 24, 5, 6), (40, 24, 3, 3), padding=(1, 1, 1, 1))
 THREE = [

@@ -276,8 +276,8 @@ VOLUMES = [
 CASES += VOLUMES
 
 
-RUN = some(CASES, one_in=4)
-RUN += [case for case in some([*PARTS, *MIRRORED, *VOLUMES], one_in=2) if case not in RUN]
+RUN = some(CASES, one_in=6)
+RUN += [case for case in some([*PARTS, *MIRRORED, *VOLUMES], one_in=3) if case not in RUN]
 PLANE_CASE = next(case for case in CASES if case.conv == PLANES)
 
 

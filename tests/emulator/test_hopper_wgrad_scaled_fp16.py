@@ -59,7 +59,7 @@ CASES = [
     *(_case(CONVS[0], precision, aligned=False) for precision in PRECISIONS),
     *(_case(replace(CONVS[8], input=(17, *CONVS[8].input[1:])), one) for one in PRECISIONS),
 ]  # fmt: skip
-RUN = some(CASES, one_in=6)
+RUN = some(CASES, one_in=9)
 
 # One TMA box is a stage: of whole rows, or of pixels of consecutive rows; with 64 or 128 bytes in a
 # row, with batches that stages do not divide, and with two groups.

@@ -78,7 +78,7 @@ def _random_case(seed: int) -> PassCase:
     )  # fmt: skip
 
 
-RUN = some(_cases(), one_in=8)
+RUN = some(_cases(), one_in=11)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,7 +13,7 @@ from random import Random
 import pytest
 import torch
 
-from effort import calls
+from effort import ALL, calls
 from fastconv import workloads
 from fastconv.backends import cuda
 from fastconv.bench import population
@@ -124,13 +124,14 @@ def test_planning_takes_no_time(plan: planner.Planner) -> None:
         assert calls(partial(plan, layer.problem, operands, H200)) < MOST_CALLS
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
 def test_kernels_do_not_spill(gpu: Gpu) -> None:
-    """Each GPU compiles some of the kernels, and all GPUs together compile all."""
+    """Each GPU compiles some of the kernels, and all GPUs together all, or in CI a third."""
     at = list(GPUS.values()).index(gpu)
     launches = (launch for plan in _plans(gpu) for launch in plan.launches)
     kernels = dict.fromkeys(launch.kernel for launch in launches if launch.shared_bytes > 0)
-    for kernel in list(kernels)[at :: len(GPUS)]:
+    for kernel in list(kernels)[at :: len(GPUS) * (1 if ALL else 3)]:
         assert compiled(kernel, gpu.architecture).spill_bytes == 0
 
 

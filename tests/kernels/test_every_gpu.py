@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import nvrtc as other_nvrtc
-from effort import calls
+from effort import ALL, calls
 from emulator import corpus
 from emulator.pass_cases import PassCase
 from fastconv.jit import compile
@@ -101,8 +101,9 @@ def _most_workspace(work: PassCase) -> float:
 def test_all_problems_are_planned() -> None:
     """Every problem is planned for every GPU, and no plan takes long."""
     slow = {}
-    for drawn in _drawn():
-        for gpu in GPUS.values():
+    for number, drawn in enumerate(_drawn()):
+        # Of two GPUs that are neighbours in the table, CI plans a problem for one.
+        for gpu in list(GPUS.values()) if ALL else list(GPUS.values())[number % 2 :: 2]:
             sm_count = min(gpu.sm_count, drawn.gpu.sm_count)
             work = replace(drawn, gpu=replace(gpu, sm_count=sm_count))
             if (made := calls(lambda work=work: work.plan)) > MOST_CALLS:
@@ -268,7 +269,8 @@ def test_plans_compile_within_registers(arch: str) -> None:
     faults = {}
     for number, (direction, (portable, _)) in enumerate(PASSES.items()):
         works = [work for work in _drawn() if work.direction == direction]
-        count = 2 if turn % len(PASSES) == number else 1  # two of one pass, to take less time
+        # Two of one pass and one of each other, to take less time; in CI none of one pass.
+        count = (1, 1, 2 if ALL else 0)[(turn + number) % len(PASSES)]
         for work in works[turn :: len(GPUS)][:count]:
             launches = replace(work, planner=portable, gpu=gpu).plan.launches
             launch = launches[0 if direction == "weight_grad" else -1]

@@ -155,6 +155,11 @@ def _taken(works: Iterable[Work]) -> list[Work]:
     return [work for work in works if work.planned(HOPPER).family == "hopper"]
 
 
+def _half_of_modes(kinds: list[Any], turn: int) -> list[Any]:
+    """Of workloads in all modes, every other mode; of the next workload, those between."""
+    return [one for number, one in enumerate(kinds) if (number + number // len(MODES)) % 2 == turn]
+
+
 Compiler = Callable[[Kernel, str], jit.Compiled]
 
 
@@ -207,7 +212,7 @@ needs_nvrtc = pytest.mark.skipif(
 @pytest.mark.parametrize("arch", [arch for arch in GPUS if arch != "sm_70"])
 def test_covering_set(arch: str) -> None:
     turn = list(GPUS).index(arch)  # each architecture leaves out some others, to take less time
-    works = [work for number, work in enumerate(COVERING) if (number + turn) % 10 < 4]
+    works = [work for number, work in enumerate(COVERING) if ALL or (number + turn) % 10 < 3]
     _check(_compile(works, GPUS[arch], jit.compile_kernel))
 
 
@@ -227,7 +232,8 @@ def test_covering_set_for_volta(major: int) -> None:
 
 @needs_nvrtc
 def test_every_configuration() -> None:
-    _check(_compile(REST, HOPPER, jit.compile_kernel))
+    # Every other one: each problem in all passes, in one kind or the other.
+    _check(_compile(REST[:: 1 if ALL else 2], HOPPER, jit.compile_kernel))
 
 
 @needs_nvrtc
@@ -280,16 +286,19 @@ def _serialised(log: str) -> str | None:
 @needs_nvrtc
 @pytest.mark.parametrize("suite", DENSE)
 def test_tensor_core_forward(suite: str) -> None:
-    """The founding workloads in all modes; of the others every second one in one mode, half of
+    """The founding workloads in half of the modes each; of the others some in one mode, half of
     them the most demanding."""
     all_modes = ALL or suite == "founding"
+    one_in = 1 if all_modes else {"real": 4, "odd": 2}[suite]
     others = [mode for mode in MODES if mode != MOST_REGISTERS]
     turns = cycle(chain.from_iterable((MOST_REGISTERS, other) for other in others))
     works = _taken(
         Work(workload.name, workload.problem, planner.forward, *mode)
-        for workload, one in zip(SUITES[suite][:: 1 if all_modes else 2], turns, strict=False)
+        for workload, one in zip(SUITES[suite][::one_in], turns, strict=False)
         for mode in (MODES if all_modes else [one])
     )
+    if suite == "founding":
+        works = works if ALL else _half_of_modes(works, 1)
     taken = {(work.scalar, work.channels_last, work.aligned, work.precision) for work in works}
     assert MOST_REGISTERS in taken
     assert len(taken) >= (len(MODES) if all_modes else 4), taken
@@ -299,14 +308,15 @@ def test_tensor_core_forward(suite: str) -> None:
 
 @needs_nvrtc
 def test_tensor_core_input_grad() -> None:
-    """The founding workloads in half of the modes each, one in four of the others in one."""
-    others = [workload for name in DENSE[1:] for workload in SUITES[name]][:: 1 if ALL else 4]
+    """The founding workloads in half of the modes each, one in six of the others in one."""
+    others = [workload for name in DENSE[1:] for workload in SUITES[name]][:: 1 if ALL else 6]
     founding = [*product(FOUNDING, MODES)]
-    kinds = [*(founding if ALL else founding[::2]), *zip(others, cycle(MODES), strict=False)]
+    founding = founding if ALL else _half_of_modes(founding, 0)
+    kinds = [*founding, *zip(others, cycle(MODES), strict=False)]
     works = _taken(
         Work(workload.name, workload.problem, planner.input_grad, *mode) for workload, mode in kinds
     )
-    assert len(works) > len(founding) // 2
+    assert len(works) > len(FOUNDING) * len(MODES) // 2
     # asym5x9's in ieee keeps 32 bytes of what its loaders look at once for a few pixels, and the
     # one that spreads keyword20x8's 56.
     _check_tensor_core_kernels(works, most_spilled=56)
@@ -416,8 +426,8 @@ STRIDED = {
 def test_tensor_core_strided_input_grad(name: str) -> None:
     works = [Work(name, STRIDED[name], planner.input_grad, *mode) for mode in MODES]
     assert _taken(works) == works
-    turn = list(STRIDED).index(name) % 3
-    _check_tensor_core_kernels(works if ALL else works[turn::3])
+    turn = list(STRIDED).index(name) % len(MODES)
+    _check_tensor_core_kernels(works if ALL else works[turn : turn + 1])
 
 
 # Layers of ResNet-50 for the implicit GEMM kernels: channels-last images in 16 bits, and planes in
@@ -455,8 +465,9 @@ def test_implicit_gemm(mode: str) -> None:
         for direction in ("forward", "input_grad")
     ]
     assert {work.planned(HOPPER).launches[-1].kernel.entry for work in works} == {entry}
-    # Every layer in one direction or the other.
-    _check_tensor_core_kernels(works if ALL else [*works[::4], *works[3::4]])
+    # Other layers in each mode, in both directions.
+    turn = list(GEMM_MODES).index(mode)
+    _check_tensor_core_kernels(works if ALL else works[turn::5])
 
 
 # What ends a residual network's blocks, and what transformers' and mobile networks' layers have.
@@ -513,7 +524,8 @@ def test_tensor_core_weight_grad() -> None:
     )
     assert len(works) == len(FOUNDING) * len(MODES)
     biased = [replace(work, bias_grad=True) for work in works]
-    works = works + biased if ALL else [*works[::2], *biased[1::2]]
+    # CI compiles each mode for one layer or two.
+    works = works + biased if ALL else [*works[::4], *biased[1::4]]
     _check_tensor_core_kernels(works, most_spilled=272)
 
 

@@ -168,6 +168,23 @@ struct TapAccumulators {
   }
 };
 
+// A step of a pipeline of two stages: `load_next` starts to copy what the next step reads, if there
+// is `more`, while `use` computes with what the step before has begun to copy. The next load reuses
+// what this step reads.
+template <class Load, class Use>
+__device__ __forceinline__ void use_while_loading(bool more, const Load& load_next,
+                                                  const Use& use) {
+  if (more) {
+    load_next();
+    copy_async_wait<1>();
+  } else {
+    copy_async_wait<0>();
+  }
+  __syncthreads();
+  use();
+  __syncthreads();
+}
+
 // Goes through a split's units in a two-stage pipeline: `load` starts to copy a unit to its stage,
 // `add` accumulates it.
 template <class Load, class Add>
@@ -176,15 +193,7 @@ __device__ __forceinline__ void pipeline_units(const SplitUnits& range, const Lo
   if (range.first < range.end) load(range.first);
 #pragma unroll 1
   for (int unit = range.first; unit < range.end; ++unit) {
-    if (unit + 1 < range.end) {
-      load(unit + 1);
-      copy_async_wait<1>();
-    } else {
-      copy_async_wait<0>();
-    }
-    __syncthreads();
-    add(unit);
-    __syncthreads();  // before the load after next reuses the stage
+    use_while_loading(unit + 1 < range.end, [&] { load(unit + 1); }, [&] { add(unit); });
   }
 }
 
@@ -198,15 +207,7 @@ __device__ __forceinline__ void walk_units(const SplitUnits& range, const Load& 
   for (int unit = range.first; unit < range.end; ++unit) {
     if (!loaded) load(unit, true);
     loaded = unit + 1 < range.end && (unit + 1) % kPlanePositions != 0;
-    if (loaded) {
-      load(unit + 1, false);
-      copy_async_wait<1>();
-    } else {
-      copy_async_wait<0>();
-    }
-    __syncthreads();
-    add(unit);
-    __syncthreads();  // before the next load reuses the oldest planes
+    use_while_loading(loaded, [&] { load(unit + 1, false); }, [&] { add(unit); });
   }
 }
 
