@@ -321,7 +321,8 @@ def corpus_cases() -> list[PassCase]:
             continue
         kind = (case.direction, case.channels_last, case.conv.problem.depth is not None)
         for launch in case.plan.launches:
-            key = (launch.kernel.source, launch.kernel.entry, kind)
+            boxes = dict(launch.kernel.constants).get("box_loads", False)
+            key = (launch.kernel.source, launch.kernel.entry, boxes, kind)
             if key not in found or corpus.cost(case) < found[key][0]:
                 found[key] = (corpus.cost(case), case)
     return list({corpus.line_of(case): case for _, case in found.values()}.values())
