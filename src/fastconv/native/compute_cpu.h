@@ -8,6 +8,10 @@
 #include <ATen/ops/sum.h>
 #include <ATen/ops/tanh.h>
 
+#include <dlfcn.h>
+
+#include <atomic>
+#include <exception>
 #include <numeric>
 
 #include "cpu/kernels.h"
@@ -28,8 +32,53 @@ inline cpu::Kernel cpu_kernel(std::string_view name) {
   return cpu::kDirect;
 }
 
+// The OpenMP library that PyTorch has loaded. Its threads are those of PyTorch's own operators, and
+// a process has no second pool. It is found at run time, so neither the compiler nor its OpenMP
+// library matters: GCC's, LLVM's and Intel's all have these functions.
+struct OpenMp {
+  void (*parallel)(void (*body)(void*), void* context, unsigned threads, unsigned flags);
+  int (*thread)();
+  int (*threads)();
+
+  static const OpenMp& of_pytorch() {
+    static const OpenMp found = [] {
+      // A search from libtorch_cpu on finds what that is linked with.
+      void* torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+      OpenMp one{};
+      if (!torch) return one;
+      one.parallel = reinterpret_cast<decltype(one.parallel)>(dlsym(torch, "GOMP_parallel"));
+      one.thread = reinterpret_cast<decltype(one.thread)>(dlsym(torch, "omp_get_thread_num"));
+      one.threads = reinterpret_cast<decltype(one.threads)>(dlsym(torch, "omp_get_num_threads"));
+      return one;
+    }();
+    return found;
+  }
+
+  bool exists() const { return parallel && thread && threads; }
+};
+
 inline void parallel_for(int64_t count, cpu::Parallel::Body body, void* context) {
-  at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) { body(context, begin, end); });
+  struct Job {
+    int64_t count;
+    cpu::Parallel::Body body;
+    void* context;
+    std::atomic_flag has_failed;
+    std::exception_ptr failure;
+  } job{count, body, context, {}, {}};
+  const auto run = [](void* data) {
+    auto& [count, body, context, has_failed, failure] = *static_cast<Job*>(data);
+    const OpenMp& openmp = OpenMp::of_pytorch();
+    const int64_t thread = openmp.thread(), threads = openmp.threads();
+    const int64_t begin = count * thread / threads, end = count * (thread + 1) / threads;
+    try {
+      if (begin < end) body(context, begin, end);
+    } catch (...) {  // it may not leave the parallel region
+      if (!has_failed.test_and_set()) failure = std::current_exception();
+    }
+  };
+  const int64_t threads = std::min<int64_t>(count, at::get_num_threads());
+  if (threads > 0) OpenMp::of_pytorch().parallel(run, &job, unsigned(threads), 0);
+  if (job.failure) std::rethrow_exception(job.failure);
 }
 
 inline void in_this_thread(int64_t count, cpu::Parallel::Body body, void* context) {
@@ -45,7 +94,8 @@ cpu::Parallel threads_for(const Pass& pass, const CpuPlan& plan) {
                           double(pass.planes.outputs * pass.planes.taps) *
                           double(pass.rows.outputs * pass.rows.taps) *
                           double(pass.columns.outputs * pass.columns.taps);
-  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  const bool is_alone = at::in_parallel_region() || !OpenMp::of_pytorch().exists();
+  const int64_t threads = is_alone ? 1 : at::get_num_threads();
   const bool is_short = products * (plan.kernel == cpu::kDepthwise ? 8 : 1) < kLeast;
   return threads == 1 || is_short ? cpu::Parallel(in_this_thread)
                                   : cpu::Parallel(parallel_for, threads);

@@ -486,16 +486,9 @@ class DepthwiseWeightGrad {
  public:
   using T = Computed<Stored>;
 
-  explicit DepthwiseWeightGrad(const WeightGrad& pass)
-      : pass_(pass), inner_(inner_outputs(pass.columns, 0, pass.columns.taps - 1)) {
-    for (int64_t q = 0; q < pass.columns.taps; ++q) {
-      readers_.push_back(inner_outputs(pass.columns, q, q));
-    }
-  }
+  explicit DepthwiseWeightGrad(const WeightGrad& pass) : pass_(pass) {}
 
   void run(const Parallel& parallel) const {
-    const bool in_place =
-        std::is_same_v<Stored, T> && pass_.input.strides[1] == 1 && pass_.grad.strides[1] == 1;
     const int64_t planes = pass_.planes.taps;
     parallel(ceil_div(pass_.groups, kLanes<T>) * planes, [&](int64_t begin, int64_t end) {
       DepthwiseScratch scratch;
@@ -513,12 +506,7 @@ class DepthwiseWeightGrad {
             std::fill(sums + taps(), sums + 2 * taps(), Vector<T>{});
             const Stored *input = place(pass_.input, image, read, channel),
                          *grad = place(pass_.grad, image, plane, channel);
-            if (in_place) {
-              add_channels(reinterpret_cast<const T*>(input), reinterpret_cast<const T*>(grad),
-                           channels, sums + taps());
-            } else {
-              add_planes(input, grad, channels, sums + taps(), scratch);
-            }
+            add_planes(input, grad, channels, sums + taps(), scratch);
             for (int64_t tap = 0; tap < taps(); ++tap) sums[tap] += sums[taps() + tap];
           }
         }
@@ -541,8 +529,8 @@ class DepthwiseWeightGrad {
   // Rows of vectors: the gradient's, and what the first tap reads for them.
   struct Rows {
     const T *grad, *input;
-    int64_t grad_row, grad_step, input_row, input_step;  // strides
-    int64_t rows, columns, channels;
+    int64_t grad_row, input_row, input_step;  // strides
+    int64_t rows, columns;
   };
 
   using Sum = void (*)(const Rows&, const int64_t*, Vector<T>*);
@@ -568,69 +556,25 @@ class DepthwiseWeightGrad {
   static void sum_taps(const Rows& rows, const int64_t* offsets, Vector<T>* sums) {
     constexpr int kChains = kTaps == 1 ? 4 : kTaps <= 4 ? 2 : 1;
     Vector<T> chains[kChains][kTaps] = {};
-    const auto add = [&](auto read) {
-      const T *grad = rows.grad, *input = rows.input;
-      for (int64_t y = 0; y < rows.rows; ++y, grad += rows.grad_row, input += rows.input_row) {
-        int64_t x = 0;
-        const auto add_one = [&](int chain, int64_t at) {
-          const Vector<T> by = read(grad + at * rows.grad_step);
-          const T* from = input + at * rows.input_step;
+    const T *grad = rows.grad, *input = rows.input;
+    for (int64_t y = 0; y < rows.rows; ++y, grad += rows.grad_row, input += rows.input_row) {
+      int64_t x = 0;
+      const auto add = [&](int chain, int64_t at) {
+        const Vector<T> by = load(grad + at * kLanes<T>);
+        const T* from = input + at * rows.input_step;
 #pragma GCC unroll 16
-          for (int tap = 0; tap < kTaps; ++tap)
-            chains[chain][tap] += by * read(from + offsets[tap]);
-        };
-        for (; x + kChains <= rows.columns; x += kChains) {
+        for (int tap = 0; tap < kTaps; ++tap) chains[chain][tap] += by * load(from + offsets[tap]);
+      };
+      for (; x + kChains <= rows.columns; x += kChains) {
 #pragma GCC unroll 4
-          for (int chain = 0; chain < kChains; ++chain) add_one(chain, x + chain);
-        }
-        for (; x < rows.columns; ++x) add_one(0, x);
+        for (int chain = 0; chain < kChains; ++chain) add(chain, x + chain);
       }
-    };
-    if (rows.channels == kLanes<T>) {
-      add([](const T* from) { return load(from); });
-    } else {
-      add([&](const T* from) { return load_some(from, rows.channels); });
+      for (; x < rows.columns; ++x) add(0, x);
     }
 #pragma GCC unroll 16
     for (int tap = 0; tap < kTaps; ++tap) {
 #pragma GCC unroll 4
       for (int chain = 0; chain < kChains; ++chain) sums[tap] += chains[chain][tap];
-    }
-  }
-
-  // Reads channels that are neighbours in memory there. Only taps that read elements are summed:
-  // for the inner columns of a row these are all taps of a row, for others each has its own.
-  void add_channels(const T* input, const T* grad, int64_t channels, Vector<T>* sums) const {
-    const auto &s = pass_.input.strides, &g = pass_.grad.strides;
-    const auto &rows = pass_.rows, &columns = pass_.columns;
-    std::vector<int64_t> offsets(columns.taps);
-    for (int64_t q = 0; q < columns.taps; ++q) offsets[q] = q * columns.reach * s[3];
-    for (int64_t y = 0; y < rows.outputs; ++y) {
-      for (int64_t p = 0; p < rows.taps; ++p, sums += columns.taps) {
-        const int64_t row = y * rows.step + p * rows.reach - rows.before;
-        if (row < 0 || row >= rows.size) continue;
-        const auto add = [&](int64_t begin, int64_t end, int64_t first, int64_t count) {
-          if (begin >= end) return;
-          const int64_t column = begin * columns.step - columns.before + first * columns.reach;
-          const Rows some{grad + y * g[2] + begin * g[3],
-                          input + row * s[2] + column * s[3],
-                          0,
-                          g[3],
-                          0,
-                          columns.step * s[3],
-                          1,
-                          end - begin,
-                          channels};
-          add_rows(some, offsets.data(), count, sums + first);
-        };
-        add(inner_.first, inner_.second, 0, columns.taps);
-        for (int64_t q = 0; q < columns.taps; ++q) {
-          const auto [begin, end] = readers_[q];
-          add(begin, std::min(end, inner_.first), q, 1);
-          add(std::max(begin, inner_.second), end, q, 1);
-        }
-      }
-      sums -= taps();
     }
   }
 
@@ -666,12 +610,10 @@ class DepthwiseWeightGrad {
       const Rows some{grad + y * wide * kLanes<T>,
                       input + y * rows.step * pitch * kLanes<T>,
                       wide * kLanes<T>,
-                      kLanes<T>,
                       rows.step * pitch * kLanes<T>,
                       columns.step * kLanes<T>,
                       std::min(most, high - y),
-                      wide,
-                      kLanes<T>};
+                      wide};
       add_rows(some, offsets, taps(), sums);
     }
   }
@@ -690,8 +632,6 @@ class DepthwiseWeightGrad {
   }
 
   const WeightGrad& pass_;
-  std::pair<int64_t, int64_t> inner_;  // the columns for which all taps read elements
-  std::vector<std::pair<int64_t, int64_t>> readers_;  // each tap column's outputs
 };
 
 }  // namespace fastconv::cpu
