@@ -97,7 +97,7 @@ def plan(
     if problem.in_channels == problem.out_channels == problem.groups:
         taps = math.prod(axis.taps for axis in depth)
         return _depthwise_plan(rows, columns, taps, residues, _BYTES[dtype])
-    if max(problem.kernel_size) == 1 and not any(problem.padding):
+    if all(one.kernel_size == 1 and not one.before and not one.after for one in problem.axes):
         return _pointwise_plan(problem, which, channels_last, _BYTES[dtype])
     positions = problem.batch * math.prod(axis.outputs for axis in axes)
     if channels_last and which != "weight_grad" and positions < _FEWEST_POSITIONS:
@@ -167,7 +167,7 @@ def _pointwise_plan(problem: Problem, which: Pass, channels_last: bool, itemsize
     read, written = (
         count // problem.groups for count in (problem.in_channels, problem.out_channels)
     )
-    pixels = problem.batch * math.prod(problem.output_size)
+    pixels = problem.batch * math.prod(axis.output_size for axis in problem.axes)
     panel = 2 * VECTOR_BYTES // itemsize
     depth = 256
     if which == "weight_grad":
