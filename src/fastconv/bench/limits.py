@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -212,7 +213,7 @@ def _cpu_tflops(dtype: torch.dtype) -> float:
     end = time.perf_counter() + CPU_SECONDS
     while True:
         left, right = (torch.randn(side, side, dtype=dtype) for _ in range(2))
-        seconds = _best(lambda left=left, right=right: left @ right, device, end)
+        seconds = _best(partial(torch.matmul, left, right), device, end)
         # A product of twice the side takes eight times as long, and there are two runs at least.
         if side >= MATRIX_SIDE["cpu"] or time.perf_counter() + 16 * seconds > end:
             return 2 * side**3 / seconds * 1e-12
