@@ -39,6 +39,22 @@ void stage_joined(T* to, int64_t pitch, const T* from, int64_t of_plane, int64_t
   }
 }
 
+// Stages a tile of as many channels as a vector has, which are neighbours in memory.
+template <class T>
+void stage_vectors(T* to, const T* source, const std::array<int64_t, 4>& strides,
+                   const Window& rows, const Window& columns) {
+  const auto [top, bottom] = rows.existing(0);
+  const auto [left, right] = columns.existing(0);
+  for (int64_t y = 0; y < rows.length; ++y) {
+    const bool exists = top <= y && y < bottom;
+    const int64_t begin = exists ? left : columns.length, end = exists ? right : begin;
+    const T* from = source + rows.index(0, y) * strides[2] + columns.index(0, 0) * strides[3];
+    for (int64_t x = 0; x < columns.length; ++x, to += kLanes<T>) {
+      store(to, begin <= x && x < end ? load(from + x * strides[3]) : Vector<T>{});
+    }
+  }
+}
+
 // Stages a tile of some planes: (rows, columns, lanes of a vector).
 template <class Stored>
 void stage_planes(Computed<Stored>* to, const Stored* source, const std::array<int64_t, 4>& strides,
@@ -48,6 +64,9 @@ void stage_planes(Computed<Stored>* to, const Stored* source, const std::array<i
   const Window row_window(rows, of_rows, 0, rows.outputs),
       column_window(columns, of_columns, 0, columns.outputs);
   if constexpr (std::is_same_v<Stored, T>) {
+    if (strides[1] == 1 && planes == kLanes<T>) {
+      return stage_vectors(to, source, strides, row_window, column_window);
+    }
     const auto [top, bottom] = row_window.existing(0);
     const auto [left, right] = column_window.existing(0);
     const bool is_joined = strides[3] == 1 && strides[2] == columns.size && strides[1] != 1;
