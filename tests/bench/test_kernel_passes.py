@@ -82,11 +82,11 @@ def test_info_says_what_kernels_compute(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_info_says_which_images_a_volume_is(capsys: pytest.CaptureFixture[str]) -> None:
-    frames = ["info", "--device", "cpu", "--shape", "2x8x4x9x9 8x8x1x3x3 padding=0,1,1"]
+    frames = ["info", "--device", "cpu", "--shape", "2x16x4x9x9 16x16x1x3x3 padding=0,1,1"]
     assert cli.main([*frames, "--format", "nhwc", "--explain"]) == 0
     shown = capsys.readouterr().out
-    assert "  forward, computed as forward of 8x8x9x9 8x8x3x3 padding=1,1: " in shown
-    assert "forward on a CPU: matrix products (a volume is computed plane by plane)" in shown
+    assert "  forward, computed as forward of 8x16x9x9 16x16x3x3 padding=1,1: " in shown
+    assert "forward on a CPU: direct kernel: tiles of " in shown
     assert cli.main(frames) == 0
     assert "computed as" not in capsys.readouterr().out
 

@@ -23,12 +23,12 @@ void serial(int64_t count, Parallel::Body body, void* context) {
 
 struct Problem {
   int64_t images, groups, depth, channels;
-  Axis rows, columns;
+  Axis planes, rows, columns;
   bool channels_last;
 };
 
-Axis drawn_axis() {
-  Axis axis{0, drawn(1, 20), drawn(1, 5), drawn(1, 3), drawn(1, 3), drawn(0, 4)};
+Axis drawn_axis(int64_t most_outputs = 20, int64_t most_taps = 5) {
+  Axis axis{0, drawn(1, most_outputs), drawn(1, most_taps), drawn(1, 3), drawn(1, 3), drawn(0, 4)};
   const int64_t reach = (axis.outputs - 1) * axis.step + (axis.taps - 1) * axis.reach + 1;
   axis.size = std::max<int64_t>(1, reach - axis.before - drawn(0, 3));
   return axis;
@@ -44,10 +44,14 @@ Axis pointwise_axis() {
 Problem drawn_problem(Kernel kernel) {
   const bool depthwise = kernel == kDepthwise, pointwise = kernel == kPointwise;
   const int64_t groups = depthwise ? drawn(1, 40) : drawn(1, 2);
-  return {drawn(1, 2),
+  const Axis planes = drawn(0, 1) == 0 ? kOnePlane
+                      : pointwise      ? pointwise_axis()
+                                       : drawn_axis(4, 3);
+  return {drawn(1, planes.outputs == 1 ? 3 : 2),
           groups,
           depthwise ? 1 : drawn(1, pointwise ? 150 : 40),
           depthwise ? 1 : drawn(1, 40),
+          planes,
           pointwise ? pointwise_axis() : drawn_axis(),
           pointwise ? pointwise_axis() : drawn_axis(),
           drawn(0, 1) == 1};
@@ -59,43 +63,67 @@ std::vector<float> numbers(int64_t count) {
   return found;
 }
 
-std::array<int64_t, 4> strides(const Problem& p, int64_t channels, int64_t rows, int64_t columns) {
-  if (p.channels_last) return {rows * columns * channels, 1, columns * channels, channels};
-  return {channels * rows * columns, rows * columns, columns, 1};
+// A tensor whose planes, rows and columns are an axis' elements, or its outputs.
+Images images_of(const Problem& p, std::vector<float>& data, int64_t channels,
+                 int64_t Axis::* extent) {
+  const int64_t planes = p.planes.*extent, rows = p.rows.*extent, columns = p.columns.*extent;
+  const int64_t pixel = p.channels_last ? channels : 1, plane = rows * columns * pixel;
+  return {data.data(),
+          {planes * rows * columns * channels, p.channels_last ? 1 : planes * plane,
+           columns * pixel, pixel},
+          plane};
 }
 
-std::array<int64_t, 5> weight_strides(const Problem& p) {
-  const int64_t taps = p.rows.taps * p.columns.taps, filter = p.depth * taps;
-  if (p.channels_last) {
-    return {p.channels * filter, filter, 1, p.columns.taps * p.depth, p.depth};
-  }
-  return {p.channels * filter, filter, taps, p.columns.taps, 1};
+Weights weights_of(const Problem& p, const std::vector<float>& data) {
+  const int64_t plane = p.rows.taps * p.columns.taps, taps = p.planes.taps * plane,
+                filter = p.depth * taps, pixel = p.channels_last ? p.depth : 1;
+  return {data.data(),
+          {p.channels * filter, filter, p.channels_last ? 1 : taps, p.columns.taps * pixel, pixel},
+          plane * pixel};
+}
+
+// Calls function(read, output, tap) for each tap that reads an element.
+template <class Function>
+void for_each_read(const Axis& axis, const Function& function) {
+  for (int64_t output = 0; output < axis.outputs; ++output)
+    for (int64_t tap = 0; tap < axis.taps; ++tap) {
+      const int64_t read = output * axis.step + tap * axis.reach - axis.before;
+      if (read >= 0 && read < axis.size) function(read, output, tap);
+    }
 }
 
 // Calls a function with the offsets of the input, the weight and the output of each product.
 template <class Function>
-void for_each_product(const Problem& p, const Function& function) {
-  const int64_t read = p.groups * p.depth, written = p.groups * p.channels;
-  const auto in = strides(p, read, p.rows.size, p.columns.size),
-             out = strides(p, written, p.rows.outputs, p.columns.outputs);
-  const auto w = weight_strides(p);
-  for (int64_t n = 0; n < p.images; ++n)
-    for (int64_t k = 0; k < written; ++k)
-      for (int64_t c = 0; c < p.depth; ++c)
-        for (int64_t y = 0; y < p.rows.outputs; ++y)
-          for (int64_t x = 0; x < p.columns.outputs; ++x)
-            for (int64_t r = 0; r < p.rows.taps; ++r)
-              for (int64_t s = 0; s < p.columns.taps; ++s) {
-                const int64_t row = y * p.rows.step + r * p.rows.reach - p.rows.before,
-                              column = x * p.columns.step + s * p.columns.reach - p.columns.before;
-                if (row < 0 || row >= p.rows.size || column < 0 || column >= p.columns.size) {
-                  continue;
-                }
-                const int64_t group = k / p.channels;
-                function(n * in[0] + (group * p.depth + c) * in[1] + row * in[2] + column * in[3],
-                         group * w[0] + k % p.channels * w[1] + c * w[2] + r * w[3] + s * w[4],
-                         n * out[0] + k * out[1] + y * out[2] + x * out[3]);
-              }
+void for_each_product(const Problem& p, const Images& input, const Weights& weight,
+                      const Images& output, const Function& function) {
+  const auto &in = input.strides, &out = output.strides;
+  const auto& w = weight.strides;
+  for_each_read(p.planes, [&](int64_t read_plane, int64_t plane, int64_t of_plane) {
+    for_each_read(p.rows, [&](int64_t read_row, int64_t row, int64_t of_row) {
+      for_each_read(p.columns, [&](int64_t read_column, int64_t column, int64_t of_column) {
+        const int64_t from = read_plane * input.plane + read_row * in[2] + read_column * in[3],
+                      by = of_plane * weight.plane + of_row * w[3] + of_column * w[4],
+                      to = plane * output.plane + row * out[2] + column * out[3];
+        for (int64_t n = 0; n < p.images; ++n)
+          for (int64_t k = 0; k < p.groups * p.channels; ++k)
+            for (int64_t c = 0; c < p.depth; ++c) {
+              const int64_t group = k / p.channels;
+              function(from + n * in[0] + (group * p.depth + c) * in[1],
+                       by + group * w[0] + k % p.channels * w[1] + c * w[2],
+                       to + n * out[0] + k * out[1]);
+            }
+      });
+    });
+  });
+}
+
+// The rows or columns of a result that a pass writes, if there are several passes.
+Axis residue(const Axis& axis, const Every& at) {
+  Axis part = axis;
+  part.outputs = (axis.outputs - at.first + at.step - 1) / at.step;
+  part.step *= at.step;
+  part.before -= at.first * axis.step;
+  return part;
 }
 
 void check(const char* what, const std::vector<float>& found, const std::vector<float>& expected) {
@@ -109,28 +137,40 @@ void check(const char* what, const std::vector<float>& found, const std::vector<
 void run(Kernel kernel) {
   const Problem p = drawn_problem(kernel);
   const int64_t read = p.groups * p.depth, written = p.groups * p.channels;
-  const auto in = strides(p, read, p.rows.size, p.columns.size),
-             out = strides(p, written, p.rows.outputs, p.columns.outputs);
-  auto input = numbers(p.images * read * p.rows.size * p.columns.size),
-       weight = numbers(written * p.depth * p.rows.taps * p.columns.taps),
-       grad = numbers(p.images * written * p.rows.outputs * p.columns.outputs);
+  const int64_t pixels = p.planes.outputs * p.rows.outputs * p.columns.outputs,
+                taps = p.planes.taps * p.rows.taps * p.columns.taps;
+  auto input = numbers(p.images * read * p.planes.size * p.rows.size * p.columns.size),
+       weight = numbers(written * p.depth * taps), grad = numbers(p.images * written * pixels);
   std::vector<float> output(grad.size(), NAN), weight_grad(weight.size(), NAN),
       output_sums(grad.size()), weight_sums(weight.size());
-  for_each_product(p, [&](int64_t i, int64_t w, int64_t o) {
+  const Images source = images_of(p, input, read, &Axis::size),
+               target = images_of(p, output, written, &Axis::outputs);
+  for_each_product(p, source, weights_of(p, weight), target, [&](int64_t i, int64_t w, int64_t o) {
     output_sums[o] += input[i] * weight[w];
     weight_sums[w] += input[i] * grad[o];
   });
   const Parallel parallel(serial, drawn(1, 3));
-  Blocks blocks{drawn(1, 20), drawn(1, 20), drawn(1, 20), 32 * drawn(1, 2)};
+  Blocks blocks{drawn(1, 20), drawn(1, 20), drawn(1, 20), 32 * drawn(1, 2), drawn(1, 3)};
   if (kernel == kPointwise) blocks.columns = 32 * drawn(1, 3), blocks.depth = drawn(1, 300);
   Gather gather{};
   gather.images = p.images, gather.groups = p.groups;
   gather.depth = p.depth, gather.channels = p.channels;
-  gather.rows = p.rows, gather.columns = p.columns;
-  gather.source = {input.data(), in}, gather.target = {output.data(), out};
-  gather.weights = {weight.data(), weight_strides(p)};
+  gather.planes = p.planes;
+  gather.source = source, gather.target = target;
+  gather.weights = weights_of(p, weight);
   gather.blocks = blocks;
-  fastconv::cpu::gather(kernel, gather, parallel);
+  std::vector<Gather> passes;
+  // A matrix product reads from the first element on.
+  const int64_t most = kernel == kPointwise ? 1 : 3;
+  const int64_t down = std::min(drawn(1, most), p.rows.outputs),
+                across = std::min(drawn(1, most), p.columns.outputs);
+  for (int64_t i = 0; i < down * across; ++i) {
+    gather.at_rows = {i / across, down}, gather.at_columns = {i % across, across};
+    gather.rows = residue(p.rows, gather.at_rows);
+    gather.columns = residue(p.columns, gather.at_columns);
+    passes.push_back(gather);
+  }
+  fastconv::cpu::gather(kernel, passes, parallel);
   check("output", output, output_sums);
   WeightGrad pass{kFloat32,
                   p.images,
@@ -139,10 +179,11 @@ void run(Kernel kernel) {
                   p.channels,
                   p.rows,
                   p.columns,
-                  {input.data(), in},
-                  {grad.data(), out},
-                  {weight_grad.data(), weight_strides(p)},
-                  blocks};
+                  source,
+                  images_of(p, grad, written, &Axis::outputs),
+                  weights_of(p, weight_grad),
+                  blocks,
+                  p.planes};
   fastconv::cpu::weight_grad(kernel, pass, parallel);
   check("weight gradient", weight_grad, weight_sums);
 }

@@ -390,13 +390,3 @@ class TestCommand:
         monkeypatch.setenv("FASTCONV_NATIVE", "0")
         assert cli.main(["info", "--device", "cpu"]) == 0
         assert "Python (FASTCONV_NATIVE=0)" in capsys.readouterr().out
-
-
-def test_cpu_kernels_run_in_pytorchs_threads() -> None:
-    """By its OpenMP library: the compiler's would have threads of its own."""
-    folder = Path(torch.__file__).parent / "lib"
-    bundled = sorted(folder.glob("libgomp*.so*"))
-    flags = build._openmp(["/usr/bin/g++"], folder)
-    assert flags[::2] == (("-fopenmp", f"-l:{bundled[0].name}") if bundled else ())
-    assert build._openmp(["/usr/bin/clang++-14"], folder) == ()
-    assert build._openmp(["/usr/bin/g++"], folder / "none") == ()

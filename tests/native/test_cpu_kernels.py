@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,24 +48,25 @@ def _served_natively(_native_library: Any) -> Iterator[None]:
 
 
 def geometry(problem: Problem) -> tuple[Any, ...]:
-    p = problem
-    return [*p.stride], [*p.padding], [*p.dilation], p.groups, None
+    stride, padding, dilation, groups = problem.geometry
+    return [*stride], [*padding], [*dilation], groups, None
 
 
 def results(problem: Problem, input: Tensor, weight: Tensor, bias: Tensor, grad: Tensor) -> Any:
     """The output and all gradients, by the operators."""
     how = geometry(problem)
     output = OPERATORS.forward(input, weight, bias, *how)
-    input_grad = OPERATORS.input_grad(grad, weight, [*problem.input_size], *how)
-    both = OPERATORS.weight_grad(grad, input, [*problem.kernel_size], *how, True)
+    input_grad = OPERATORS.input_grad(grad, weight, [*problem.input_shape[2:]], *how)
+    both = OPERATORS.weight_grad(grad, input, [*problem.weight_shape[2:]], *how, True)
     return output, input_grad, *both
 
 
 def expected(problem: Problem, input: Tensor, weight: Tensor, bias: Tensor, grad: Tensor) -> Any:
     x, w, b = (t.double().contiguous().requires_grad_() for t in (input, weight, bias))
-    pad = problem.padding
-    padded = F.pad(x, (pad.left, pad.right, pad.top, pad.bottom))
-    output = F.conv2d(padded, w, b, problem.stride, 0, problem.dilation, problem.groups)
+    sides = [side for axis in problem.axes[::-1] for side in (axis.before, axis.after)]
+    convolve = F.conv2d if problem.depth is None else F.conv3d
+    stride, _, dilation, groups = problem.geometry
+    output = convolve(F.pad(x, sides), w, b, stride, 0, dilation, groups)
     return output.detach(), *torch.autograd.grad(output, (x, w, b), grad.double())
 
 
@@ -90,6 +93,41 @@ def drawn_pointwise(draw: random.Random) -> Problem:
     shapes = (draw.randint(1, 3), groups * depth, *size), (groups * channels, depth, 1, 1)
     stride = draw.choice((1, 1, 2)), draw.choice((1, 1, 2, 3))
     return Problem.of(*shapes, stride, (0,) * 4, (1, 1), groups)
+
+
+def drawn_volume(draw: random.Random) -> Problem:
+    """A volume for one of the kernels."""
+
+    def triple(*values: int) -> tuple[int, int, int]:
+        return draw.choice(values), draw.choice(values), draw.choice(values)
+
+    kind = draw.choice(("direct", "depthwise", "pointwise"))
+    groups = draw.choice((3, 17)) if kind == "depthwise" else draw.choice((1, 2))
+    depth, channels = (1, 1) if kind == "depthwise" else (draw.choice((1, 17, 40)), 24)
+    kernel = (1, 1, 1) if kind == "pointwise" else draw.choice((triple(1, 2, 3), (3, 1, 1)))
+    stride, dilation = triple(1, 1, 2), triple(1, 1, 2)
+    padding = (0,) * 6
+    if kind != "pointwise" and draw.random() < 0.8:
+        padding = (*triple(0, 1, 2), *triple(0, 1, 2))
+    size = tuple(
+        max(1, dilation[i] * (kernel[i] - 1) + 1 - padding[2 * i] - padding[2 * i + 1])
+        + draw.randint(0, 7)
+        for i in range(3)
+    )
+    shapes = (draw.randint(1, 3), groups * depth, *size), (groups * channels, depth, *kernel)
+    return Problem.of(*shapes, stride, padding, dilation, groups)
+
+
+def same_in_threads(problem: Problem) -> None:
+    given = tensors(problem, torch.float32, [torch.contiguous_format] * 3)
+    first = results(problem, *given)
+    try:
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            for own, other in zip(results(problem, *given), first, strict=True):
+                assert own.equal(other)
+    finally:
+        torch.set_num_threads(1)
 
 
 def same_sized(shape: tuple[int, int, int, int], groups: int) -> Problem:
@@ -130,6 +168,25 @@ class TestResults:
                 assert error < TOLERANCE[dtype], (name, problem, formats)
         assert planned > 12, "most of them are the kernels'"
 
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    def test_random_volumes(self, dtype: torch.dtype) -> None:
+        draw, planned = random.Random(f"{dtype} volumes"), 0
+        for _ in range(12):
+            problem = drawn_volume(draw)
+            both = torch.contiguous_format, torch.channels_last_3d
+            formats = [draw.choice(both) for _ in range(3)]
+            given = tensors(problem, dtype, formats)
+            for which in ("forward", "input_grad", "weight_grad"):
+                planned += isinstance(plans.plan(problem, which, dtype), CpuPlan)
+            with torch.no_grad():
+                found = results(problem, *given)
+            for name, own, other in zip(
+                ["output", "input", "weight", "bias"], found, expected(problem, *given), strict=True
+            ):
+                error = (own.double() - other).abs().max() / other.abs().max().clamp(min=1)
+                assert error < TOLERANCE[dtype], (name, problem, formats)
+        assert planned > 24, "most of them are the kernels'"
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
     @pytest.mark.parametrize("groups", [1, 16], ids=["direct", "depthwise"])
     @pytest.mark.parametrize("activation", oracle.ACTIVATIONS)
@@ -164,16 +221,37 @@ class TestResults:
     @pytest.mark.parametrize("kernel", [1, 3], ids="{0}x{0}".format)
     def test_threads_change_no_bit(self, groups: int, kernel: int) -> None:
         weight, pad = (144, 144 // groups, kernel, kernel), (kernel // 2,) * 4
-        problem = Problem.of((3, 144, 13, 30), weight, (1, 1), pad, (1, 1), groups)
+        same_in_threads(Problem.of((3, 144, 13, 30), weight, (1, 1), pad, (1, 1), groups))
+
+    @pytest.mark.parametrize(
+        ("input", "weight", "stride"),
+        [
+            ((1, 3, 90, 90), (64, 3, 7, 7), 2),
+            ((8, 128, 7, 7), (128, 128, 3, 3), 1),
+            ((1, 32, 6, 20, 20), (64, 32, 3, 3, 3), 1),
+        ],
+        ids=["shares of tiles", "images in a tile", "volume"],
+    )
+    def test_cuts_change_no_bit(self, input: Any, weight: Any, stride: int) -> None:
+        axes = len(input) - 2
+        pad = (weight[-1] // 2,) * (2 * axes)
+        same_in_threads(Problem.of(input, weight, (stride,) * axes, pad, (1,) * axes, 1))
+
+    def test_threads_are_pytorchs(self) -> None:
+        """No OpenMP library but PyTorch's is loaded, and its threads compute."""
+        problem = same_sized((4, 64, 56, 56), 1)
         given = tensors(problem, torch.float32, [torch.contiguous_format] * 3)
-        first = results(problem, *given)
+        torch.set_num_threads(2)
         try:
-            for threads in (2, 3):
-                torch.set_num_threads(threads)
-                for own, other in zip(results(problem, *given), first, strict=True):
-                    assert own.equal(other)
+            started, used = time.thread_time(), time.process_time()
+            for _ in range(3):
+                results(problem, *given)
+            alone, together = time.thread_time() - started, time.process_time() - used
         finally:
             torch.set_num_threads(1)
+        assert together > 1.5 * alone, "another thread computed about as much"
+        mapped = Path("/proc/self/maps").read_text()
+        assert len(set(re.findall(r"\S*/lib[gi]?omp[^/\s]*\.so\S*", mapped))) == 1
 
     @pytest.mark.parametrize("groups", [1, 16], ids=["direct", "depthwise"])
     @pytest.mark.parametrize("format", [torch.contiguous_format, LAST], ids=str)

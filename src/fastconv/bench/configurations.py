@@ -99,7 +99,7 @@ def attempt(case: Case, gpu: Gpu) -> tuple[list[Configuration], str | None]:
 def on_cpu(case: Case) -> list[str]:
     """How a CPU computes each pass of the case: a line for each."""
     directions = PASSES if case.direction == STEP else (case.direction,)
-    is_last = torch.channels_last in case.memory_formats
+    is_last = any(one != torch.contiguous_format for one in case.memory_formats)
     found = []
     for direction in directions:
         which = kernel_passes.kernel_pass(case.workload, direction)

@@ -7,11 +7,13 @@ Ceilings that change during a run also show that the machine is busy with other 
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -24,6 +26,8 @@ from fastconv.timing import synchronize
 
 SAMPLES = 5  # A ceiling is the fastest of this many runs.
 MATRIX_SIDE = {"cuda": 8192, "cpu": 1024}
+CPU_SECONDS = 0.5  # A ceiling of a CPU takes no further samples after this long.
+CPU_SIDE = 256  # The first matrix on a CPU; larger ones follow while they take little time.
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}
 # Each thread hashes data for this long to measure its share of processor time: many times the time
 # slice of a scheduler, and many ticks of systems that count a thread's time in steps of 10 ms.
@@ -185,15 +189,35 @@ def flops_and_bytes(case: Case) -> tuple[int, int]:
 
 
 def _matrix_tflops(dtype: torch.dtype, precision: str | None, device: torch.device) -> float:
+    if device.type == "cpu":
+        return _cpu_tflops(multiplied_in(dtype))
     side = MATRIX_SIDE[device.type]
-    if device.type == "cpu" and dtype.itemsize == 2:
-        # CPUs' passes multiply these numbers in float32. A product of float16 matrices would take
-        # minutes where PyTorch has no kernel for it, and be no ceiling.
-        dtype = torch.float32
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     with settings(precision):
         seconds = _best(lambda: left @ right, device)
     return 2 * side**3 / seconds * 1e-12
+
+
+def multiplied_in(dtype: torch.dtype) -> torch.dtype:
+    """The type that a CPU's passes multiply numbers in: 16-bit ones in float32.
+
+    A product of float16 matrices would take minutes where PyTorch has no kernel for it, and be no
+    ceiling.
+    """
+    return torch.float32 if dtype.itemsize == 2 else dtype
+
+
+def _cpu_tflops(dtype: torch.dtype) -> float:
+    """The rate of the largest matrix product that a slow CPU, too, computes in a short time."""
+    device, side = torch.device("cpu"), min(CPU_SIDE, MATRIX_SIDE["cpu"])
+    end = time.perf_counter() + CPU_SECONDS
+    while True:
+        left, right = (torch.randn(side, side, dtype=dtype) for _ in range(2))
+        seconds = _best(partial(torch.matmul, left, right), device, end)
+        # A product of twice the side takes eight times as long, and there are two runs at least.
+        if side >= MATRIX_SIDE["cpu"] or time.perf_counter() + 16 * seconds > end:
+            return 2 * side**3 / seconds * 1e-12
+        side *= 2
 
 
 def _mma_tflops(device: torch.device) -> dict[str, float]:
@@ -229,8 +253,11 @@ def _processor_share() -> float:
     return min(sum(uses) / sum(walls), 1.0)
 
 
-def _best(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of :data:`SAMPLES` runs, after one to warm up."""
+def _best(run: Callable[[], object], device: torch.device, end: float = math.inf) -> float:
+    """Seconds of the fastest of :data:`SAMPLES` runs, after one to warm up.
+
+    After the time ``end`` there are no further samples than the first.
+    """
     run()
     times = []
     for _ in range(SAMPLES):
@@ -239,4 +266,6 @@ def _best(run: Callable[[], object], device: torch.device) -> float:
         run()
         synchronize(device)
         times.append(time.perf_counter() - start)
+        if time.perf_counter() > end:
+            break
     return min(times)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fastconv.bench import row_timing
+from fastconv.bench import limits, row_timing
 from fastconv.bench.campaign import Group, Summary
-from fastconv.bench.cases import Case
+from fastconv.bench.cases import DTYPES, Case
 from fastconv.bench.judging import Error
 from fastconv.bench.network_results import (
     COMPILE_MODES,
@@ -147,12 +147,23 @@ def ceilings(results: Results) -> str:
     """The measured ceilings, and the time spent compiling, in a line."""
     if results.ceilings is None:
         return "ceilings not measured"
-    matrices = [f"{mode} {value:.3g}" for mode, value in results.ceilings.tflops.items()]
+    is_gpu = "gpu" in results.environment
+    matrices = [
+        f"{mode if is_gpu else _on_cpu(mode)} {value:.3g}"
+        for mode, value in results.ceilings.tflops.items()
+    ]
     kinds = [f"{kind} {value:.3g}" for kind, value in results.ceilings.mma_tflops.items()]
     mma_sync = f"; mma.sync {', '.join(kinds)} TFLOP/s" if kinds else ""
     copy = results.ceilings.copy_tb_s
     compiled = f"; kernels compiled in {results.build_s:.1f} s" if results.build_s else ""
     return f"ceilings: {', '.join(matrices)} TFLOP/s{mma_sync}; copy {copy:.3g} TB/s{compiled}"
+
+
+def _on_cpu(mode: str) -> str:
+    """A mode, and what a CPU multiplies its numbers in if it is another type."""
+    dtype = DTYPES[mode.partition(" ")[0]]
+    multiplied = limits.multiplied_in(dtype)
+    return mode if multiplied == dtype else f"{mode} (in {str(multiplied).removeprefix('torch.')})"
 
 
 def row_cells(row: Row) -> Cells:

@@ -121,9 +121,8 @@ def command(target: Target = HOST) -> list[str]:
             raise Unavailable(f"there is no {header}, which compiling {target.what} needs")
     if (reason := trust.distrusted_folder(_folder())) is not None:
         raise Unavailable(f"{target.what} cannot be kept: {reason}")
-    chosen = _compiler()
     return [
-        *chosen,
+        *_compiler(),
         *_FLAGS,
         *(f"-D{definition}" for definition in target.definitions),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
@@ -134,22 +133,8 @@ def command(target: Target = HOST) -> list[str]:
         *(str(SOURCES / source) for source in target.sources),
         f"-L{torch_folder / 'lib'}",
         *(f"-l{name}" for name in target.libraries),
-        *(_openmp(chosen, torch_folder / "lib") if target.for_this_cpu else ()),
         "-o",
     ]  # fmt: skip
-
-
-def _openmp(chosen: list[str], libraries: Path) -> tuple[str, ...]:
-    """Returns the flags with which ``at::parallel_for`` runs in PyTorch's threads.
-
-    Without them its header runs everything in the calling thread. PyTorch's own OpenMP library is
-    linked, so that the compiler's, which would have threads of its own, is not needed. Clang calls
-    functions that this library lacks.
-    """
-    found = sorted(libraries.glob("libgomp*.so*"))
-    if not found or "clang" in Path(chosen[0]).resolve().name:
-        return ()
-    return ("-fopenmp", "-Wl,--as-needed", f"-l:{found[0].name}")
 
 
 def build(
@@ -227,7 +212,7 @@ def _key(target: Target = HOST) -> str:
         digest.update((SOURCES / source).read_bytes())
     for part in (
         *_torch_identity(), sys.implementation.cache_tag, sysconfig.get_config_var("SOABI"),
-        platform.machine(), *_FLAGS, *target.definitions, "openmp",
+        platform.machine(), *_FLAGS, *target.definitions,
         cpu_features() if target.for_this_cpu else "",
     ):  # fmt: skip
         digest.update(f"\0{part}".encode())

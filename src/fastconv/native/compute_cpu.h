@@ -8,6 +8,10 @@
 #include <ATen/ops/sum.h>
 #include <ATen/ops/tanh.h>
 
+#include <dlfcn.h>
+
+#include <atomic>
+#include <exception>
 #include <numeric>
 
 #include "cpu/kernels.h"
@@ -28,8 +32,53 @@ inline cpu::Kernel cpu_kernel(std::string_view name) {
   return cpu::kDirect;
 }
 
+// The OpenMP library that PyTorch has loaded. Its threads are those of PyTorch's own operators, and
+// a process has no second pool. It is found at run time, so neither the compiler nor its OpenMP
+// library matters: GCC's, LLVM's and Intel's all have these functions.
+struct OpenMp {
+  void (*parallel)(void (*body)(void*), void* context, unsigned threads, unsigned flags);
+  int (*thread)();
+  int (*threads)();
+
+  static const OpenMp& of_pytorch() {
+    static const OpenMp found = [] {
+      // A search from libtorch_cpu on finds what that is linked with.
+      void* torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+      OpenMp one{};
+      if (!torch) return one;
+      one.parallel = reinterpret_cast<decltype(one.parallel)>(dlsym(torch, "GOMP_parallel"));
+      one.thread = reinterpret_cast<decltype(one.thread)>(dlsym(torch, "omp_get_thread_num"));
+      one.threads = reinterpret_cast<decltype(one.threads)>(dlsym(torch, "omp_get_num_threads"));
+      return one;
+    }();
+    return found;
+  }
+
+  bool exists() const { return parallel && thread && threads; }
+};
+
 inline void parallel_for(int64_t count, cpu::Parallel::Body body, void* context) {
-  at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) { body(context, begin, end); });
+  struct Job {
+    int64_t count;
+    cpu::Parallel::Body body;
+    void* context;
+    std::atomic_flag has_failed;
+    std::exception_ptr failure;
+  } job{count, body, context, {}, {}};
+  const auto run = [](void* data) {
+    auto& [count, body, context, has_failed, failure] = *static_cast<Job*>(data);
+    const OpenMp& openmp = OpenMp::of_pytorch();
+    const int64_t thread = openmp.thread(), threads = openmp.threads();
+    const int64_t begin = count * thread / threads, end = count * (thread + 1) / threads;
+    try {
+      if (begin < end) body(context, begin, end);
+    } catch (...) {  // it may not leave the parallel region
+      if (!has_failed.test_and_set()) failure = std::current_exception();
+    }
+  };
+  const int64_t threads = std::min<int64_t>(count, at::get_num_threads());
+  if (threads > 0) OpenMp::of_pytorch().parallel(run, &job, unsigned(threads), 0);
+  if (job.failure) std::rethrow_exception(job.failure);
 }
 
 inline void in_this_thread(int64_t count, cpu::Parallel::Body body, void* context) {
@@ -42,9 +91,11 @@ template <class Pass>
 cpu::Parallel threads_for(const Pass& pass, const CpuPlan& plan) {
   constexpr double kLeast = 1 << 20;
   const double products = double(pass.images * pass.groups) * double(pass.depth * pass.channels) *
+                          double(pass.planes.outputs * pass.planes.taps) *
                           double(pass.rows.outputs * pass.rows.taps) *
                           double(pass.columns.outputs * pass.columns.taps);
-  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  const bool is_alone = at::in_parallel_region() || !OpenMp::of_pytorch().exists();
+  const int64_t threads = is_alone ? 1 : at::get_num_threads();
   const bool is_short = products * (plan.kernel == cpu::kDepthwise ? 8 : 1) < kLeast;
   return threads == 1 || is_short ? cpu::Parallel(in_this_thread)
                                   : cpu::Parallel(parallel_for, threads);
@@ -66,22 +117,38 @@ inline cpu::Type cpu_type(const Tensor& tensor) {
 
 inline cpu::Images images_of(const Tensor& tensor) {
   if (!tensor.defined()) return {nullptr, {}};
+  const bool is_volume = tensor.dim() == 5;
   return {const_cast<void*>(tensor.const_data_ptr()),
-          {tensor.stride(0), tensor.stride(1), tensor.stride(2), tensor.stride(3)}};
+          {tensor.stride(0), tensor.stride(1), tensor.stride(-2), tensor.stride(-1)},
+          is_volume ? tensor.stride(2) : 0};
 }
 
-// The axis along which a forward pass reads its input. The stride of a single output and the
-// dilation of a single tap have no effect, and may be so large that places would overflow.
-inline cpu::Axis axis_of(const Geometry& g, size_t axis, const Tensor& image, const Tensor& output,
-                         int64_t taps) {
+// The axis, counted from the last one, along which a forward pass reads its input; images have a
+// single plane. The stride of a single output and the dilation of a single tap have no effect, and
+// may be so large that places would overflow.
+inline cpu::Axis axis_of(const Geometry& g, int64_t from_last, const Tensor& image,
+                         const Tensor& output, const Tensor& weight) {
+  const int64_t axis = int64_t(g.axes()) - 1 - from_last;
+  if (axis < 0) return cpu::kOnePlane;
   const int64_t size = image.size(2 + axis), before = g.padding[2 * axis],
                 padded = size + before + g.padding[2 * axis + 1];
   return {size,
           output.size(2 + axis),
-          taps,
+          weight.size(2 + axis),
           std::min(g.stride[axis], padded),
           std::min(g.dilation[axis], padded),
           before};
+}
+
+enum : int64_t { kColumns, kRows, kPlanes };  // axes, counted from the last one
+
+// The strides of a weight of which the kernels write dimension `written` and read the other.
+inline cpu::Weights weights_of(const Tensor& weight, int64_t channels, int64_t written,
+                               int64_t read) {
+  return {weight.const_data_ptr(),
+          {weight.stride(0) * channels, weight.stride(written), weight.stride(read),
+           weight.stride(-2), weight.stride(-1)},
+          weight.dim() == 5 ? weight.stride(2) : 0};
 }
 
 // The elements of an axis equal modulo the stride, and how they gather from the outputs by some of
@@ -144,67 +211,70 @@ inline cpu::Gather gather_of(const Call& call, const CpuPlan& plan, const Tensor
   return pass;
 }
 
-inline bool run_gather(const cpu::Gather& pass, const CpuPlan& plan) {
-  return cpu::gather(plan.kernel, pass, threads_for(pass, plan));
-}
-
 inline bool forward_by_kernels(const Call& call, const CpuPlan& plan, const Tensor& result) {
   const Tensor& weight = call.second;
+  const auto axis = [&](int64_t from_last) {
+    return axis_of(call.geometry, from_last, call.first, result, weight);
+  };
   cpu::Gather pass = gather_of(call, plan, result);
-  pass.rows = axis_of(call.geometry, 0, call.first, result, weight.size(2));
-  pass.columns = axis_of(call.geometry, 1, call.first, result, weight.size(3));
-  pass.weights = {weight.const_data_ptr(),
-                  {weight.stride(0) * pass.channels, weight.stride(0), weight.stride(1),
-                   weight.stride(2), weight.stride(3)}};
-  return run_gather(pass, plan);
+  pass.planes = axis(kPlanes), pass.rows = axis(kRows), pass.columns = axis(kColumns);
+  pass.weights = weights_of(weight, pass.channels, 0, 1);
+  return cpu::gather(plan.kernel, {pass}, threads_for(pass, plan));
 }
 
 inline bool input_grad_by_kernels(const Call& call, const CpuPlan& plan, const Tensor& result) {
   const Tensor& weight = call.second;
-  const auto rows = axis_of(call.geometry, 0, result, call.first, weight.size(2)),
-             columns = axis_of(call.geometry, 1, result, call.first, weight.size(3));
-  const auto element = int64_t(result.element_size());
-  const auto moved = [&](const void* data, int64_t elements) {
-    return data ? static_cast<char*>(const_cast<void*>(data)) + elements * element : nullptr;
+  const auto axis = [&](int64_t from_last) {
+    return axis_of(call.geometry, from_last, result, call.first, weight);
   };
-  for (const Residue& row : residues_of(rows)) {
-    for (const Residue& column : residues_of(columns)) {
-      cpu::Gather pass = gather_of(call, plan, result);
-      pass.rows = row.axis;
-      pass.columns = column.axis;
-      pass.needs_finite_weights = true;
-      for (cpu::Images* images : {&pass.target, &pass.residual}) {
-        auto& s = images->strides;
-        images->data = moved(images->data, row.first * s[2] + column.first * s[3]);
-        s[2] *= rows.step;
-        s[3] *= columns.step;
+  const auto planes = axis(kPlanes), rows = axis(kRows), columns = axis(kColumns);
+  const auto moved = [&](const void* data, int64_t elements) {
+    const auto bytes = elements * int64_t(result.element_size());
+    return data ? static_cast<char*>(const_cast<void*>(data)) + bytes : nullptr;
+  };
+  const auto row_residues = residues_of(rows), column_residues = residues_of(columns);
+  for (const Residue& plane : residues_of(planes)) {
+    std::vector<cpu::Gather> passes;
+    for (const Residue& row : row_residues) {
+      for (const Residue& column : column_residues) {
+        cpu::Gather pass = gather_of(call, plan, result);
+        pass.planes = plane.axis, pass.rows = row.axis, pass.columns = column.axis;
+        pass.needs_finite_weights = true;
+        for (cpu::Images* images : {&pass.target, &pass.residual}) {
+          images->data = moved(images->data, plane.first * images->plane);
+          images->plane *= planes.step;
+        }
+        pass.at_rows = {row.first, rows.step};
+        pass.at_columns = {column.first, columns.step};
+        pass.weights = weights_of(weight, pass.depth, 1, 0);
+        auto& [data, s, of_plane] = pass.weights;
+        data = moved(data, plane.tap * of_plane + row.tap * s[3] + column.tap * s[4]);
+        s[3] *= row.tap_step;
+        s[4] *= column.tap_step;
+        of_plane *= plane.tap_step;
+        passes.push_back(pass);
       }
-      const int64_t down = weight.stride(2), right = weight.stride(3);
-      pass.weights = {moved(weight.const_data_ptr(), row.tap * down + column.tap * right),
-                      {weight.stride(0) * pass.depth, weight.stride(1), weight.stride(0),
-                       row.tap_step * down, column.tap_step * right}};
-      if (!run_gather(pass, plan)) return false;
     }
+    if (!cpu::gather(plan.kernel, passes, threads_for(passes[0], plan))) return false;
   }
   return true;
 }
 
 inline void weight_grad_by_kernels(const Call& call, const CpuPlan& plan, const Tensor& result) {
   const Tensor &grad = call.first, &input = call.second;
-  const int64_t groups = call.geometry.groups;
+  const auto axis = [&](int64_t from_last) {
+    return axis_of(call.geometry, from_last, input, grad, result);
+  };
   cpu::WeightGrad pass{};
   pass.type = cpu_type(result);
   pass.images = input.size(0);
-  pass.groups = groups;
-  pass.depth = input.size(1) / groups;
-  pass.channels = grad.size(1) / groups;
-  pass.rows = axis_of(call.geometry, 0, input, grad, result.size(2));
-  pass.columns = axis_of(call.geometry, 1, input, grad, result.size(3));
+  pass.groups = call.geometry.groups;
+  pass.depth = input.size(1) / pass.groups;
+  pass.channels = grad.size(1) / pass.groups;
+  pass.planes = axis(kPlanes), pass.rows = axis(kRows), pass.columns = axis(kColumns);
   pass.input = images_of(input);
   pass.grad = images_of(grad);
-  pass.target = {result.const_data_ptr(),
-                 {result.stride(0) * pass.channels, result.stride(0), result.stride(1),
-                  result.stride(2), result.stride(3)}};
+  pass.target = weights_of(result, pass.channels, 0, 1);
   pass.blocks = plan.blocks;
   cpu::weight_grad(plan.kernel, pass, threads_for(pass, plan));
 }

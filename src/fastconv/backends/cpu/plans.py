@@ -7,6 +7,7 @@ not take, and everything where the library is not built.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from fastconv.backends.cpu.axes import Axis, axes
+from fastconv.backends.cpu.axes import Axis, reading
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 Pass = Literal["forward", "input_grad", "weight_grad"]
@@ -40,6 +41,9 @@ _FEWEST_CHANNELS = 16
 # The positions of a pass for which it pays to pack weights that are channels-last: measured with
 # 512 channels, on a Xeon with AVX-512.
 _FEWEST_POSITIONS = 128
+# Images are taken together up to so many positions: then their weights, which come from beyond the
+# L2 cache, are multiplied often enough to pay for the way.
+_POSITIONS = 400
 # The residues of a strided input gradient are passes of their own; with more, they are too small.
 _MOST_RESIDUES = 16
 
@@ -52,14 +56,16 @@ class CpuPlan(NamedTuple):
     columns: int
     depth: int  # read channels that are staged together
     channels: int  # written channels of a task
+    images: int = 1  # images of a tile, which is then one of whole images
 
     def __str__(self) -> str:
         if self.kernel == "depthwise":
             return f"depthwise kernel: tiles of {self.rows} rows by {self.columns} columns"
         if self.kernel == "pointwise":
             return f"pointwise kernel: blocks of {self.rows} by {self.columns} of a matrix product"
+        images = "" if self.images == 1 else f"{self.images} images by "
         return (
-            f"direct kernel: tiles of {self.rows} rows by {self.columns} columns, "
+            f"direct kernel: tiles of {images}{self.rows} rows by {self.columns} columns, "
             f"{self.depth} read channels at a time, {self.channels} written ones"
         )
 
@@ -75,24 +81,25 @@ def plan(
 
     ``channels_last`` is the memory format of the result.
     """
-    if problem.depth is not None:
-        return "a volume is computed plane by plane"
     if dtype not in _BYTES:
         return f"the kernels do not multiply {dtype}"
     if epilogue.activation not in _ACTIVATIONS:
         return f"the kernels do not apply {epilogue.activation}"
     if 0 in (*problem.input_shape, *problem.weight_shape, *problem.output_shape):
         return "there is nothing to multiply"
-    rows, columns = axes(problem)
+    axes, residues = [reading(axis) for axis in problem.axes], 1
     if which == "input_grad":
-        if min(rows.step, rows.size) * min(columns.step, columns.size) > _MOST_RESIDUES:
+        residues = math.prod(min(axis.step, axis.size) for axis in axes)
+        if residues > _MOST_RESIDUES:
             return "its strides have too many residues"
-        rows, columns = _gathering(rows), _gathering(columns)
+        axes = [_gathering(axis) for axis in axes]
+    *depth, rows, columns = axes
     if problem.in_channels == problem.out_channels == problem.groups:
-        return _depthwise_plan(rows, columns, _BYTES[dtype])
-    if problem.kernel_size == (1, 1) and not any(problem.padding):
+        taps = math.prod(axis.taps for axis in depth)
+        return _depthwise_plan(rows, columns, taps, residues, _BYTES[dtype])
+    if all(one.kernel_size == 1 and not one.before and not one.after for one in problem.axes):
         return _pointwise_plan(problem, which, channels_last, _BYTES[dtype])
-    positions = problem.batch * rows.outputs * columns.outputs
+    positions = problem.batch * math.prod(axis.outputs for axis in axes)
     if channels_last and which != "weight_grad" and positions < _FEWEST_POSITIONS:
         return f"{positions} positions do not repay the packing of weights"
     return _direct_plan(problem, which, rows, columns, _BYTES[dtype])
@@ -110,14 +117,18 @@ def _gathering(axis: Axis) -> Axis:
     )
 
 
-def _depthwise_plan(rows: Axis, columns: Axis, itemsize: int) -> CpuPlan | str:
+def _depthwise_plan(
+    rows: Axis, columns: Axis, tap_planes: int, residues: int, itemsize: int
+) -> CpuPlan | str:
     lanes = VECTOR_BYTES // itemsize
 
     def read(axis: Axis, outputs: int) -> int:
         return (outputs - 1) * axis.step + (axis.taps - 1) * axis.reach + 1
 
     for high, wide in _tiles(rows, columns):
-        if 4 * read(rows, high) * read(columns, wide) * lanes * itemsize <= l2_bytes():
+        staged = tap_planes * read(rows, high) * read(columns, wide)
+        sums = high * wide * (residues - 1)
+        if 4 * (staged + sums) * lanes * itemsize <= l2_bytes():
             return CpuPlan("depthwise", high, wide, 1, lanes)
     return "its taps are so far apart that a tile exceeds the cache"
 
@@ -139,7 +150,11 @@ def _direct_plan(
         staged = depth * _staged(rows, columns, high, wide)
         sums = high * wide * written
         if 2 * staged * itemsize <= l2_bytes() and (staged + sums) * itemsize <= _SCRATCH_BYTES:
-            return CpuPlan("direct", high, wide, depth, written)
+            images = 1
+            if (high, wide) == (rows.outputs, columns.outputs):
+                most = _SCRATCH_BYTES // ((staged + sums) * itemsize)
+                images = max(1, min(problem.batch, most, _POSITIONS // (high * wide)))
+            return CpuPlan("direct", high, wide, depth, written, images)
     return "its taps are so far apart that a tile exceeds the cache"
 
 
@@ -152,8 +167,7 @@ def _pointwise_plan(problem: Problem, which: Pass, channels_last: bool, itemsize
     read, written = (
         count // problem.groups for count in (problem.in_channels, problem.out_channels)
     )
-    high, wide = problem.output_size
-    pixels = problem.batch * high * wide
+    pixels = problem.batch * math.prod(axis.output_size for axis in problem.axes)
     panel = 2 * VECTOR_BYTES // itemsize
     depth = 256
     if which == "weight_grad":

@@ -21,14 +21,66 @@ inline Axis read_by(const Axis& axis, int64_t first, int64_t outputs) {
   return {axis.size, axis.taps ? elements : 0, 1, 1, 1, axis.before - first * axis.step};
 }
 
+// Stages planes whose rows follow one another in memory, as a tile has them from a column `left`
+// on.
+template <class T>
+void stage_joined(T* to, int64_t pitch, const T* from, int64_t of_plane, int64_t planes,
+                  int64_t rows, int64_t columns) {
+  const int64_t count = rows * columns;
+  for (int64_t i = 0, x = 0; i < count; i += kLanes<T>) {
+    const int64_t some = std::min<int64_t>(kLanes<T>, count - i);
+    Vector<T> block[kLanes<T>] = {};
+    for (int64_t c = 0; c < planes; ++c) block[c] = load_some(from + c * of_plane + i, some);
+    transpose<T>(block);
+    for (int64_t j = 0; j < some; ++j, to += kLanes<T>) {
+      store(to, block[j]);
+      if (++x == columns) x = 0, to += (pitch - columns) * kLanes<T>;
+    }
+  }
+}
+
+// Stages a tile of as many channels as a vector has, which are neighbours in memory.
+template <class T>
+void stage_vectors(T* to, const T* source, const std::array<int64_t, 4>& strides,
+                   const Window& rows, const Window& columns) {
+  constexpr int64_t kAhead = 12;
+  const auto [top, bottom] = rows.existing(0);
+  const auto [left, right] = columns.existing(0);
+  for (int64_t y = 0; y < rows.length; ++y) {
+    const bool exists = top <= y && y < bottom;
+    const int64_t begin = exists ? left : columns.length, end = exists ? right : begin;
+    const T* from = source + rows.index(0, y) * strides[2] + columns.index(0, 0) * strides[3];
+    for (int64_t x = 0; x < columns.length; ++x, to += kLanes<T>) {
+      // Pixels lie further apart than CPUs foresee; behind a row's last one is mostly the next row.
+      __builtin_prefetch(from + (x + kAhead) * strides[3]);
+      store(to, begin <= x && x < end ? load(from + x * strides[3]) : Vector<T>{});
+    }
+  }
+}
+
 // Stages a tile of some planes: (rows, columns, lanes of a vector).
 template <class Stored>
 void stage_planes(Computed<Stored>* to, const Stored* source, const std::array<int64_t, 4>& strides,
                   int64_t planes, const Axis& rows, const Axis& columns) {
+  using T = Computed<Stored>;
   const Phases of_rows(rows), of_columns(columns);
-  stage_pixels(to, kLanes<Computed<Stored>>, source, strides, planes,
-               Window(rows, of_rows, 0, rows.outputs),
-               Window(columns, of_columns, 0, columns.outputs));
+  const Window row_window(rows, of_rows, 0, rows.outputs),
+      column_window(columns, of_columns, 0, columns.outputs);
+  if constexpr (std::is_same_v<Stored, T>) {
+    if (strides[1] == 1 && planes == kLanes<T>) {
+      return stage_vectors(to, source, strides, row_window, column_window);
+    }
+    const auto [top, bottom] = row_window.existing(0);
+    const auto [left, right] = column_window.existing(0);
+    const bool is_joined = strides[3] == 1 && strides[2] == columns.size && strides[1] != 1;
+    if (is_joined && right - left == columns.size && columns.size % kLanes<T> && top < bottom) {
+      std::fill(to, to + rows.outputs * columns.outputs * kLanes<T>, T());
+      return stage_joined(to + (top * columns.outputs + left) * kLanes<T>, columns.outputs,
+                          source + row_window.index(0, top) * strides[2], strides[1], planes,
+                          bottom - top, columns.size);
+    }
+  }
+  stage_pixels(to, kLanes<T>, source, strides, planes, row_window, column_window);
 }
 
 // The outputs for which all taps read elements that exist: from `begin` to before `end`.
@@ -42,129 +94,201 @@ inline std::pair<int64_t, int64_t> inner_outputs(const Axis& axis, int64_t first
   return {from, std::clamp(end, from, axis.outputs)};
 }
 
+// What passes that gather share.
 template <class Stored>
-class DepthwiseGather {
+struct DepthwisePass {
+  using T = Computed<Stored>;
+
+  static constexpr int kPositions = 8;  // the most columns whose sums are in registers
+
+  static int64_t taps(const Gather& pass) { return pass.rows.taps * pass.columns.taps; }
+
+  static T bias(const Gather& pass, int64_t channel) {
+    return pass.bias ? widened(static_cast<const Stored*>(pass.bias)[channel]) : T();
+  }
+
+  static const Stored* factor(const Gather& pass, int64_t channel, int64_t plane, int64_t tap) {
+    const auto& s = pass.weights.strides;
+    return static_cast<const Stored*>(pass.weights.data) + channel * s[0] +
+           plane * pass.weights.plane + tap / pass.columns.taps * s[3] +
+           tap % pass.columns.taps * s[4];
+  }
+};
+
+// Stages planes, and computes all residues of an input gradient from one stage.
+template <class Stored>
+class DepthwisePlanes : DepthwisePass<Stored> {
+  using Base = DepthwisePass<Stored>;
+  using Base::kPositions, Base::taps;
+
  public:
   using T = Computed<Stored>;
 
-  explicit DepthwiseGather(const Gather& pass)
-      : pass_(pass), epilogue_{pass.activation, T(pass.slope)} {}
+  explicit DepthwisePlanes(const std::vector<Gather>& passes)
+      : passes_(passes),
+        pass_(passes[0]),
+        rows_(reach_of(&Gather::rows, &Gather::at_rows)),
+        columns_(reach_of(&Gather::columns, &Gather::at_columns)),
+        epilogue_{pass_.activation, T(pass_.slope)} {}
 
   bool run(const Parallel& parallel) const {
-    if (std::is_same_v<Stored, T> && pass_.source.strides[1] == 1 && pass_.target.strides[1] == 1) {
-      run_by_channels(parallel);
-      return true;
-    }
     Buffer packed;
-    const T* factors = pack_planes(packed);
+    const T* factors = pack(packed);
     if (!factors) return false;
     const int64_t wide = pass_.blocks.columns, vectors = ceil_div(pass_.groups, kLanes<T>),
-                  across = ceil_div(pass_.columns.outputs, wide);
-    const int64_t high = balanced(pass_.rows.outputs, pass_.blocks.rows,
-                                  pass_.images * vectors * across, parallel.threads());
-    const int64_t down = ceil_div(pass_.rows.outputs, high);
-    parallel(pass_.images * vectors * down * across, [&](int64_t begin, int64_t end) {
+                  across = ceil_div(columns_.outputs, wide),
+                  images = pass_.images * pass_.planes.outputs;
+    const int64_t high =
+        balanced(rows_.outputs, pass_.blocks.rows, images * vectors * across, parallel.threads());
+    const int64_t down = ceil_div(rows_.outputs, high);
+    parallel(images * vectors * down * across, [&](int64_t begin, int64_t end) {
       DepthwiseScratch scratch;
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t x = task % across * wide, y = task / across % down * high,
-                      vector = task / across / down;
-        convolve_tile(
-            {vector / vectors, vector % vectors * kLanes<T>, y,
-             std::min(high, pass_.rows.outputs - y), x, std::min(wide, pass_.columns.outputs - x)},
-            factors + vector % vectors * (taps() + 1) * kLanes<T>, scratch);
+        int64_t rest = task;
+        Tile tile;
+        tile.column = rest % across * wide, rest /= across;
+        tile.row = rest % down * high, rest /= down;
+        tile.channel = rest % vectors * kLanes<T>, rest /= vectors;
+        tile.plane = rest % pass_.planes.outputs;
+        tile.image = rest / pass_.planes.outputs;
+        tile.rows = std::min(high, rows_.outputs - tile.row);
+        tile.columns = std::min(wide, columns_.outputs - tile.column);
+        convolve_tile(tile, factors + tile.channel * of_vector(), scratch);
       }
     });
     return true;
   }
 
  private:
-  // Packs, for each vector of channels, the factors of its taps, and behind them the bias. Returns
-  // null if weights are not finite where they need to be.
-  const T* pack_planes(Buffer& buffer) const {
-    const int64_t of_vector = (taps() + 1) * kLanes<T>;
-    const auto& s = pass_.weights.strides;
-    T* factors = buffer.take<T>(ceil_div(pass_.groups, kLanes<T>) * of_vector);
+  struct Tile {
+    int64_t image, plane, channel, row, rows, column, columns;  // rows and columns of a residue
+  };
+
+  // What all passes read along an axis, and the rows or columns of the result.
+  struct Reach {
+    int64_t outputs;      // of the residue that has the most
+    int64_t least, most;  // offsets of the first and last element that an output's taps read
+    int64_t step, every, whole;
+  };
+
+  Reach reach_of(Axis Gather::* axis, Every Gather::* at) const {
+    Reach reach{0, INT64_MAX, INT64_MIN, (pass_.*axis).step, (pass_.*at).step, 0};
+    for (const Gather& pass : passes_) {
+      const Axis& its = pass.*axis;
+      reach.outputs = std::max(reach.outputs, its.outputs);
+      reach.whole = std::max(reach.whole, (pass.*at).first + (its.outputs - 1) * reach.every + 1);
+      if (taps(pass) == 0) continue;
+      reach.least = std::min(reach.least, -its.before);
+      reach.most = std::max(reach.most, (its.taps - 1) * its.reach - its.before);
+    }
+    return reach;
+  }
+
+  // What a tile reads along an axis: an axis of its own, of which the outputs are these elements.
+  static Axis read_by(const Axis& axis, const Reach& reach, int64_t first, int64_t outputs) {
+    const bool reads = reach.least <= reach.most;
+    const int64_t elements = reads ? (outputs - 1) * reach.step + reach.most - reach.least + 1 : 0;
+    return {axis.size, elements, 1, 1, 1, reads ? -reach.least - first * reach.step : 0};
+  }
+
+  // Elements of a channel's factors: those of all passes' taps, and its bias.
+  int64_t of_vector() const {
+    int64_t count = 1;
+    for (const Gather& pass : passes_) count += pass.planes.taps * taps(pass);
+    return count;
+  }
+
+  // Packs, for each vector of channels, the factors of all passes' taps, and behind them the bias.
+  // Returns null if weights are not finite where they need to be.
+  const T* pack(Buffer& buffer) const {
+    const int64_t vectors = ceil_div(pass_.groups, kLanes<T>), count = of_vector();
+    T* factors = buffer.take<T>(vectors * count * kLanes<T>);
+    std::fill(factors, factors + vectors * count * kLanes<T>, T());
     T* to = factors;
-    for (int64_t channel = 0; channel < pass_.groups; channel += kLanes<T>, to += of_vector) {
+    for (int64_t channel = 0; channel < pass_.groups; channel += kLanes<T>) {
       const int64_t planes = std::min<int64_t>(kLanes<T>, pass_.groups - channel);
-      const Stored* from = static_cast<const Stored*>(pass_.weights.data) + channel * s[0];
-      std::fill(to, to + of_vector, T());
-      for (int64_t p = 0; p < pass_.rows.taps; ++p) {
-        for (int64_t q = 0; q < pass_.columns.taps; ++q) {
-          copy_row(to + (p * pass_.columns.taps + q) * kLanes<T>, from + p * s[3] + q * s[4],
-                   planes, s[0]);
+      const T* first = to;
+      for (const Gather& pass : passes_) {
+        for (int64_t plane = 0; plane < pass.planes.taps; ++plane) {
+          for (int64_t tap = 0; tap < taps(pass); ++tap, to += kLanes<T>) {
+            copy_row(to, Base::factor(pass, channel, plane, tap), planes, pass.weights.strides[0]);
+          }
         }
       }
-      if (pass_.needs_finite_weights && !are_finite(to, taps() * kLanes<T>)) return nullptr;
-      for (int64_t c = 0; c < planes; ++c) to[taps() * kLanes<T> + c] = bias(channel + c);
+      if (pass_.needs_finite_weights && !are_finite(first, to - first)) return nullptr;
+      for (int64_t c = 0; c < planes; ++c) to[c] = Base::bias(pass_, channel + c);
+      to += kLanes<T>;
     }
     return factors;
   }
 
-  struct Tile {
-    int64_t image, channel, row, rows, column, columns;
-  };
-
-  int64_t taps() const { return pass_.rows.taps * pass_.columns.taps; }
-
-  T bias(int64_t channel) const {
-    return pass_.bias ? widened(static_cast<const Stored*>(pass_.bias)[channel]) : T();
-  }
-
-  T factor(int64_t channel, int64_t p, int64_t q) const {
-    const auto& s = pass_.weights.strides;
-    return widened(
-        static_cast<const Stored*>(pass_.weights.data)[channel * s[0] + p * s[3] + q * s[4]]);
-  }
-
-  template <class Pointer>
-  static Pointer place(const Images& images, const Tile& tile, int64_t y) {
-    const auto& s = images.strides;
-    return static_cast<Pointer>(images.data) + tile.image * s[0] + tile.channel * s[1] +
-           (tile.row + y) * s[2] + tile.column * s[3];
-  }
-
-  static constexpr int kPositions = 8;  // the most columns whose sums are in registers
-
-  // --- Staged planes
-  // -------------------------------------------------------------------------------
-
   void convolve_tile(const Tile& tile, const T* factors, DepthwiseScratch& scratch) const {
     const int64_t planes = std::min<int64_t>(kLanes<T>, pass_.groups - tile.channel);
-    const Axis rows = read_by(pass_.rows, tile.row, tile.rows),
-               columns = read_by(pass_.columns, tile.column, tile.columns);
-    T* staged = scratch.stage.take<T>(rows.outputs * columns.outputs * kLanes<T>);
+    const Axis rows = read_by(pass_.rows, rows_, tile.row, tile.rows),
+               columns = read_by(pass_.columns, columns_, tile.column, tile.columns);
+    const auto [begin, end] = existing_taps(pass_.planes, tile.plane);
+    const int64_t of_plane = rows.outputs * columns.outputs * kLanes<T>;
+    T* staged = scratch.stage.take<T>((end - begin) * of_plane);
     const auto& s = pass_.source.strides;
-    if (taps() > 0) {
-      stage_planes(
-          staged,
-          static_cast<const Stored*>(pass_.source.data) + tile.image * s[0] + tile.channel * s[1],
-          s, planes, rows, columns);
+    for (int64_t plane = begin; of_plane > 0 && plane < end; ++plane) {
+      const int64_t read =
+          tile.plane * pass_.planes.step + plane * pass_.planes.reach - pass_.planes.before;
+      stage_planes(staged + (plane - begin) * of_plane,
+                   static_cast<const Stored*>(pass_.source.data) + tile.image * s[0] +
+                       tile.channel * s[1] + read * pass_.source.plane,
+                   s, planes, rows, columns);
     }
-    int64_t* offsets = scratch.offsets.take<int64_t>(taps());
-    for (int64_t p = 0, tap = 0; p < pass_.rows.taps; ++p) {
-      for (int64_t q = 0; q < pass_.columns.taps; ++q, ++tap) {
-        offsets[tap] =
-            (p * pass_.rows.reach * columns.outputs + q * pass_.columns.reach) * kLanes<T>;
+    const int64_t high = std::min(tile.rows * rows_.every, rows_.whole - tile.row * rows_.every),
+                  wide = std::min(tile.columns * columns_.every,
+                                  columns_.whole - tile.column * columns_.every);
+    T* sums = scratch.sums.take<T>(high * wide * kLanes<T>);
+    const T *by = factors, *bias = factors + (of_vector() - 1) * kLanes<T>;
+    for (const Gather& pass : passes_) {
+      int64_t* offsets = scratch.offsets.take<int64_t>((end - begin) * taps(pass));
+      for (int64_t plane = begin, i = 0; plane < end; ++plane) {
+        for (int64_t p = 0; p < pass.rows.taps; ++p) {
+          for (int64_t q = 0; q < pass.columns.taps; ++q, ++i) {
+            const int64_t row = p * pass.rows.reach - pass.rows.before - rows_.least,
+                          column = q * pass.columns.reach - pass.columns.before - columns_.least;
+            offsets[i] = (plane - begin) * of_plane + (row * columns.outputs + column) * kLanes<T>;
+          }
+        }
       }
+      const Taps some{offsets, (end - begin) * taps(pass), by + begin * taps(pass) * kLanes<T>,
+                      bias};
+      convolve_residue(pass, tile, some, staged, columns.outputs, sums, wide);
+      by += pass.planes.taps * taps(pass) * kLanes<T>;
     }
-    T* sums = scratch.sums.take<T>(tile.rows * tile.columns * kLanes<T>);
-    constexpr auto kAll = std::make_integer_sequence<int, kPositions>();
-    for (int64_t y = 0; y < tile.rows; ++y) {
-      const int64_t pieces = ceil_div(tile.columns, kPositions);
-      for (int64_t piece = 0; piece < pieces; ++piece) {
-        const int64_t x = tile.columns * piece / pieces,
-                      some = tile.columns * (piece + 1) / pieces - x;
-        sum_for(some, kAll)(
-            staged + (y * pass_.rows.step * columns.outputs + x * pass_.columns.step) * kLanes<T>,
-            pass_.columns.step * kLanes<T>, offsets, taps(), factors,
-            sums + (y * tile.columns + x) * kLanes<T>);
-      }
-    }
-    finish_planes(tile, planes, sums);
+    finish_planes(tile, planes, high, wide, sums);
   }
 
-  using Sum = void (*)(const T*, int64_t, const int64_t*, int64_t, const T*, T*);
+  struct Taps {
+    const int64_t* offsets;
+    int64_t count;
+    const T *factors, *bias;
+  };
+
+  // Sums a pass's rows and columns of a tile, of which the result's have a pitch of `wide`.
+  void convolve_residue(const Gather& pass, const Tile& tile, const Taps& some, const T* staged,
+                        int64_t pitch, T* sums, int64_t wide) const {
+    constexpr auto kAll = std::make_integer_sequence<int, kPositions>();
+    const int64_t high = std::min(tile.rows, pass.rows.outputs - tile.row),
+                  columns = std::min(tile.columns, pass.columns.outputs - tile.column);
+    const int64_t pieces = ceil_div(std::max<int64_t>(columns, 0), kPositions);
+    for (int64_t y = 0; y < high; ++y) {
+      T* row = sums +
+               ((y * rows_.every + pass.at_rows.first) * wide + pass.at_columns.first) * kLanes<T>;
+      for (int64_t piece = 0; piece < pieces; ++piece) {
+        const int64_t x = columns * piece / pieces, count = columns * (piece + 1) / pieces - x;
+        sum_for(count, kAll)(
+            staged + (y * pass.rows.step * pitch + x * pass.columns.step) * kLanes<T>,
+            pass.columns.step * kLanes<T>, some, row + x * columns_.every * kLanes<T>,
+            columns_.every * kLanes<T>);
+      }
+    }
+  }
+
+  using Sum = void (*)(const T*, int64_t, const Taps&, T*, int64_t);
 
   template <int... kIndex>
   static Sum sum_for(int64_t columns, std::integer_sequence<int, kIndex...>) {
@@ -172,32 +296,37 @@ class DepthwiseGather {
     return kFound[columns - 1];
   }
 
-  // Sums the taps of some columns of a row; the bias lies behind the taps' factors.
+  // Sums the taps of some columns of a row, which lie `step` apart, to ones that lie `apart`.
   template <int kColumns>
-  static void sum_columns(const T* from, int64_t step, const int64_t* offsets, int64_t taps,
-                          const T* factors, T* to) {
+  static void sum_columns(const T* from, int64_t step, const Taps& some, T* to, int64_t apart) {
     Vector<T> sums[kColumns] = {};
-    for (int64_t tap = 0; tap < taps; ++tap) {
-      const Vector<T> by = load(factors + tap * kLanes<T>);
-      const T* read = from + offsets[tap];
+    for (int64_t tap = 0; tap < some.count; ++tap) {
+      const Vector<T> by = load(some.factors + tap * kLanes<T>);
+      const T* read = from + some.offsets[tap];
 #pragma GCC unroll 8
       for (int x = 0; x < kColumns; ++x) sums[x] += by * load(read + x * step);
     }
-    const Vector<T> bias = load(factors + taps * kLanes<T>);
+    const Vector<T> bias = load(some.bias);
 #pragma GCC unroll 8
-    for (int x = 0; x < kColumns; ++x) store(to + x * kLanes<T>, sums[x] + bias);
+    for (int x = 0; x < kColumns; ++x) store(to + x * apart, sums[x] + bias);
   }
 
-  void finish_planes(const Tile& tile, int64_t planes, const T* sums) const {
+  void finish_planes(const Tile& tile, int64_t planes, int64_t high, int64_t wide,
+                     const T* sums) const {
     const auto joined = [&](const Images& images) {
-      return images.strides[2] == tile.columns * images.strides[3];
+      return images.strides[2] == wide * images.strides[3];
+    };
+    const auto place = [&](const Images& images, int64_t y) {
+      const auto& s = images.strides;
+      return static_cast<Stored*>(images.data) + tile.image * s[0] + tile.plane * images.plane +
+             tile.channel * s[1] + (tile.row * rows_.every + y) * s[2] +
+             tile.column * columns_.every * s[3];
     };
     const bool is_one = joined(pass_.target) && (!pass_.residual.data || joined(pass_.residual));
-    const int64_t rows = is_one ? 1 : tile.rows, columns = tile.rows * tile.columns / rows;
+    const int64_t rows = is_one ? 1 : high, columns = high * wide / rows;
     for (int64_t y = 0; y < rows; ++y, sums += columns * kLanes<T>) {
-      Stored* to = place<Stored*>(pass_.target, tile, y);
-      const Stored* residual =
-          pass_.residual.data ? place<const Stored*>(pass_.residual, tile, y) : nullptr;
+      Stored* to = place(pass_.target, y);
+      const Stored* residual = pass_.residual.data ? place(pass_.residual, y) : nullptr;
       if (pass_.target.strides[1] == 1) {
         finish_channels(to, residual, sums, columns, planes);
       } else {
@@ -231,61 +360,94 @@ class DepthwiseGather {
     }
   }
 
-  // --- Channels that are neighbours
-  // ----------------------------------------------------------------
+  const std::vector<Gather>& passes_;
+  const Gather& pass_;  // the first one
+  Reach rows_, columns_;
+  Epilogue<T> epilogue_;
+};
 
-  // A tap that reads no padding: where it reads, and where its factors are.
-  struct Read {
-    int64_t offset, factors;
-  };
+// Reads channels that are neighbours in memory there.
+template <class Stored>
+class DepthwiseChannels : DepthwisePass<Stored> {
+  using Base = DepthwisePass<Stored>;
+  using Base::kPositions;
 
-  void run_by_channels(const Parallel& parallel) const {
+ public:
+  using T = Computed<Stored>;
+
+  static bool takes(const Gather& pass) {
+    return std::is_same_v<Stored, T> && pass.source.strides[1] == 1 && pass.target.strides[1] == 1;
+  }
+
+  explicit DepthwiseChannels(const Gather& pass)
+      : pass_(pass), epilogue_{pass.activation, T(pass.slope)} {}
+
+  void run(const Parallel& parallel) const {
     // (taps, channels), and the bias behind them.
     Buffer packed;
+    const int64_t of_plane = Base::taps(pass_);
     T* factors = packed.template take<T>((taps() + 1) * pass_.groups);
     for (int64_t tap = 0; tap < taps(); ++tap) {
-      for (int64_t c = 0; c < pass_.groups; ++c) {
-        factors[tap * pass_.groups + c] =
-            factor(c, tap / pass_.columns.taps, tap % pass_.columns.taps);
-      }
+      copy_row(factors + tap * pass_.groups, Base::factor(pass_, 0, tap / of_plane, tap % of_plane),
+               pass_.groups, pass_.weights.strides[0]);
     }
-    for (int64_t c = 0; c < pass_.groups; ++c) factors[taps() * pass_.groups + c] = bias(c);
+    T* biases = factors + taps() * pass_.groups;
+    for (int64_t c = 0; c < pass_.groups; ++c) biases[c] = Base::bias(pass_, c);
     const auto inner = inner_outputs(pass_.columns, 0, pass_.columns.taps - 1);
-    parallel(pass_.images * pass_.rows.outputs, [&](int64_t begin, int64_t end) {
+    parallel(pass_.images * pass_.planes.outputs * pass_.rows.outputs, [&](int64_t begin,
+                                                                           int64_t end) {
       Buffer buffer;
       Read* reads = buffer.take<Read>(taps());
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t image = task / pass_.rows.outputs, y = task % pass_.rows.outputs;
+        const int64_t y = task % pass_.rows.outputs, rest = task / pass_.rows.outputs;
+        const int64_t plane = rest % pass_.planes.outputs, image = rest / pass_.planes.outputs;
         for (int64_t x = 0; x < pass_.columns.outputs;) {
           const bool is_inner = inner.first <= x && x < inner.second;
           const int64_t columns = is_inner ? std::min<int64_t>(kPositions, inner.second - x) : 1;
           constexpr auto kAll = std::make_integer_sequence<int, kPositions>();
-          convolve_for(columns, kAll)(*this, factors, {image, 0, y, 1, x, columns}, reads,
-                                      list_reads(reads, y, x, columns == 1));
+          convolve_for(columns, kAll)(*this, factors, {image, plane, y, x}, reads,
+                                      list_reads(reads, plane, y, x, columns == 1));
           x += columns;
         }
       }
     });
   }
 
+ private:
+  // A tap that reads no padding: where it reads, and where its factors are.
+  struct Read {
+    int64_t offset, factors;
+  };
+
+  struct Place {
+    int64_t image, plane, row, column;
+  };
+
+  int64_t taps() const { return pass_.planes.taps * Base::taps(pass_); }
+
   // Lists the taps that an output reads elements by. Those of a row's inner outputs are the same.
-  int64_t list_reads(Read* to, int64_t y, int64_t x, bool is_alone) const {
-    const auto &rows = pass_.rows, &columns = pass_.columns;
+  int64_t list_reads(Read* to, int64_t plane, int64_t y, int64_t x, bool is_alone) const {
+    const auto &planes = pass_.planes, &rows = pass_.rows, &columns = pass_.columns;
     const auto& s = pass_.source.strides;
+    const auto [begin, end] = existing_taps(planes, plane);
     int64_t count = 0;
-    for (int64_t p = 0; p < rows.taps; ++p) {
-      const int64_t row = y * rows.step + p * rows.reach - rows.before;
-      if (row < 0 || row >= rows.size) continue;
-      for (int64_t q = 0; q < columns.taps; ++q) {
-        const int64_t column = x * columns.step + q * columns.reach - columns.before;
-        if (is_alone && (column < 0 || column >= columns.size)) continue;
-        to[count++] = {row * s[2] + column * s[3], (p * columns.taps + q) * pass_.groups};
+    for (int64_t o = begin; o < end; ++o) {
+      const int64_t read = plane * planes.step + o * planes.reach - planes.before;
+      for (int64_t p = 0; p < rows.taps; ++p) {
+        const int64_t row = y * rows.step + p * rows.reach - rows.before;
+        if (row < 0 || row >= rows.size) continue;
+        for (int64_t q = 0; q < columns.taps; ++q) {
+          const int64_t column = x * columns.step + q * columns.reach - columns.before;
+          if (is_alone && (column < 0 || column >= columns.size)) continue;
+          to[count++] = {read * pass_.source.plane + row * s[2] + column * s[3],
+                         ((o * rows.taps + p) * columns.taps + q) * pass_.groups};
+        }
       }
     }
     return count;
   }
 
-  using Convolve = void (*)(const DepthwiseGather&, const T*, const Tile&, const Read*, int64_t);
+  using Convolve = void (*)(const DepthwiseChannels&, const T*, const Place&, const Read*, int64_t);
 
   template <int... kIndex>
   static Convolve convolve_for(int64_t columns, std::integer_sequence<int, kIndex...>) {
@@ -293,17 +455,24 @@ class DepthwiseGather {
     return kFound[columns - 1];
   }
 
+  static T* at(const Images& images, const Place& place) {
+    const auto& s = images.strides;
+    return static_cast<T*>(images.data) + place.image * s[0] + place.plane * images.plane +
+           place.row * s[2] + place.column * s[3];
+  }
+
   // Computes some columns of a row, for all channels.
   template <int kColumns>
-  static void convolve_columns(const DepthwiseGather& self, const T* factors, const Tile& tile,
+  static void convolve_columns(const DepthwiseChannels& self, const T* factors, const Place& place,
                                const Read* reads, int64_t count) {
     const Gather& pass = self.pass_;
     const int64_t step = pass.columns.step * pass.source.strides[3],
                   last = self.taps() * pass.groups;
     const auto& s = pass.residual.strides;
-    const T* source = static_cast<const T*>(pass.source.data) + tile.image * pass.source.strides[0];
-    T* to = place<T*>(pass.target, tile, 0);
-    const T* residual = pass.residual.data ? place<const T*>(pass.residual, tile, 0) : nullptr;
+    const T* source =
+        static_cast<const T*>(pass.source.data) + place.image * pass.source.strides[0];
+    T* to = at(pass.target, place);
+    const T* residual = pass.residual.data ? at(pass.residual, place) : nullptr;
     for (int64_t c = 0; c < pass.groups; c += kLanes<T>) {
       const int64_t some = std::min<int64_t>(kLanes<T>, pass.groups - c);
       Vector<T> sums[kColumns] = {};
@@ -339,143 +508,145 @@ class DepthwiseWeightGrad {
  public:
   using T = Computed<Stored>;
 
-  explicit DepthwiseWeightGrad(const WeightGrad& pass) : pass_(pass) {
-    for (int64_t q = 0; q < pass.columns.taps; ++q) {
-      readers_.push_back(inner_outputs(pass.columns, q, q));
-    }
-  }
+  explicit DepthwiseWeightGrad(const WeightGrad& pass) : pass_(pass) {}
 
   void run(const Parallel& parallel) const {
-    const bool in_place =
-        std::is_same_v<Stored, T> && pass_.input.strides[1] == 1 && pass_.grad.strides[1] == 1;
-    parallel(ceil_div(pass_.groups, kLanes<T>), [&](int64_t begin, int64_t end) {
+    const int64_t planes = pass_.planes.taps;
+    parallel(ceil_div(pass_.groups, kLanes<T>) * planes, [&](int64_t begin, int64_t end) {
       DepthwiseScratch scratch;
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t channel = task * kLanes<T>,
-                      planes = std::min<int64_t>(kLanes<T>, pass_.groups - channel);
+        const int64_t channel = task / planes * kLanes<T>,
+                      channels = std::min<int64_t>(kLanes<T>, pass_.groups - channel);
         Vector<T>* sums = scratch.sums.take<Vector<T>>(2 * taps());
         std::fill(sums, sums + taps(), Vector<T>{});
         for (int64_t image = 0; image < pass_.images; ++image) {
-          // Sums of an image are a chain of their own.
-          std::fill(sums + taps(), sums + 2 * taps(), Vector<T>{});
-          if (in_place) {
-            add_channels(image, channel, planes, sums + taps());
-          } else {
-            add_image(image, channel, planes, sums + taps(), scratch);
+          for (int64_t plane = 0; plane < pass_.planes.outputs; ++plane) {
+            const auto& axis = pass_.planes;
+            const int64_t read = plane * axis.step + task % planes * axis.reach - axis.before;
+            if (read < 0 || read >= axis.size) continue;
+            // Sums of a plane are chains of their own.
+            std::fill(sums + taps(), sums + 2 * taps(), Vector<T>{});
+            const Stored *input = place(pass_.input, image, read, channel),
+                         *grad = place(pass_.grad, image, plane, channel);
+            add_planes(input, grad, channels, sums + taps(), scratch);
+            for (int64_t tap = 0; tap < taps(); ++tap) sums[tap] += sums[taps() + tap];
           }
-          for (int64_t tap = 0; tap < taps(); ++tap) sums[tap] += sums[taps() + tap];
         }
-        store_sums(channel, planes, sums);
+        store_sums(channel, channels, task % planes, sums);
       }
     });
   }
 
  private:
+  // The taps that are summed together, in registers, for each element of the gradient.
+  static constexpr int kMostTaps = 9;
+
   int64_t taps() const { return pass_.rows.taps * pass_.columns.taps; }
 
-  // Reads channels that are neighbours in memory there.
-  void add_channels(int64_t image, int64_t channel, int64_t channels, Vector<T>* sums) const {
-    const auto &s = pass_.input.strides, &g = pass_.grad.strides;
-    const T* grad = static_cast<const T*>(pass_.grad.data) + image * g[0] + channel;
-    const T* input = static_cast<const T*>(pass_.input.data) + image * s[0] + channel;
-    const auto &rows = pass_.rows, &columns = pass_.columns;
-    for (int64_t y = 0; y < rows.outputs; ++y) {
-      for (int64_t p = 0; p < rows.taps; ++p) {
-        const int64_t row = y * rows.step + p * rows.reach - rows.before;
-        if (row < 0 || row >= rows.size) continue;
-        for (int64_t q = 0; q < columns.taps; ++q) {
-          const auto [begin, end] = readers_[q];
-          const T* from = input + row * s[2] + (q * columns.reach - columns.before) * s[3];
-          sums[p * columns.taps + q] +=
-              row_product(grad + y * g[2], g[3], from, columns.step * s[3], begin, end, channels);
-        }
-      }
+  static const Stored* place(const Images& images, int64_t image, int64_t plane, int64_t channel) {
+    return static_cast<const Stored*>(images.data) + image * images.strides[0] +
+           plane * images.plane + channel * images.strides[1];
+  }
+
+  // Rows of vectors: the gradient's, and what the first tap reads for them.
+  struct Rows {
+    const T *grad, *input;
+    int64_t grad_row, input_row, input_step;  // strides
+    int64_t rows, columns;
+  };
+
+  using Sum = void (*)(const Rows&, const int64_t*, Vector<T>*);
+
+  template <int... kIndex>
+  static Sum sum_for(int64_t taps, std::integer_sequence<int, kIndex...>) {
+    static constexpr Sum kFound[] = {sum_taps<kIndex + 1>...};
+    return kFound[taps - 1];
+  }
+
+  // Adds the products of rows for taps whose inputs lie at these offsets.
+  static void add_rows(const Rows& rows, const int64_t* offsets, int64_t taps, Vector<T>* sums) {
+    constexpr auto kAll = std::make_integer_sequence<int, kMostTaps>();
+    const int64_t groups = ceil_div(taps, kMostTaps);
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t first = taps * group / groups, some = taps * (group + 1) / groups - first;
+      sum_for(some, kAll)(rows, offsets + first, sums + first);
     }
   }
 
-  // The sums of products of two rows of vectors of channels, in four chains.
-  static Vector<T> row_product(const T* left, int64_t left_step, const T* right, int64_t right_step,
-                               int64_t begin, int64_t end, int64_t channels) {
-    Vector<T> chains[4] = {};
-    int64_t i = begin;
-    if (channels == kLanes<T>) {
-      for (; i + 4 <= end; i += 4) {
+  // With few taps there are more chains for each, as an addition waits for the one before.
+  template <int kTaps>
+  static void sum_taps(const Rows& rows, const int64_t* offsets, Vector<T>* sums) {
+    constexpr int kChains = kTaps == 1 ? 4 : kTaps <= 4 ? 2 : 1;
+    Vector<T> chains[kChains][kTaps] = {};
+    const T *grad = rows.grad, *input = rows.input;
+    for (int64_t y = 0; y < rows.rows; ++y, grad += rows.grad_row, input += rows.input_row) {
+      int64_t x = 0;
+      const auto add = [&](int chain, int64_t at) {
+        const Vector<T> by = load(grad + at * kLanes<T>);
+        const T* from = input + at * rows.input_step;
+#pragma GCC unroll 16
+        for (int tap = 0; tap < kTaps; ++tap) chains[chain][tap] += by * load(from + offsets[tap]);
+      };
+      for (; x + kChains <= rows.columns; x += kChains) {
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) {
-          chains[j] += load(left + (i + j) * left_step) * load(right + (i + j) * right_step);
-        }
+        for (int chain = 0; chain < kChains; ++chain) add(chain, x + chain);
       }
+      for (; x < rows.columns; ++x) add(0, x);
     }
-    for (; i < end; ++i) {
-      chains[0] +=
-          load_some(left + i * left_step, channels) * load_some(right + i * right_step, channels);
+#pragma GCC unroll 16
+    for (int tap = 0; tap < kTaps; ++tap) {
+#pragma GCC unroll 4
+      for (int chain = 0; chain < kChains; ++chain) sums[tap] += chains[chain][tap];
     }
-    return (chains[0] + chains[1]) + (chains[2] + chains[3]);
   }
 
-  void add_image(int64_t image, int64_t channel, int64_t planes, Vector<T>* sums,
-                 DepthwiseScratch& scratch) const {
+  void add_planes(const Stored* input, const Stored* grad, int64_t planes, Vector<T>* sums,
+                  DepthwiseScratch& scratch) const {
     for (int64_t y = 0; y < pass_.rows.outputs; y += pass_.blocks.rows) {
       const int64_t high = std::min(pass_.blocks.rows, pass_.rows.outputs - y);
       for (int64_t x = 0; x < pass_.columns.outputs; x += pass_.blocks.columns) {
         const int64_t wide = std::min(pass_.blocks.columns, pass_.columns.outputs - x);
-        const auto first = [&](const Images& images, int64_t row, int64_t column) {
-          const auto& s = images.strides;
-          return static_cast<const Stored*>(images.data) + image * s[0] + channel * s[1] +
-                 row * s[2] + column * s[3];
-        };
         const Axis rows = read_by(pass_.rows, y, high), columns = read_by(pass_.columns, x, wide);
-        T* input = scratch.stage.take<T>(rows.outputs * columns.outputs * kLanes<T>);
-        stage_planes(input, first(pass_.input, 0, 0), pass_.input.strides, planes, rows, columns);
-        T* grad = scratch.grad.take<T>(high * wide * kLanes<T>);
-        stage_planes(grad, first(pass_.grad, y, x), pass_.grad.strides, planes,
-                     Axis{high, high, 1, 1, 1, 0}, Axis{wide, wide, 1, 1, 1, 0});
-        add_tile(input, columns.outputs, grad, high, wide, sums);
+        T* inputs = scratch.stage.take<T>(rows.outputs * columns.outputs * kLanes<T>);
+        stage_planes(inputs, input, pass_.input.strides, planes, rows, columns);
+        T* grads = scratch.grad.take<T>(high * wide * kLanes<T>);
+        const auto& g = pass_.grad.strides;
+        stage_planes(grads, grad + y * g[2] + x * g[3], g, planes, Axis{high, high, 1, 1, 1, 0},
+                     Axis{wide, wide, 1, 1, 1, 0});
+        add_tile(inputs, columns.outputs, grads, high, wide, sums, scratch);
       }
     }
   }
 
   void add_tile(const T* input, int64_t pitch, const T* grad, int64_t high, int64_t wide,
-                Vector<T>* sums) const {
+                Vector<T>* sums, DepthwiseScratch& scratch) const {
     const auto &rows = pass_.rows, &columns = pass_.columns;
-    const int64_t most = std::max<int64_t>(1, 4 * kSteps / wide);  // rows in one chain
-    for (int64_t p = 0; p < rows.taps; ++p) {
-      for (int64_t q = 0; q < columns.taps; ++q, ++sums) {
-        const T* from = input + (p * rows.reach * pitch + q * columns.reach) * kLanes<T>;
-        for (int64_t y = 0; y < high; y += most) {
-          *sums += product(grad + y * wide * kLanes<T>, wide,
-                           from + y * rows.step * pitch * kLanes<T>, rows.step * pitch * kLanes<T>,
-                           columns.step * kLanes<T>, std::min(most, high - y));
-        }
+    int64_t* offsets = scratch.offsets.take<int64_t>(taps());
+    for (int64_t p = 0, tap = 0; p < rows.taps; ++p) {
+      for (int64_t q = 0; q < columns.taps; ++q, ++tap) {
+        offsets[tap] = (p * rows.reach * pitch + q * columns.reach) * kLanes<T>;
       }
+    }
+    const int64_t most = std::max<int64_t>(1, kSteps / wide);  // rows in one chain
+    for (int64_t y = 0; y < high; y += most) {
+      const Rows some{grad + y * wide * kLanes<T>,
+                      input + y * rows.step * pitch * kLanes<T>,
+                      wide * kLanes<T>,
+                      rows.step * pitch * kLanes<T>,
+                      columns.step * kLanes<T>,
+                      std::min(most, high - y),
+                      wide};
+      add_rows(some, offsets, taps(), sums);
     }
   }
 
-  // The sums of products of rows of vectors, in four chains.
-  static Vector<T> product(const T* left, int64_t wide, const T* right, int64_t right_row,
-                           int64_t right_step, int64_t rows) {
-    Vector<T> chains[4] = {};
-    for (int64_t y = 0; y < rows; ++y, left += wide * kLanes<T>, right += right_row) {
-      int64_t i = 0;
-      for (; i + 4 <= wide; i += 4) {
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) {
-          chains[j] += load(left + (i + j) * kLanes<T>) * load(right + (i + j) * right_step);
-        }
-      }
-      for (int j = 0; i < wide; ++i, ++j) {
-        chains[j] += load(left + i * kLanes<T>) * load(right + i * right_step);
-      }
-    }
-    return (chains[0] + chains[1]) + (chains[2] + chains[3]);
-  }
-
-  void store_sums(int64_t channel, int64_t planes, const Vector<T>* sums) const {
+  void store_sums(int64_t channel, int64_t channels, int64_t plane, const Vector<T>* sums) const {
     const auto& s = pass_.target.strides;
-    Stored* to = static_cast<Stored*>(const_cast<void*>(pass_.target.data)) + channel * s[0];
+    Stored* to = static_cast<Stored*>(const_cast<void*>(pass_.target.data)) + channel * s[0] +
+                 plane * pass_.target.plane;
     for (int64_t p = 0; p < pass_.rows.taps; ++p) {
       for (int64_t q = 0; q < pass_.columns.taps; ++q, ++sums) {
-        for (int64_t lane = 0; lane < planes; ++lane) {
+        for (int64_t lane = 0; lane < channels; ++lane) {
           to[lane * s[0] + p * s[3] + q * s[4]] = rounded<Stored>((*sums)[lane]);
         }
       }
@@ -483,7 +654,6 @@ class DepthwiseWeightGrad {
   }
 
   const WeightGrad& pass_;
-  std::vector<std::pair<int64_t, int64_t>> readers_;  // each tap column's outputs
 };
 
 }  // namespace fastconv::cpu

@@ -1,8 +1,11 @@
 // Passes that gather, in layers with many channels.
 //
-// A task is a tile of output rows and columns of one image and group, and some channels. It stages
-// a block of read channels after the other, and for each multiplies register tiles: some columns
-// of a row by two vectors of channels. Sums wait in a buffer until all blocks have been added.
+// A task is a tile of output rows and columns of one group, and some channels; of one image, or of
+// several small ones, which read the same weights. It stages a block of read channels after the
+// other, and for each multiplies register tiles: some columns of a row by two vectors of channels.
+// Sums wait in a buffer until all blocks have been added.
+//
+// A volume is computed plane by plane: the read channels of each tap plane are further blocks.
 //
 // Where read channels are neighbours in memory they are so in the stage, too: a pixel's lie next to
 // one another, kPitch elements after those of the pixel before.
@@ -22,7 +25,8 @@ inline bool stages_pixels(const Gather& pass) {
 
 // The weights in the order in which they are multiplied: for each group and each tile of channels,
 // (read channels, tap rows, tap columns, channels), with zeros for channels that do not exist.
-// Where pixels are staged, each block of read channels has its taps first.
+// Where pixels are staged, each block of read channels has its taps first. Tap planes follow one
+// another as if each had read channels of its own.
 template <class Stored>
 class PackedWeights {
  public:
@@ -30,20 +34,21 @@ class PackedWeights {
 
   PackedWeights(const Gather& pass, const Parallel& parallel)
       : taps_(pass.rows.taps * pass.columns.taps),
-        tile_elements_(pass.depth * taps_ * kTileChannels<T>),
+        depth_(pass.depth),
+        tile_elements_(pass.planes.taps * depth_ * taps_ * kTileChannels<T>),
         tiles_(ceil_div(pass.channels, kTileChannels<T>)),
         memory_(buffer_.take<T>(pass.groups * tiles_ * tile_elements_)) {
     // A part is a share of a tile's read channels, so that few tiles are packed in parallel, too.
     const int64_t share = stages_pixels(pass)
                               ? std::min(pass.blocks.depth, pass.depth)
                               : std::max<int64_t>(1, 4096 / std::max<int64_t>(taps_, 1));
-    const int64_t shares = ceil_div(pass.depth, share);
-    parallel(pass.groups * tiles_ * shares, [&](int64_t begin, int64_t end) {
+    const int64_t shares = ceil_div(pass.depth, share), all = shares * pass.planes.taps;
+    parallel(pass.groups * tiles_ * all, [&](int64_t begin, int64_t end) {
       for (int64_t part = begin; part < end; ++part) {
-        const int64_t first = part % shares * share;
+        const int64_t first = part % shares * share, plane = part / shares % pass.planes.taps;
         const int64_t last = std::min(pass.depth, first + share);
-        T* to = const_cast<T*>(of(part / shares / tiles_, part / shares % tiles_, first));
-        pack(pass, part / shares, first, last, to);
+        T* to = const_cast<T*>(of(part / all / tiles_, part / all % tiles_, plane, first));
+        pack(pass, part / all, plane, first, last, to);
         if (pass.needs_finite_weights &&
             !fastconv::cpu::are_finite(to, (last - first) * taps_ * kTileChannels<T>)) {
           are_finite = false;
@@ -54,18 +59,19 @@ class PackedWeights {
 
   std::atomic<bool> are_finite = true;  // checked where the pass needs it
 
-  // The weights of a tile of channels, from a read channel on.
-  const T* of(int64_t group, int64_t tile, int64_t first) const {
-    return memory_ + (group * tiles_ + tile) * tile_elements_ + first * taps_ * kTileChannels<T>;
+  // The weights of a tile of channels, from a read channel of a tap plane on.
+  const T* of(int64_t group, int64_t tile, int64_t plane, int64_t first) const {
+    return memory_ + (group * tiles_ + tile) * tile_elements_ +
+           (plane * depth_ + first) * taps_ * kTileChannels<T>;
   }
 
  private:
-  void pack(const Gather& pass, int64_t place, int64_t first, int64_t last, T* to) {
+  void pack(const Gather& pass, int64_t place, int64_t plane, int64_t first, int64_t last, T* to) {
     const int64_t group = place / tiles_, channel = place % tiles_ * kTileChannels<T>;
     const int64_t count = std::min<int64_t>(kTileChannels<T>, pass.channels - channel);
     const auto& s = pass.weights.strides;
     const Stored* from = static_cast<const Stored*>(pass.weights.data) + group * s[0] +
-                         channel * s[1] + first * s[2];
+                         channel * s[1] + first * s[2] + plane * pass.weights.plane;
     const bool in_order = s[4] == 1 && s[3] == pass.columns.taps && s[2] == taps_;
     if constexpr (std::is_same_v<Stored, T>) {
       if (in_order && !stages_pixels(pass)) {  // steps follow one another in memory
@@ -95,7 +101,7 @@ class PackedWeights {
     }
   }
 
-  int64_t taps_, tile_elements_, tiles_;
+  int64_t taps_, depth_, tile_elements_, tiles_;
   Buffer buffer_;
   T* memory_;
 };
@@ -109,10 +115,10 @@ struct Scratch {
 template <class T>
 struct Block {
   const T* staged;
-  int64_t row;  // the stride of its rows
+  int64_t row, image;  // the strides of its rows and images
   const int32_t* offsets;
-  int64_t first, steps;  // its first channel, and the steps of all its channels
-  bool is_last;
+  int64_t plane, first, steps;  // its tap plane and first channel, and the steps of all channels
+  bool is_first, is_last;
 };
 
 template <class Stored>
@@ -125,20 +131,26 @@ class DirectGather {
         row_phases_(pass.rows),
         column_phases_(pass.columns),
         is_pixels_(stages_pixels(pass)),
+        pitch_(!is_pixels_                                               ? 1
+               : std::min(pass.depth, pass.blocks.depth) <= kNarrowPitch ? kNarrowPitch
+                                                                         : kPitch),
         weights_(pass, parallel),
         epilogue_{pass.activation, T(pass.slope)} {}
 
   bool run(const Parallel& parallel) const {
     if (!weights_.are_finite) return false;
-    const int64_t channels = pass_.blocks.channels, shares = ceil_div(pass_.channels, channels);
-    const int64_t others = pass_.images * pass_.groups * shares;
+    const int64_t images = pass_.blocks.images,
+                  tiles = ceil_div(pass_.images, images) * pass_.planes.outputs * pass_.groups;
+    const int64_t channels = share_of_channels(tiles, parallel.threads()),
+                  shares = ceil_div(pass_.channels, channels);
+    const int64_t others = tiles * shares;
     const int64_t columns = balanced(pass_.columns.outputs, pass_.blocks.columns,
                                      others * pass_.rows.outputs, parallel.threads());
     const int64_t column_tiles = ceil_div(pass_.columns.outputs, columns);
     const int64_t rows =
         balanced(pass_.rows.outputs, pass_.blocks.rows, others * column_tiles, parallel.threads());
     const int64_t row_tiles = ceil_div(pass_.rows.outputs, rows);
-    const int64_t tasks = pass_.images * pass_.groups * row_tiles * column_tiles * shares;
+    const int64_t tasks = others * row_tiles * column_tiles;
     parallel(tasks, [&](int64_t begin, int64_t end) {
       Scratch scratch;
       for (int64_t task = begin; task < end; ++task) {
@@ -153,7 +165,9 @@ class DirectGather {
         tile.column = next(column_tiles) * columns;
         tile.row = next(row_tiles) * rows;
         tile.group = next(pass_.groups);
-        tile.image = rest;
+        tile.plane = next(pass_.planes.outputs);
+        tile.image = rest * images;
+        tile.images = std::min(images, pass_.images - tile.image);
         tile.channels = std::min(channels, pass_.channels - tile.channel);
         tile.columns = std::min(columns, pass_.columns.outputs - tile.column);
         tile.rows = std::min(rows, pass_.rows.outputs - tile.row);
@@ -165,8 +179,19 @@ class DirectGather {
 
  private:
   struct Tile {
-    int64_t image, group, row, rows, column, columns, channel, channels;
+    int64_t image, images, plane, group, row, rows, column, columns, channel, channels;
   };
+
+  // The written channels of a task: where positions are few, threads share weights and not images.
+  int64_t share_of_channels(int64_t tiles, int64_t threads) const {
+    constexpr int64_t kFewPositions = 256;
+    const int64_t most = pass_.blocks.channels;
+    if (pass_.rows.outputs * pass_.columns.outputs > kFewPositions) return most;
+    const int64_t units = ceil_div(pass_.channels, kTileChannels<T>);
+    const int64_t unit =
+        balanced(units, std::max<int64_t>(1, most / kTileChannels<T>), tiles, threads);
+    return unit * kTileChannels<T>;
+  }
 
   void compute(const Tile& tile, Scratch& scratch) const {
     const Window rows(pass_.rows, row_phases_, tile.row, tile.rows),
@@ -175,27 +200,40 @@ class DirectGather {
     const int64_t depth = std::min(pass_.blocks.depth, pass_.depth);
     const int64_t taps = pass_.rows.taps * pass_.columns.taps;
     int32_t* offsets = scratch.offsets.take<int32_t>(depth * taps);
-    T* staged = scratch.stage.take<T>(layout.channel * (is_pixels_ ? kPitch : depth));
-    const int64_t kept = pass_.depth > depth ? ceil_div(tile.channels, kTileChannels<T>) : 1;
-    T* sums = scratch.sums.take<T>(tile.rows * tile.columns * kept * kTileChannels<T>);
+    const int64_t of_image = layout.channel * (is_pixels_ ? pitch_ : depth);
+    T* staged = scratch.stage.take<T>(of_image * tile.images);
+    // Tap planes that read planes that exist; without any there is one block of no steps.
+    const auto [begin, end] = existing_taps(pass_.planes, tile.plane);
+    const int64_t parts = ceil_div(pass_.depth, depth),
+                  blocks = std::max<int64_t>((end - begin) * parts, 1);
+    const int64_t kept = blocks > 1 ? ceil_div(tile.channels, kTileChannels<T>) : 1;
+    const int64_t positions = tile.images * tile.rows * tile.columns;
+    T* sums = scratch.sums.take<T>(positions * kept * kTileChannels<T>);
     const auto& s = pass_.source.strides;
-    const Stored* source = static_cast<const Stored*>(pass_.source.data) + tile.image * s[0] +
-                           tile.group * pass_.depth * s[1];
-    for (int64_t first = 0; first == 0 || first < pass_.depth; first += depth) {
-      const int64_t some = std::min(depth, pass_.depth - first);
-      if (first == 0 || some < depth) list_offsets(offsets, layout, some);
-      if (taps > 0) {
-        if (is_pixels_) {
-          stage_pixels(staged, kPitch, source + first * s[1], s, some, rows, columns);
-        } else {
-          stage(staged, layout, source + first * s[1], s, some, rows, columns);
+    int64_t listed = -1;
+    for (int64_t i = 0; i < blocks; ++i) {
+      const int64_t plane = begin + i / parts, first = i % parts * depth;
+      const int64_t some = begin == end ? 0 : std::min(depth, pass_.depth - first);
+      if (some != listed) list_offsets(offsets, layout, listed = some);
+      if (taps > 0 && some > 0) {
+        const int64_t read =
+            tile.plane * pass_.planes.step + plane * pass_.planes.reach - pass_.planes.before;
+        const Stored* source = static_cast<const Stored*>(pass_.source.data) + tile.image * s[0] +
+                               (tile.group * pass_.depth + first) * s[1] +
+                               read * pass_.source.plane;
+        for (int64_t n = 0; n < tile.images; ++n) {
+          T* to = staged + n * of_image;
+          if (is_pixels_) {
+            stage_pixels(to, pitch_, source + n * s[0], s, some, rows, columns);
+          } else {
+            stage(to, layout, source + n * s[0], s, some, rows, columns);
+          }
         }
       }
-      const Block block{staged, layout.row,  offsets,
-                        first,  some * taps, first + depth >= pass_.depth};
+      const Block<T> block{staged, layout.row,  of_image, offsets,        plane,
+                           first,  some * taps, i == 0,   i == blocks - 1};
       for (int64_t c = 0; c < tile.channels; c += kTileChannels<T>) {
-        T* of_tile = sums + (kept > 1 ? tile.rows * tile.columns * c : 0);
-        multiply_block(tile, block, c, of_tile);
+        multiply_block(tile, block, c, sums + (kept > 1 ? positions * c : 0));
       }
     }
   }
@@ -207,7 +245,7 @@ class DirectGather {
         const int64_t offset = layout.offset(row_phases_, column_phases_, p, q);
         for (int64_t c = 0; c < depth; ++c) {
           if (is_pixels_) {
-            to[tap * depth + c] = int32_t(offset * kPitch + c);
+            to[tap * depth + c] = int32_t(offset * pitch_ + c);
           } else {
             to[c * taps + tap] = int32_t(offset + c * layout.channel);
           }
@@ -220,24 +258,27 @@ class DirectGather {
   void multiply_block(const Tile& tile, const Block<T>& block, int64_t c, T* sums) const {
     const int64_t channel = tile.channel + c,
                   channels = std::min<int64_t>(kTileChannels<T>, tile.channels - c);
-    const T* right = weights_.of(tile.group, channel / kTileChannels<T>, block.first);
-    const int64_t pieces = ceil_div(tile.columns, kTilePositions);
+    const T* right = weights_.of(tile.group, channel / kTileChannels<T>, block.plane, block.first);
+    const int64_t pieces = ceil_div(tile.columns, kTilePositions), most = part_of(block.steps);
+    const auto multiplies = pitch_ == kPitch         ? multiply_for<T, kPitch>
+                            : pitch_ == kNarrowPitch ? multiply_for<T, kNarrowPitch>
+                                                     : multiply_for<T, 1>;
     // Once even without steps, where nothing is added up.
-    for (int64_t step = 0; step == 0 || step < block.steps; step += kSteps) {
-      const int64_t steps = std::min(kSteps, block.steps - step);
-      const bool is_first = block.first == 0 && step == 0,
-                 is_last = block.is_last && step + kSteps >= block.steps;
+    for (int64_t step = 0; step == 0 || step < block.steps; step += most) {
+      const int64_t steps = std::min(most, block.steps - step);
+      const bool is_first = block.is_first && step == 0,
+                 is_last = block.is_last && step + most >= block.steps;
       T* to = sums;
-      for (int64_t y = 0; y < tile.rows; ++y) {
+      for (int64_t line = 0; line < tile.images * tile.rows; ++line) {
+        const int64_t n = line / tile.rows, y = line - n * tile.rows;
         for (int64_t piece = 0; piece < pieces; ++piece) {
           const int64_t x = tile.columns * piece / pieces,
                         positions = tile.columns * (piece + 1) / pieces - x;
-          const auto multiplies = is_pixels_ ? multiply_for<T, kPitch> : multiply_for<T, 1>;
           multiplies(positions, channels)(
-              block.staged + (y * block.row + x) * (is_pixels_ ? kPitch : 1), block.offsets + step,
+              block.staged + n * block.image + (y * block.row + x) * pitch_, block.offsets + step,
               steps, right + step * kTileChannels<T>, kTileChannels<T>, to, kTileChannels<T>,
               is_first);
-          if (is_last) finish_tile(tile, channel, channels, y, x, positions, to);
+          if (is_last) finish_tile(tile, channel, channels, n, y, x, positions, to);
           to += positions * kTileChannels<T>;
         }
       }
@@ -245,14 +286,14 @@ class DirectGather {
   }
 
   // Adds the bias to a register tile's sums, and stores them.
-  void finish_tile(const Tile& tile, int64_t channel, int64_t channels, int64_t y, int64_t x,
-                   int64_t positions, T* sums) const {
+  void finish_tile(const Tile& tile, int64_t channel, int64_t channels, int64_t n, int64_t y,
+                   int64_t x, int64_t positions, T* sums) const {
     const int64_t whole = tile.group * pass_.channels + channel;
     const auto place = [&](const Images& images) {
       const auto& s = images.strides;
       Stored* data = static_cast<Stored*>(images.data);
-      return data ? data + tile.image * s[0] + whole * s[1] + (tile.row + y) * s[2] +
-                        (tile.column + x) * s[3]
+      return data ? data + (tile.image + n) * s[0] + whole * s[1] + (tile.row + y) * s[2] +
+                        (tile.column + x) * s[3] + tile.plane * images.plane
                   : nullptr;
     };
     Stored* to = place(pass_.target);
@@ -304,6 +345,7 @@ class DirectGather {
   const Gather& pass_;
   Phases row_phases_, column_phases_;
   bool is_pixels_;
+  int64_t pitch_;  // elements between neighbouring positions of a stage
   PackedWeights<Stored> weights_;
   Epilogue<T> epilogue_;
 };

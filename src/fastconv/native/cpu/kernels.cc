@@ -36,19 +36,37 @@ auto for_type(Type type, const Function& function) {
   __builtin_unreachable();
 }
 
-bool gather(Kernel kernel, const Gather& pass, const Parallel& parallel) {
-  return for_type(pass.type, [&](auto stored) {
+// The pass whose target and residual are the rows and columns that it writes.
+template <class Stored>
+Gather moved(Gather pass) {
+  for (Images* images : {&pass.target, &pass.residual}) {
+    auto& s = images->strides;
+    if (!images->data) continue;
+    images->data = static_cast<Stored*>(images->data) + pass.at_rows.first * s[2] +
+                   pass.at_columns.first * s[3];
+    s[2] *= pass.at_rows.step;
+    s[3] *= pass.at_columns.step;
+  }
+  return pass;
+}
+
+bool gather(Kernel kernel, const std::vector<Gather>& passes, const Parallel& parallel) {
+  return for_type(passes[0].type, [&](auto stored) {
     using Stored = decltype(stored);
-    switch (kernel) {
-      case kDirect:
-        return DirectGather<Stored>(pass, parallel).run(parallel);
-      case kDepthwise:
-        return DepthwiseGather<Stored>(pass).run(parallel);
-      case kPointwise:
-        product_of<Stored>(pass).run(parallel);
-        return true;
+    if (kernel == kDepthwise && !DepthwiseChannels<Stored>::takes(passes[0])) {
+      return DepthwisePlanes<Stored>(passes).run(parallel);
     }
-    __builtin_unreachable();
+    for (const Gather& one : passes) {
+      const Gather pass = moved<Stored>(one);
+      if (kernel == kDepthwise) {
+        DepthwiseChannels<Stored>(pass).run(parallel);
+      } else if (kernel == kPointwise) {
+        product_of<Stored>(pass).run(parallel);
+      } else if (!DirectGather<Stored>(pass, parallel).run(parallel)) {
+        return false;
+      }
+    }
+    return true;
   });
 }
 

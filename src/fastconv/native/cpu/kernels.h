@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <vector>
 
 namespace fastconv::cpu {
 
@@ -16,23 +17,29 @@ bool has_type(Type type);
 // The bytes of a vector register that the kernels were compiled for.
 int64_t vector_bytes();
 
-// Rows or columns: for output o, tap t reads element o * step + t * reach - before. Elements
-// outside of [0, size) are zeros.
+// Planes, rows or columns: for output o, tap t reads element o * step + t * reach - before.
+// Elements outside of [0, size) are zeros.
 struct Axis {
   int64_t size, outputs, taps, step, reach, before;
 };
 
-// A tensor of images, with its strides in elements: images, channels, rows, columns.
+// The planes of an image, which is a volume of a single one.
+constexpr Axis kOnePlane{1, 1, 1, 1, 1, 0};
+
+// A tensor of images or volumes, with its strides in elements: images, channels, rows, columns, and
+// that of planes.
 struct Images {
   void* data;
   std::array<int64_t, 4> strides;
+  int64_t plane = 0;
 };
 
 // The weight, with its strides in elements: groups, written channels, read channels, tap rows, tap
-// columns.
+// columns, and that of tap planes.
 struct Weights {
   const void* data;
   std::array<int64_t, 5> strides;
+  int64_t plane = 0;
 };
 
 // Activations that the kernels apply. The others are passes of their own.
@@ -43,6 +50,12 @@ struct Blocks {
   int64_t rows, columns;  // output rows and columns of a tile, or a matrix's (pointwise.h)
   int64_t depth;          // read channels that are staged together
   int64_t channels;       // written channels of one task
+  int64_t images = 1;     // images of a tile
+};
+
+// Which rows or columns of the result a pass writes: each `step`-th, from `first` on.
+struct Every {
+  int64_t first = 0, step = 1;
 };
 
 // A pass that gathers: each output is a sum over read channels and taps. Forward passes are one
@@ -62,6 +75,8 @@ struct Gather {
   // is no product of them in an input gradient.
   bool needs_finite_weights;
   Blocks blocks;
+  Axis planes = kOnePlane;
+  Every at_rows = {}, at_columns = {};
 };
 
 // A weight gradient: the sums over images, rows and columns of the output's gradient times what
@@ -74,6 +89,7 @@ struct WeightGrad {
   Images input, grad;
   Weights target;  // the gradient; its data is written
   Blocks blocks;
+  Axis planes = kOnePlane;
 };
 
 // Calls function(begin, end) for parts of the range [0, count), in several threads.
@@ -108,8 +124,10 @@ enum Kernel : int64_t {
   kPointwise,  // kernels of 1x1 without padding: products of matrices
 };
 
-// Returns false, and computes nothing, if weights are not finite where they need to be.
-bool gather(Kernel kernel, const Gather& pass, const Parallel& parallel);
+// Computes passes that write different rows and columns of one result, and differ by these and by
+// their taps. Returns false if weights are not finite where they need to be; then the result is
+// unfinished.
+bool gather(Kernel kernel, const std::vector<Gather>& passes, const Parallel& parallel);
 
 void weight_grad(Kernel kernel, const WeightGrad& pass, const Parallel& parallel);
 

@@ -10,6 +10,8 @@
 // is a constant, so that all positions have the same address but for a displacement.
 #pragma once
 
+#include <algorithm>
+
 #include "vectors.h"
 
 namespace fastconv::cpu {
@@ -28,8 +30,18 @@ constexpr int kTileChannels = kTileVectors * kLanes<T>;
 // are added to one another.
 constexpr int64_t kSteps = 128;
 
+// The longest chain of direct kernels, whose steps are cut into equal parts.
+constexpr int64_t kLongSteps = 160;
+
+inline int64_t part_of(int64_t steps) {
+  const int64_t parts = (steps + kLongSteps - 1) / kLongSteps;
+  return parts > 1 ? (steps + parts - 1) / parts : std::max<int64_t>(steps, 1);
+}
+
 // The pitch of positions whose steps are neighbours: elements of a pixel that are staged together.
 constexpr int64_t kPitch = 64;
+// The same where no more than so many channels are.
+constexpr int64_t kNarrowPitch = 32;
 
 template <class T, int kPositions, int kVectors, int kApart>
 void multiply(const T* left, const int32_t* offsets, int64_t steps, const T* right, int64_t pace,

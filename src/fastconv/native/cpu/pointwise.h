@@ -12,49 +12,67 @@
 
 namespace fastconv::cpu {
 
-// An axis of a matrix: the pixels of images, or channels, which are columns of a single row.
+// An axis of a matrix: the pixels of images or volumes, or channels, which are columns of a single
+// row.
 struct Places {
-  int64_t images, rows, columns;
-  int64_t image, row, column;  // strides
+  int64_t images, planes, rows, columns;
+  int64_t image, plane, row, column;  // strides
 
   struct Run {
     int64_t offset, count;
   };
 
-  static Places of_channels(int64_t count, int64_t stride) { return {1, 1, count, 0, 0, stride}; }
-
-  static Places of_pixels(int64_t images, const Axis& rows, const Axis& columns,
-                          const std::array<int64_t, 4>& strides, bool is_read) {
-    const int64_t down = is_read ? rows.step : 1, right = is_read ? columns.step : 1;
-    return {images,     rows.outputs,      columns.outputs,
-            strides[0], strides[2] * down, strides[3] * right};
+  static Places of_channels(int64_t count, int64_t stride) {
+    return {1, 1, 1, count, 0, 0, 0, stride};
   }
 
-  int64_t count() const { return images * rows * columns; }
+  // The pixels that a pass writes, or those that it reads.
+  static Places of_pixels(const auto& pass, const Images& of, bool is_read) {
+    const auto& s = of.strides;
+    const auto step = [is_read](const Axis& axis) { return is_read ? axis.step : 1; };
+    return {pass.images,
+            pass.planes.outputs,
+            pass.rows.outputs,
+            pass.columns.outputs,
+            s[0],
+            of.plane * step(pass.planes),
+            s[2] * step(pass.rows),
+            s[3] * step(pass.columns)};
+  }
+
+  int64_t lines() const { return images * planes * rows; }
+  int64_t count() const { return lines() * columns; }
 
   bool has_joined_rows() const { return row == columns * column; }
-  bool has_joined_images() const { return rows == 1 && image == columns * column; }
+  bool has_joined_planes() const { return rows == 1 && plane == columns * column; }
+  bool has_joined_images() const { return planes * rows == 1 && image == columns * column; }
   void join_rows() { columns *= rows, rows = 1; }
+  void join_planes() { columns *= planes, planes = 1; }
   void join_images() { columns *= images, images = 1; }
 
   // Calls function(offset, count) for parts of the range whose elements are `column` apart.
   template <class Function>
   void for_runs(int64_t begin, int64_t end, const Function& function) const {
-    if (images * rows == 1) return function(begin * column, end - begin);
+    if (lines() == 1) return function(begin * column, end - begin);
     for (int64_t i = begin; i < end;) {
-      const int64_t line = i / columns, x = i - line * columns, n = line / rows;
+      const int64_t line = i / columns, x = i - line * columns, slice = line / rows,
+                    n = slice / planes;
       const int64_t some = std::min(columns - x, end - i);
-      function(n * image + (line - n * rows) * row + x * column, some);
+      function(n * image + (slice - n * planes) * plane + (line - slice * rows) * row + x * column,
+               some);
       i += some;
     }
   }
 };
 
-// Takes rows together, and images, where they follow one another in all tensors.
+// Takes rows together, planes, and images, where they follow one another in all tensors.
 template <class... Others>
 void join(Places& first, Others&... others) {
   if (first.rows > 1 && (first.has_joined_rows() && ... && others.has_joined_rows())) {
     first.join_rows(), (others.join_rows(), ...);
+  }
+  if (first.planes > 1 && (first.has_joined_planes() && ... && others.has_joined_planes())) {
+    first.join_planes(), (others.join_planes(), ...);
   }
   if (first.images > 1 && (first.has_joined_images() && ... && others.has_joined_images())) {
     first.join_images(), (others.join_images(), ...);
@@ -267,8 +285,8 @@ class MatrixProduct {
   static bool is_read_in_place(const Matrix<const Stored>& matrix, int64_t multiple) {
     const Places &rows = matrix.rows, &columns = matrix.columns;
     const int64_t bytes = rows.column * int64_t(sizeof(Stored));
-    return std::is_same_v<Stored, T> && columns.column == 1 && columns.images * columns.rows == 1 &&
-           rows.images * rows.rows == 1 && (multiple == 0 || bytes % multiple != 0) &&
+    return std::is_same_v<Stored, T> && columns.column == 1 && columns.lines() == 1 &&
+           rows.lines() == 1 && (multiple == 0 || bytes % multiple != 0) &&
            bytes * kSteps < int64_t(1) << 31;
   }
 
@@ -454,13 +472,13 @@ class MatrixProduct {
 template <class Stored>
 MatrixProduct<Stored> product_of(const Gather& pass) {
   const auto pixels = [&](const Images& images, bool is_read) {
-    return Places::of_pixels(pass.images, pass.rows, pass.columns, images.strides, is_read);
+    return Places::of_pixels(pass, images, is_read);
   };
   const auto &from = pass.source.strides, &to = pass.target.strides,
              &beside = pass.residual.strides;
   const auto& by = pass.weights.strides;
   // Where no tap reads an element of a residue, there is nothing to add up.
-  const int64_t depth = pass.rows.taps * pass.columns.taps * pass.depth;
+  const int64_t depth = pass.planes.taps * pass.rows.taps * pass.columns.taps * pass.depth;
   Matrix<const Stored> source{static_cast<const Stored*>(pass.source.data), pass.depth * from[1],
                               pixels(pass.source, true), Places::of_channels(depth, from[1])};
   const Matrix<const Stored> weights{static_cast<const Stored*>(pass.weights.data), by[0],
@@ -500,7 +518,7 @@ MatrixProduct<Stored> product_of(const WeightGrad& pass) {
     const auto& s = images.strides;
     Matrix<const Stored> found{static_cast<const Stored*>(images.data), channels * s[1],
                                Places::of_channels(channels, s[1]),
-                               Places::of_pixels(pass.images, pass.rows, pass.columns, s, is_read)};
+                               Places::of_pixels(pass, images, is_read)};
     join(found.columns);
     return found;
   };

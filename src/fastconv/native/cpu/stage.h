@@ -70,6 +70,15 @@ struct Phases {
   int64_t length(int64_t outputs) const { return outputs + reach; }
 };
 
+// The taps of an output that read elements that exist: from `begin` to before `end`.
+inline std::pair<int64_t, int64_t> existing_taps(const Axis& axis, int64_t output) {
+  const int64_t first = output * axis.step - axis.before;
+  int64_t begin = 0, end = axis.taps;
+  while (begin < end && first + begin * axis.reach < 0) ++begin;
+  while (end > begin && first + (end - 1) * axis.reach >= axis.size) --end;
+  return {begin, end};
+}
+
 // Whose indices in a tensor a stage has: element i of a phase is first + phase + i * step.
 struct Window {
   const Axis* axis;

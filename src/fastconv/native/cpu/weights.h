@@ -1,9 +1,13 @@
 // Weight gradients, in layers with many channels.
 //
-// A task has some channels of the input and of the output's gradient, and sums over all images. It
-// stages tiles of both with channels next to one another, and multiplies register tiles: channels
-// of the input, which are broadcast, by two vectors of channels of the gradient, over the pixels of
-// the tile.
+// A task has some channels of the input and of the output's gradient, and one tap plane. It stages
+// tiles of both with channels next to one another, and multiplies register tiles: channels of the
+// input, which are broadcast, by two vectors of channels of the gradient, over the pixels of the
+// tile. Where the input has few channels, those of neighbouring tap columns, which are neighbours
+// in the stage, are in the same register tile.
+//
+// Where there are few tasks, each is cut into shares of the tiles, which sum in buffers of their
+// own. Their number follows from the problem, so no bit depends on how many threads there are.
 #pragma once
 
 #include "direct.h"
@@ -16,82 +20,167 @@ class DirectWeightGrad {
   using T = Computed<Stored>;
 
   explicit DirectWeightGrad(const WeightGrad& pass)
-      : pass_(pass), row_phases_(pass.rows), column_phases_(pass.columns) {}
+      : pass_(pass), row_phases_(pass.rows), column_phases_(pass.columns) {
+    is_merged_ = std::min(pass.depth, pass.blocks.depth) <= kMostMerged;
+    list_runs();
+  }
 
   void run(const Parallel& parallel) const {
     const auto& blocks = pass_.blocks;
-    const int64_t wide = ceil_div(pass_.channels, blocks.channels);
-    const int64_t depth =
-        balanced(pass_.depth, blocks.depth, pass_.groups * wide, parallel.threads());
-    const int64_t deep = ceil_div(pass_.depth, depth);
-    parallel(pass_.groups * wide * deep, [&](int64_t begin, int64_t end) {
+    const int64_t wide = ceil_div(pass_.channels, blocks.channels), planes = pass_.planes.taps;
+    const int64_t others = pass_.groups * wide * planes, shares = count_shares(others);
+    const int64_t depth = balanced(pass_.depth, blocks.depth, others * shares, parallel.threads());
+    const int64_t deep = ceil_div(pass_.depth, depth), parts = others * deep;
+    const int64_t most = elements(std::min(pass_.channels, blocks.channels), depth);
+    const auto part_of_task = [&](int64_t task) {
+      Part part;
+      part.plane = task % planes, task /= planes;
+      part.first = task % deep * depth, task /= deep;
+      part.channel = task % wide * blocks.channels;
+      part.group = task / wide;
+      part.channels = std::min(blocks.channels, pass_.channels - part.channel);
+      part.depth = std::min(depth, pass_.depth - part.first);
+      return part;
+    };
+    Buffer buffer;
+    T* shared = shares > 1 ? buffer.take<T>(parts * shares * most) : nullptr;
+    parallel(parts * shares, [&](int64_t begin, int64_t end) {
       Scratch scratch;
       for (int64_t task = begin; task < end; ++task) {
-        Part part;
-        part.group = task / (wide * deep);
-        part.channel = task / deep % wide * blocks.channels;
-        part.first = task % deep * depth;
-        part.channels = std::min(blocks.channels, pass_.channels - part.channel);
-        part.depth = std::min(depth, pass_.depth - part.first);
-        compute(part, scratch);
+        const Part part = part_of_task(task / shares);
+        T* sums = shared ? shared + task * most : scratch.sums.take<T>(most);
+        compute(part, task % shares, shares, sums, scratch);
+        if (!shared) store_sums(part, sums);
+      }
+    });
+    if (!shared) return;
+    parallel(parts, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        const Part part = part_of_task(task);
+        T* sums = shared + task * shares * most;
+        for (int64_t share = 1; share < shares; ++share) {
+          const T* added = sums + share * most;
+          for (int64_t i = 0; i < elements(part.channels, part.depth); i += kLanes<T>) {
+            store(sums + i, load(sums + i) + load(added + i));
+          }
+        }
+        store_sums(part, sums);
       }
     });
   }
 
  private:
+  // Up to so many channels share register tiles with those of neighbouring tap columns.
+  static constexpr int64_t kMostMerged = 2 * kTilePositions;
+
   struct Part {
-    int64_t group, channel, channels, first, depth;
+    int64_t group, channel, channels, first, depth, plane;
   };
 
-  struct Tile {
-    int64_t rows, columns;       // how many of the gradient's
-    int64_t row, phase;          // strides of staged pixels of the input
-    int64_t depth_pitch, pitch;  // staged channels of a pixel: the input's and the gradient's
+  // Tap columns that read neighbouring elements of one phase.
+  struct Run {
+    int64_t first, count;  // its first tap, and how many there are
+    int64_t rank;          // the first tap's place among all taps' sums
   };
+
+  void list_runs() {
+    const auto& taps = column_phases_.taps;
+    ranks_.resize(taps.size());
+    int64_t rank = 0;
+    for (int64_t slot = 0; slot < column_phases_.count(); ++slot) {
+      int64_t last = -1;  // the tap before, of the same phase
+      for (int64_t q = 0; q < int64_t(taps.size()); ++q) {
+        if (taps[q].slot != slot) continue;
+        if (is_merged_ && last >= 0 && taps[q].index == taps[last].index + 1) {
+          ++runs_.back().count;
+        } else {
+          runs_.push_back({q, 1, is_merged_ ? rank : q});
+        }
+        ranks_[q] = is_merged_ ? rank : q;
+        ++rank, last = q;
+      }
+    }
+  }
 
   int64_t taps() const { return pass_.rows.taps * pass_.columns.taps; }
 
-  void compute(const Part& part, Scratch& scratch) const {
-    const int64_t pitch = ceil_div(part.channels, kTileChannels<T>) * kTileChannels<T>;
-    T* sums = scratch.sums.take<T>(taps() * part.depth * pitch);
-    std::fill(sums, sums + taps() * part.depth * pitch, T());
-    for (int64_t image = 0; image < pass_.images; ++image) {
-      for (int64_t y = 0; y < pass_.rows.outputs; y += pass_.blocks.rows) {
-        for (int64_t x = 0; x < pass_.columns.outputs; x += pass_.blocks.columns) {
-          add_tile(part, image, y, x, pitch, sums, scratch);
-        }
-      }
+  // Elements of sums: (tiles of channels, then taps and input channels, channels of a tile).
+  int64_t elements(int64_t channels, int64_t depth) const {
+    return taps() * depth * ceil_div(channels, kTileChannels<T>) * kTileChannels<T>;
+  }
+
+  // Strides of sums: those of input channels and of taps.
+  int64_t of_channel() const { return (is_merged_ ? 1 : taps()) * kTileChannels<T>; }
+  int64_t of_tap(const Part& part) const {
+    return (is_merged_ ? part.depth : 1) * kTileChannels<T>;
+  }
+
+  int64_t row_tiles() const { return ceil_div(pass_.rows.outputs, pass_.blocks.rows); }
+  int64_t column_tiles() const { return ceil_div(pass_.columns.outputs, pass_.blocks.columns); }
+  int64_t tiles() const {
+    return pass_.images * pass_.planes.outputs * row_tiles() * column_tiles();
+  }
+
+  // Into how many shares tasks are cut, of which there are `others` for each block of channels.
+  int64_t count_shares(int64_t others) const {
+    constexpr int64_t kTasks = 16, kProducts = 1 << 22, kBytes = 4 << 20;
+    const int64_t tasks = others * ceil_div(pass_.depth, pass_.blocks.depth);
+    const double pixels = double(pass_.images * pass_.planes.outputs) *
+                          double(pass_.rows.outputs * pass_.columns.outputs);
+    const int64_t sums = pass_.groups * pass_.planes.taps * elements(pass_.channels, pass_.depth);
+    const auto worth = int64_t(pixels * double(sums) / double(kProducts));
+    const int64_t most = std::min({tiles(), worth, kBytes / int64_t(sums * sizeof(T))});
+    return 2 * tasks > kTasks ? 1 : std::max<int64_t>(1, std::min(kTasks / tasks, most));
+  }
+
+  // Sums a share of the tiles.
+  void compute(const Part& part, int64_t share, int64_t shares, T* sums, Scratch& scratch) const {
+    std::fill(sums, sums + elements(part.channels, part.depth), T());
+    const int64_t count = tiles(), first = count * share / shares,
+                  last = count * (share + 1) / shares;
+    for (int64_t tile = first; tile < last; ++tile) {
+      int64_t rest = tile;
+      const int64_t x = rest % column_tiles() * pass_.blocks.columns;
+      rest /= column_tiles();
+      const int64_t y = rest % row_tiles() * pass_.blocks.rows;
+      rest /= row_tiles();
+      const auto& planes = pass_.planes;
+      const int64_t z = rest % planes.outputs,
+                    read = z * planes.step + part.plane * planes.reach - planes.before;
+      if (read < 0 || read >= planes.size) continue;
+      const int64_t image = rest / planes.outputs;
+      const auto &s = pass_.input.strides, &g = pass_.grad.strides;
+      add_tile(part,
+               static_cast<const Stored*>(pass_.input.data) + image * s[0] +
+                   read * pass_.input.plane + (part.group * pass_.depth + part.first) * s[1],
+               static_cast<const Stored*>(pass_.grad.data) + image * g[0] + z * pass_.grad.plane +
+                   (part.group * pass_.channels + part.channel) * g[1] + y * g[2] + x * g[3],
+               y, x, sums, scratch);
     }
-    store_sums(part, pitch, sums);
   }
 
   // Adds what a tile of the gradient's rows and columns, from (y, x) on, contributes.
-  void add_tile(const Part& part, int64_t image, int64_t y, int64_t x, int64_t pitch, T* sums,
-                Scratch& scratch) const {
+  void add_tile(const Part& part, const Stored* source, const Stored* from, int64_t y, int64_t x,
+                T* sums, Scratch& scratch) const {
     const int64_t high = std::min(pass_.blocks.rows, pass_.rows.outputs - y),
                   wide = std::min(pass_.blocks.columns, pass_.columns.outputs - x);
     const Window rows(pass_.rows, row_phases_, y, high),
         columns(pass_.columns, column_phases_, x, wide);
     const Layout layout(rows, columns);
     T* input = scratch.stage.take<T>(layout.channel * part.depth);
-    const auto &s = pass_.input.strides, &g = pass_.grad.strides;
-    stage_pixels(input, part.depth,
-                 static_cast<const Stored*>(pass_.input.data) + image * s[0] +
-                     (part.group * pass_.depth + part.first) * s[1],
-                 s, part.depth, rows, columns);
-    T* grad = scratch.grad.take<T>(high * wide * pitch);
+    stage_pixels(input, part.depth, source, pass_.input.strides, part.depth, rows, columns);
+    T* grad = scratch.grad.take<T>(elements(part.channels, 1) / taps() * high * wide);
     const Axis grad_rows{high, high, 1, 1, 1, 0}, grad_columns{wide, wide, 1, 1, 1, 0};
     const Phases all_rows(grad_rows), all_columns(grad_columns);
-    stage_tiles(grad,
-                static_cast<const Stored*>(pass_.grad.data) + image * g[0] +
-                    (part.group * pass_.channels + part.channel) * g[1] + y * g[2] + x * g[3],
-                g, part.channels, Window(grad_rows, all_rows, 0, high),
+    stage_tiles(grad, from, pass_.grad.strides, part.channels, Window(grad_rows, all_rows, 0, high),
                 Window(grad_columns, all_columns, 0, wide));
     int32_t* offsets = scratch.offsets.take<int32_t>(high * wide);
-    for (int64_t i = 0; i < high * wide; ++i) {
-      offsets[i] = int32_t((i / wide * layout.row + i % wide) * part.depth);
+    for (int64_t row = 0, i = 0; row < high; ++row) {
+      for (int64_t column = 0; column < wide; ++column, ++i) {
+        offsets[i] = int32_t((row * layout.row + column) * part.depth);
+      }
     }
-    multiply_tile(part, layout, input, grad, offsets, high * wide, pitch, sums);
+    multiply_tile(part, layout, input, grad, offsets, high * wide, sums);
   }
 
   // Stages the gradient as (tiles of channels, pixels, channels of a tile).
@@ -105,25 +194,27 @@ class DirectWeightGrad {
   }
 
   void multiply_tile(const Part& part, const Layout& layout, const T* input, const T* grad,
-                     const int32_t* offsets, int64_t pixels, int64_t pitch, T* sums) const {
-    const int64_t pieces = ceil_div(part.depth, kTilePositions);
+                     const int32_t* offsets, int64_t pixels, T* sums) const {
+    const int64_t most = part_of(pixels), stride = of_channel(), apart = of_tap(part);
     for (int64_t c = 0; c < part.channels;
          c += kTileChannels<T>, grad += pixels * kTileChannels<T>) {
       const int64_t channels = std::min<int64_t>(kTileChannels<T>, part.channels - c);
       T* to = sums + c * taps() * part.depth;
-      for (int64_t pixel = 0; pixel < pixels; pixel += kSteps) {
-        const int64_t steps = std::min(kSteps, pixels - pixel);
+      for (int64_t pixel = 0; pixel < pixels; pixel += most) {
+        const int64_t steps = std::min(most, pixels - pixel);
         for (int64_t p = 0; p < pass_.rows.taps; ++p) {
-          for (int64_t q = 0; q < pass_.columns.taps; ++q) {
-            const T* left = input + layout.offset(row_phases_, column_phases_, p, q) * part.depth;
+          for (const Run& run : runs_) {
+            const T* left =
+                input + layout.offset(row_phases_, column_phases_, p, run.first) * part.depth;
+            T* place = to + (p * pass_.columns.taps + run.rank) * apart;
+            const int64_t positions = run.count * part.depth,
+                          pieces = ceil_div(positions, kTilePositions);
             for (int64_t piece = 0; piece < pieces; ++piece) {
-              const int64_t i = part.depth * piece / pieces,
-                            some = part.depth * (piece + 1) / pieces - i;
-              multiply_for<T>(some, channels)(
-                  left + i, offsets + pixel, steps, grad + pixel * kTileChannels<T>,
-                  kTileChannels<T>,
-                  to + (i * taps() + p * pass_.columns.taps + q) * kTileChannels<T>,
-                  taps() * kTileChannels<T>, false);
+              const int64_t i = positions * piece / pieces,
+                            some = positions * (piece + 1) / pieces - i;
+              multiply_for<T>(some, channels)(left + i, offsets + pixel, steps,
+                                              grad + pixel * kTileChannels<T>, kTileChannels<T>,
+                                              place + i * stride, stride, false);
             }
           }
         }
@@ -131,16 +222,14 @@ class DirectWeightGrad {
     }
   }
 
-  // Sums are (tiles of channels, input channels, tap rows, tap columns, channels of a tile).
-  void store_sums(const Part& part, int64_t pitch, const T* sums) const {
+  void store_sums(const Part& part, const T* sums) const {
     const auto& s = pass_.target.strides;
-    const bool in_order = s[4] == 1 && s[3] == pass_.columns.taps && s[2] == taps();
+    const bool in_order = !is_merged_ && s[4] == 1 && s[3] == pass_.columns.taps && s[2] == taps();
     Stored* to = static_cast<Stored*>(const_cast<void*>(pass_.target.data)) + part.group * s[0] +
-                 part.channel * s[1] + part.first * s[2];
-    const int64_t sums_of_tile = part.depth * taps() * kTileChannels<T>;
-    for (int64_t c = 0; c < pitch; c += kTileChannels<T>, to += kTileChannels<T> * s[1]) {
+                 part.channel * s[1] + part.first * s[2] + part.plane * pass_.target.plane;
+    for (int64_t c = 0; c < part.channels; c += kTileChannels<T>, to += kTileChannels<T> * s[1]) {
       const int64_t channels = std::min<int64_t>(kTileChannels<T>, part.channels - c);
-      const T* from = sums + c / kTileChannels<T> * sums_of_tile;
+      const T* from = sums + c * taps() * part.depth;
       if constexpr (std::is_same_v<Stored, T>) {
         if (in_order) {  // a channel's sums follow one another in memory
           const int64_t rows = part.depth * taps();
@@ -154,12 +243,12 @@ class DirectWeightGrad {
 
   void store_channel(const Part& part, Stored* to, const T* from) const {
     const auto& s = pass_.target.strides;
-    const int64_t between = taps() * kTileChannels<T>;
     for (int64_t p = 0; p < pass_.rows.taps; ++p) {
-      for (int64_t q = 0; q < pass_.columns.taps; ++q, from += kTileChannels<T>) {
+      for (int64_t q = 0; q < pass_.columns.taps; ++q) {
         Stored* place = to + p * s[3] + q * s[4];
+        const T* sum = from + (p * pass_.columns.taps + ranks_[q]) * of_tap(part);
         for (int64_t i = 0; i < part.depth; ++i) {
-          place[i * s[2]] = rounded<Stored>(from[i * between]);
+          place[i * s[2]] = rounded<Stored>(sum[i * of_channel()]);
         }
       }
     }
@@ -167,6 +256,9 @@ class DirectWeightGrad {
 
   const WeightGrad& pass_;
   Phases row_phases_, column_phases_;
+  bool is_merged_;
+  std::vector<Run> runs_;
+  std::vector<int64_t> ranks_;  // the place of each tap column among sums
 };
 
 }  // namespace fastconv::cpu
