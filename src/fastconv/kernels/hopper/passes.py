@@ -55,7 +55,8 @@ GATHER_SHARE = 0.75
 FEW_SHARE = 1.5
 LEAST_VECTOR = 8  # channels that channels-last kernels load at once in 16 bits
 LEAST_COPIED_CHANNELS = 16  # copies of fewer channels take longer than estimated
-COPIES_OF_FEW_SHARE = 1.4
+COPIES_OF_FEW_SHARE = 1.5
+HALO_ON_COPIES_SHARE = 1.2  # weight gradients by halo tiles on copies
 # The portable kernels: weight gradients that are channels-last, strided, or in 16 bits, and other
 # passes of volumes, contiguous and channels-last.
 PORTABLE_WGRAD_LOSSES = (2.5, 1.4, 1.3)
@@ -163,8 +164,9 @@ def _halo_tiles_on_copies(problem: Problem, operands: Operands, gpu: Gpu, most: 
         raise Declined("channels-last copies of few channels")
     last = relayout.channels_last(operands)
     copies = relayout.cycles(problem, last, gpu)
-    cycles, plan = _halo_tiles(problem, last, gpu, most - copies)
-    return cycles + copies, lambda: relayout.weight_gradient(plan(), problem, operands)
+    most = most / HALO_ON_COPIES_SHARE - copies
+    cycles, plan = _halo_tiles(problem, last, gpu, most)
+    return (cycles + copies) * HALO_ON_COPIES_SHARE, lambda: relayout.weight_gradient(plan(), problem, operands)
 
 
 def _gemm_way(layer: wgrad_implicit_gemm.Layer, gpu: Gpu) -> _Way:
