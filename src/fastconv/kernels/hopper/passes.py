@@ -166,7 +166,9 @@ def _halo_tiles_on_copies(problem: Problem, operands: Operands, gpu: Gpu, most: 
     copies = relayout.cycles(problem, last, gpu)
     most = most / HALO_ON_COPIES_SHARE - copies
     cycles, plan = _halo_tiles(problem, last, gpu, most)
-    return (cycles + copies) * HALO_ON_COPIES_SHARE, lambda: relayout.weight_gradient(plan(), problem, operands)
+    return (cycles + copies) * HALO_ON_COPIES_SHARE, lambda: relayout.weight_gradient(
+        plan(), problem, operands
+    )
 
 
 def _gemm_way(layer: wgrad_implicit_gemm.Layer, gpu: Gpu) -> _Way:
