@@ -41,7 +41,7 @@ LOAD_CYCLES = {
     (8, 4): (5.6, 1.6, 6.4, 8.8, 6.4),
 }
 PIECE_CYCLES = {(4, 4): 450.0, (8, 2): 600.0, (8, 4): 800.0}  # a piece's bulk copies
-BOX_CYCLES = {(4, 4): 150.0, (8, 2): 200.0, (8, 4): 300.0}  # a piece's TMA box
+BOX_CYCLES = {(4, 4): 225.0, (8, 2): 300.0, (8, 4): 300.0}  # a piece's TMA box
 # Cycles of a piece copied with cp.async: always; if lines begin anywhere; per 16 bytes of a warp.
 COPY_CYCLES = (150.0, 200.0, 40.0)
 MOST_COPIED_BYTES = 1024  # of a line that is copied with cp.async; longer ones take bulk copies
@@ -294,8 +294,13 @@ class Shape:
                 yield method
 
     def _fits_box(self, method: LoadMethod) -> bool:
-        """Whether a TMA box can bring a piece: a line of channels that are equally far apart."""
+        """Whether a TMA box can bring a piece: a line of channels that are equally far apart.
+
+        Pointwise layers, whose lines are as long as they like, have been slower with boxes.
+        """
         layer = self.layer
+        if layer.kernel == (1, 1):
+            return False
         channels = method.piece_vectors * layer.vector_channels
         return (
             self.box_columns <= MOST_BOX_COLUMNS
