@@ -111,7 +111,8 @@ SOURCES["hopper/halo/kernel.cuh"] = r"""
 //
 // Scaled fp16 (`scaled_fp16`): float32 is multiplied as float16 with powers of two where its range
 // allows, and a second kernel in TF32 (`repairs`) recomputes the images where it does not: see
-// device/tensor/scale.cuh.
+// device/tensor/scale.cuh. With `copied_planes`, the input is read from a channels-last copy in
+// float16, as a channels-last layer of that type would be, and the output is float32.
 //
 // 3xTF32 (float32 with `parts` = 2): x = high + low, both with TF32's mantissa, and x y = low_x
 // high_y + high_x low_y + high_x high_y: three MMAs, and a fourth for low_x low_y if the sum has
@@ -121,6 +122,7 @@ SOURCES["hopper/halo/kernel.cuh"] = r"""
 #include "hopper/halo/stage.cuh"
 #include "hopper/halo/store.cuh"
 #include "hopper/halo/store_residues.cuh"
+#include "device/tensor/copy.cuh"
 #include "device/tensor/load.cuh"
 #include "device/tensor/weights.cuh"
 
@@ -195,7 +197,7 @@ __device__ __forceinline__ void stream_weights(const unsigned char* packed, cons
   }
 }
 
-__device__ __forceinline__ void convolve(const Scalar* input, unsigned char* scratch,
+__device__ __forceinline__ void convolve(const Given& given, unsigned char* scratch,
                                          const Scalar* bias, Scalar* output, int batch,
                                          const Epilogue<C>& epilogue) {
   const Items items(scratch, batch);
@@ -212,19 +214,20 @@ __device__ __forceinline__ void convolve(const Scalar* input, unsigned char* scr
       barrier_init(&barriers().weights_empty[i], kConsumerWarps);
     }
     for (int i = 0; i < kConsumers; ++i) barrier_init(&barriers().turn[i], 4);
-    for (int i = 0; i < kRawSlots; ++i) barrier_init(&barriers().raw_full[i], kPieceChannels);
+    constexpr int kCopies = C::box_loads ? 1 : kPieceChannels;
+    for (int i = 0; i < kRawSlots; ++i) barrier_init(&barriers().raw_full[i], kCopies);
     barrier_init_fence();
   }
   __syncthreads();
   if (warp < kProducerWarps) {
     give_back_registers<C::producer_registers>();
     if (warp > 0) {
+      const Loaded* const input = address_of(given);
       if constexpr (C::staged) {
-        stage_input(input, input + static_cast<long long>(batch / Depth::out) * kInImage, items);
-      } else if constexpr (kInputCopied) {
-        copy_input<Input>(input, items);
+        const Loaded* const end = input + static_cast<long long>(batch / Depth::out) * kInImage;
+        stage_input(given, input, end, items);
       } else {
-        load_input<Input>(input, items);
+        fill_stages<Input>(input, items);
       }
     } else if (threadIdx.x == 0) {
       stream_weights(scratch + C::packed_at, items);
@@ -239,8 +242,9 @@ __device__ __forceinline__ void convolve(const Scalar* input, unsigned char* scr
 }  // namespace fastconv
 
 __global__ void __launch_bounds__(Config::threads, 1)
-    convolve(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
-             Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
+    convolve(const __grid_constant__ fastconv::hopper::Given input, unsigned char* scratch,
+             const Config::Scalar* bias, Config::Scalar* output,
+             int batch FASTCONV_RESIDUAL_PARAMETER) {
   fastconv::hopper::convolve(input, scratch, bias, output, batch, FASTCONV_EPILOGUE(output));
 }
 """
@@ -378,11 +382,7 @@ __device__ __forceinline__ void convolve(const Scalar* input, unsigned char* scr
   } else if (warp == 0) {
     stream_weights(scratch + C::packed_at, items);
   } else {
-    if constexpr (kInputCopied) {
-      copy_input<Input>(input, items);
-    } else {
-      load_input<Input>(input, items);
-    }
+    fill_stages<Input>(input, items);
     InputStages::wait_all_empty();
   }
 }
@@ -1822,14 +1822,28 @@ SOURCES["hopper/halo/stage.cuh"] = r"""
 //
 // Each loading warp copies pieces: one line of as many channels as one or two 16-byte vectors of
 // the tile have (`piece_vectors`). The copies run some pieces ahead of the one that the warp
-// transposes, rounds or splits. A long line takes one bulk copy per channel (`bulk_loads`), a short
-// one cp.async of 16 bytes per lane. Copies start at the multiple of 16 bytes before a line's first
-// pixel, so that rows may begin anywhere. A line has the columns of all residues of a column
-// stride, which are taken apart as they are transposed: each column of the image is copied once.
+// transposes, rounds or splits. A TMA box brings a piece at once (`box_loads`): the tensor map has
+// all pixels of a plane as one dimension, so that a line may continue into the next row, and
+// columns that are padding are whatever lies there. Otherwise, a long line takes one bulk copy per
+// channel
+// (`bulk_loads`), a short one cp.async of 16 bytes per lane. All of them start at the multiple of
+// 16 bytes before a line's first pixel, so that rows may begin anywhere. A line has the columns of
+// all residues of a column stride, which are taken apart as they are transposed: each column of the
+// image is copied once.
 #include "device/tensor/load.cuh"
 
 namespace fastconv {
 namespace hopper {
+
+// The input as the kernel is given it. TMA boxes are found by coordinates, so the addresses that
+// pieces have are not read from; they are counted from the tensor map because null has no offsets.
+using Given = Either<C::box_loads, TensorMap, const void*>::type;
+__device__ __forceinline__ const Loaded* address_of(const void* given) {
+  return static_cast<const Loaded*>(given);
+}
+__device__ __forceinline__ const Loaded* address_of(const TensorMap& given) {
+  return reinterpret_cast<const Loaded*>(&given);
+}
 
 constexpr int kLinePieces = C::k_steps * 2 / C::piece_vectors;  // pieces of a line's channels
 constexpr int kPieces = kLinePieces * kRowSlots * kStageRows;
@@ -1863,7 +1877,8 @@ struct Piece : Front {
   int target;           // offset of its first pixel in its stage, in units of 16 bytes
   int before;           // columns of padding before the first column inside
   int columns;          // columns inside
-  const Scalar* first;  // first column inside; in images, of the first channel
+  int start;            // the line's first column, in pixels of its plane
+  const Loaded* first;  // first column inside; in images, of the first channel
 
   __device__ Piece(const Source& source, int index) : Front(source.front) {
     const int of_line = index % kLinePieces;
@@ -1880,6 +1895,7 @@ struct Piece : Front {
     before = max(-x, 0);
     bool exists = static_cast<unsigned>(y) < static_cast<unsigned>(C::in_height);
     int end = C::in_width - x;
+    start = y * C::in_width + x;
     if constexpr (C::wraps) {
       // The strip continues into the next row, if there is one. Above the image, that row is all
       // that the piece has.
@@ -1917,6 +1933,13 @@ struct Piece : Front {
       return of_piece * kInChannel;
     }
   }
+  // Where a channel's line begins among the elements of the piece, with the columns of padding.
+  __device__ __forceinline__ int raw_start(int of_piece) const {
+    const int at = of_piece * kRawChannel;
+    return C::box_loads ? at + box_shift() : at + shift(of_piece) - before;
+  }
+  // Pixels of a box before the line's first column: those after a multiple of 16 bytes.
+  __device__ __forceinline__ int box_shift() const { return start & (kVector - 1); }
   // The misalignment of a channel's first pixel: elements after a multiple of 16 bytes.
   __device__ __forceinline__ int shift(int of_piece) const {
     if constexpr (kRawAligned) return 0;
@@ -1927,16 +1950,35 @@ struct Piece : Front {
   }
 };
 
+// Starts the copy of a piece as a TMA box.
+__device__ __forceinline__ void fetch_box(const TensorMap& input, const Piece& piece,
+                                          const Item& item, Loaded* raw, Barrier* full, int lane) {
+  if (lane > 0) return;
+  barrier_arrive_expect(full, piece.columns > 0 ? kBoxBytes : 0);
+  if (piece.columns == 0) return;
+  const InChannel read(piece.channel);
+  const int channel = item.group * kInChannels + read.channel;
+  const int first = piece.start - piece.box_shift();
+  if constexpr (Depth::exists) {
+    const int plane = piece.front + read.plane();
+    tensor_load(raw, input, {first, plane, channel, item.image / Depth::out}, full);
+  } else {
+    tensor_load(raw, input, {first, channel, item.image}, full);
+  }
+}
+__device__ __forceinline__ void fetch_box(const void*, const Piece&, const Item&, Loaded*, Barrier*,
+                                          int) {}
+
 // Starts the bulk copies of a piece: each of the first kPieceChannels lanes copies its channel.
-__device__ __forceinline__ void fetch_lines(const Piece& piece, const Scalar* input_end,
-                                            Scalar* raw, Barrier* full, int lane) {
+__device__ __forceinline__ void fetch_lines(const Piece& piece, const Loaded* input_end,
+                                            Loaded* raw, Barrier* full, int lane) {
   if (lane >= kPieceChannels) return;
   int bytes = 0;
   if (piece.columns > 0 && piece.has(lane)) {
     const int shift = piece.shift(lane);
-    const Scalar* const source = piece.first + piece.offset(lane) - shift;
+    const Loaded* const source = piece.first + piece.offset(lane) - shift;
     const int count = shift + piece.columns;
-    Scalar* const target = raw + lane * kRawChannel;
+    Loaded* const target = raw + lane * kRawChannel;
     bytes = round_up(count, kVector) * kScalarBytes;
     if (kInImage % kVector != 0 && source + round_up(count, kVector) > input_end) {
       // The tensor ends within the last 16 bytes.
@@ -1950,8 +1992,8 @@ __device__ __forceinline__ void fetch_lines(const Piece& piece, const Scalar* in
 }
 
 // Starts the copies of a piece with cp.async, 16 bytes per lane at a time.
-__device__ __forceinline__ void fetch_vectors(const Piece& piece, const Scalar* input_end,
-                                              Scalar* raw, int lane) {
+__device__ __forceinline__ void fetch_vectors(const Piece& piece, const Loaded* input_end,
+                                              Loaded* raw, int lane) {
   constexpr int kOfChannel = kRawChannel / kVector;
   constexpr int kOfPiece = kPieceChannels * kOfChannel;
 #pragma unroll 4
@@ -1960,8 +2002,8 @@ __device__ __forceinline__ void fetch_vectors(const Piece& piece, const Scalar* 
     const int at = i % kOfChannel * kVector;
     const int count = piece.shift(channel) + piece.columns;
     if (at >= count || piece.columns == 0 || !piece.has(channel)) continue;
-    const Scalar* const source = piece.first + (piece.offset(channel) - piece.shift(channel) + at);
-    Scalar* const target = raw + channel * kRawChannel + at;
+    const Loaded* const source = piece.first + (piece.offset(channel) - piece.shift(channel) + at);
+    Loaded* const target = raw + channel * kRawChannel + at;
     if (kInImage % kVector != 0 && source + kVector > input_end) {
       // The tensor ends within these 16 bytes.
       for (int j = 0; j < count - at; ++j) target[j] = source[j];
@@ -1975,7 +2017,7 @@ __device__ __forceinline__ void fetch_vectors(const Piece& piece, const Scalar* 
 // stage.
 template <bool kInside>
 __device__ __forceinline__ void convert_batch(const Piece& piece, int plane, int slot,
-                                              const Scalar* const (&channels)[kVectorChannels],
+                                              const Loaded* const (&channels)[kVectorChannels],
                                               unsigned char* target, int first, const Scale& scale,
                                               Range& range) {
   Channels vectors[C::batch];
@@ -1986,13 +2028,13 @@ __device__ __forceinline__ void convert_batch(const Piece& piece, int plane, int
     const bool inside = kInside ? pixel < C::pitch
                                 : static_cast<unsigned>(column - piece.before) <
                                       static_cast<unsigned>(piece.columns);
-    Scalar elements[kVectorChannels];
+    Loaded elements[kVectorChannels];
 #pragma unroll
     for (int j = 0; j < kVectorChannels; ++j) {
       const bool valid = inside && (kInside || piece.has(plane * kVectorChannels + j));
-      elements[j] = valid ? channels[j][column] : Scalar{};
+      elements[j] = valid ? channels[j][column] : Loaded{};
     }
-    vectors[k] = channels_of(elements);
+    vectors[k] = vector_of<Channels>(elements);
   }
 #pragma unroll
   for (int k = 0; k < C::batch; ++k) {
@@ -2005,7 +2047,7 @@ __device__ __forceinline__ void convert_batch(const Piece& piece, int plane, int
 
 // Transposes a piece that has arrived into its input stage. `scales` belong to its vectors, and
 // `of_chunk` is its first channel in the chunk.
-__device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, unsigned char* stage,
+__device__ __forceinline__ void convert(const Piece& piece, const Loaded* raw, unsigned char* stage,
                                         int lane, const Scale (&scales)[2],
                                         const ChunkPowers<kPowersCopied>& powers, int of_chunk,
                                         Range& range) {
@@ -2015,11 +2057,11 @@ __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, u
     // Operands in two parts leave no registers for the scales of both vectors.
     const Scale scale =
         C::parts == 1 ? scales[plane] : powers.of(of_chunk + plane * kVectorChannels);
-    const Scalar* channels[kVectorChannels];  // the line's first column, which may be padding
+    const Loaded* channels[kVectorChannels];  // the line's first column, which may be padding
 #pragma unroll
     for (int j = 0; j < kVectorChannels; ++j) {
       const int i = plane * kVectorChannels + j;
-      channels[j] = raw + i * kRawChannel + piece.shift(i) - piece.before;
+      channels[j] = raw + piece.raw_start(i);
     }
     unsigned char* target = stage + (piece.target + plane * kPlanePixels) * 16;
 #pragma unroll 1
@@ -2041,14 +2083,14 @@ __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, u
 
 // Checks the range of every number that pixels read in those channels of a piece whose power is
 // marked negative, because the sample did not prove them large enough (see scale.cuh).
-__device__ __forceinline__ void inspect(const Piece& piece, const Scalar* raw, int lane,
+__device__ __forceinline__ void inspect(const Piece& piece, const Loaded* raw, int lane,
                                         const ChunkPowers<kPowersCopied>& powers, int of_chunk,
                                         Range& range) {
 #pragma unroll 1
   for (int i = 0; i < kPieceChannels; ++i) {
     const float power = powers.powers[of_chunk + i];
     if (power >= 0.0f || !piece.has(i)) continue;
-    const Scalar* const channel = raw + i * kRawChannel + piece.shift(i);
+    const Loaded* const channel = raw + piece.raw_start(i) + piece.before;
     if constexpr (C::stride_width == 1) {
       for (int column = lane; column < piece.columns; column += 32) {
         const float number = widen(channel[column]);
@@ -2066,19 +2108,21 @@ __device__ __forceinline__ void inspect(const Piece& piece, const Scalar* raw, i
 }
 
 // The loading warps: fill all input stages.
-__device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* input_end,
-                                            const Items& items) {
+__device__ __forceinline__ void stage_input(const Given& given, const Loaded* input,
+                                            const Loaded* input_end, const Items& items) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   // The shuffle tells the compiler that the warp's number is uniform.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 1;
   Barrier* const full = barriers().raw_full + warp * C::raw_slots;
-  Scalar* const raw =
-      reinterpret_cast<Scalar*>(shared_memory() + kRawRing + warp * C::raw_slots * kRawBytes);
+  Loaded* const raw =
+      reinterpret_cast<Loaded*>(shared_memory() + kRawRing + warp * C::raw_slots * kRawBytes);
   PieceCursor next(items, warp);
   const auto fetch_next = [&](int slot) {
     if (next.more()) {
       const Piece piece(Source(input, next), next.piece);
-      if constexpr (C::bulk_loads) {
+      if constexpr (C::box_loads) {
+        fetch_box(given, piece, next.item, raw + slot * kRawElements, full + slot, lane);
+      } else if constexpr (C::bulk_loads) {
         fetch_lines(piece, input_end, raw + slot * kRawElements, full + slot, lane);
       } else {
         fetch_vectors(piece, input_end, raw + slot * kRawElements, lane);
@@ -2107,7 +2151,7 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
         copy_async_wait<C::raw_slots - 1>();
         __syncwarp();
       }
-      const Scalar* const arrived_raw = raw + arrived.stage * kRawElements;
+      const Loaded* const arrived_raw = raw + arrived.stage * kRawElements;
       convert(Piece(source, piece), arrived_raw, Input::stage(at.stage), lane, scales, powers,
               of_chunk, range);
       if (powers.strict) inspect(Piece(source, piece), arrived_raw, lane, powers, of_chunk, range);
@@ -2295,6 +2339,113 @@ __device__ __forceinline__ void store_residues(const float (&acc)[kAccumulators]
 }  // namespace fastconv
 """
 
+SOURCES["device/tensor/copy.cuh"] = r"""
+// Copies contiguous float32 input to channels-last float16, multiplied by the powers of two of
+// scaled fp16, and marks the images some of whose numbers do not fit (scale.cuh).
+//
+// A block copies a tile of an image, or of a volume with its planes one after the other:
+// `copy_pixels` pixels of `copy_vectors` vectors of 8 channels. Each lane loads the channels of a
+// vector at one pixel, and its neighbours those of the next pixels. The tile is stored from shared
+// memory, where an odd number of vectors lies between two pixels, so that lanes write to different
+// banks: neighbouring threads store neighbouring vectors of a pixel.
+#include "device/tensor/input.cuh"
+
+namespace fastconv {
+namespace tensor {
+
+template <class Config>
+struct CopyTile {
+  static constexpr int kThreads = 256;
+  static constexpr int kVectors = Config::copy_vectors, kPixels = Config::copy_pixels;
+  static constexpr int kPitch = kVectors | 1;  // 16-byte vectors from a pixel to the next
+  static constexpr int kChannels = Config::groups * kInChannels;
+  static constexpr int kAcross = kChannels / 8 / kVectors;  // tiles that divide the channels
+  static constexpr int kImagePixels = Depth::in * Config::in_height * Config::in_width;
+  static constexpr int kAlong = ceil_div(kImagePixels, kPixels);
+  // Vectors at 32 pixels, which a warp loads at once, and how many of them it loads ahead.
+  static constexpr int kItems = kVectors * (kPixels / 32), kOfWarp = kItems / (kThreads / 32);
+  static constexpr int kAhead = kOfWarp % 3 == 0 ? 3 : kOfWarp % 2 == 0 ? 2 : 1;
+  static_assert(kChannels % (8 * kVectors) == 0 && kPixels % 32 == 0, "whole vectors");
+  static_assert(kItems % (kThreads / 32) == 0, "warps have equal shares");
+  static_assert(!kLoadsCopy || kGroupColumns == kInChannels,
+                "a channel's number is that of its power");
+
+  const Items& items;
+  int image, first_vector, first_pixel;
+
+  __device__ explicit CopyTile(const Items& items, int block) : items(items) {
+    image = block / (kAcross * kAlong);
+    first_vector = block % kAcross * kVectors;
+    first_pixel = block / kAcross % kAlong * kPixels;
+  }
+
+  // The item-th of a warp's items: its vector, and the lane's pixel in the tile.
+  __device__ static int vector(int item) { return item % kVectors; }
+  __device__ static int pixel(int item) {
+    return item / kVectors * 32 + static_cast<int>(threadIdx.x) % 32;
+  }
+  __device__ __forceinline__ Numbers load(const float* input, int item) const {
+    const int channel = 8 * (first_vector + vector(item)), at = first_pixel + pixel(item);
+    const float* const source = input + (1LL * image * kChannels + channel) * kImagePixels + at;
+    Numbers numbers;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      numbers.number[i] = load_or_zero(source + 1LL * i * kImagePixels, at < kImagePixels);
+    }
+    return numbers;
+  }
+  // Scales and rounds a vector, and writes it to shared memory.
+  __device__ __forceinline__ void stage(const Numbers& numbers, int item, HalfRange& range) const {
+    const Powers powers(items.tables.powers(image) + 8 * (first_vector + vector(item)));
+    if (powers.strict()) range.see_strictly(numbers, powers);
+    unsigned char* const target = shared_memory() + 16 * (pixel(item) * kPitch + vector(item));
+    store_input(target, 0, numbers, powers, range);
+  }
+  __device__ __forceinline__ void store(uint4* copy) const {
+    const auto* const staged = reinterpret_cast<const uint4*>(shared_memory());
+    uint4* const target =
+        copy + (1LL * image * kImagePixels + first_pixel) * (kChannels / 8) + first_vector;
+    const int count = min(kPixels, kImagePixels - first_pixel) * kVectors;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      const int at = i / kVectors, vector = i % kVectors;
+      target[static_cast<long long>(at) * (kChannels / 8) + vector] = staged[at * kPitch + vector];
+    }
+  }
+};
+
+template <class Config>
+__device__ __forceinline__ void copy_halves(const Scalar* input, void* copy, unsigned char* scratch,
+                                            int batch) {
+  using Tile = CopyTile<Config>;
+  const Items items(scratch, batch);
+  const Tile tile(items, blockIdx.x);
+  if (!items.has_scales(tile.image)) return;  // other blocks may be marking images
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  HalfRange range;
+#pragma unroll 1
+  for (int i = 0; i < Tile::kOfWarp; i += Tile::kAhead) {
+    Numbers numbers[Tile::kAhead];
+#pragma unroll
+    for (int k = 0; k < Tile::kAhead; ++k) numbers[k] = tile.load(input, warp + 8 * (i + k));
+#pragma unroll
+    for (int k = 0; k < Tile::kAhead; ++k) tile.stage(numbers[k], warp + 8 * (i + k), range);
+  }
+  items.judge(range, tile.image);
+  __syncthreads();
+  tile.store(static_cast<uint4*>(copy));
+}
+
+}  // namespace tensor
+}  // namespace fastconv
+
+__global__ void __launch_bounds__(256)
+    copy(const Config::Scalar* input, void* input_copy, unsigned char* scratch, int batch) {
+  using namespace fastconv::tensor;
+  if constexpr (kLoadsCopy) copy_halves<C>(input, input_copy, scratch, batch);
+}
+"""
+
 SOURCES["device/tensor/weights.cuh"] = r"""
 // Packs the weights into the layout of the tensor cores. For scaled fp16, the `scale` kernel first
 // finds the powers of the input channels; the `pack` kernel finds the scales of output channels and
@@ -2364,7 +2515,7 @@ struct PackedVector {
 
   // Loads the vector; `number_of` maps a weight and its input channel to the number that is packed.
   template <class NumberOf>
-  __device__ __forceinline__ Channels load(const Scalar* weight, NumberOf number_of) const {
+  __device__ __forceinline__ WeightChannels load(const Scalar* weight, NumberOf number_of) const {
     const int k_step = step % C::k_steps;
     const int tap = step / C::k_steps % kTaps;
     const int chunk = step / (C::k_steps * kTaps);
@@ -2387,7 +2538,7 @@ struct PackedVector {
                             first + j)
                 : Scalar{};
     }
-    return channels_of(elements);
+    return vector_of<WeightChannels>(elements);
   }
   __device__ __forceinline__ unsigned char* target(unsigned char* packed) const {
     const long long operand =
@@ -2421,6 +2572,7 @@ __device__ __forceinline__ void pack_all(const Scalar* weight, unsigned char* pa
 static_assert(!C::scaled_fp16 || (C::stacked_columns == 1 && !kDepthToSpace),
               "one sum for each tap");
 constexpr int kUsedTaps = C::weight_height * C::weight_width;
+constexpr int kScaledTaps = kInGroup / kScaledChannels * kUsedTaps;  // that share a power
 __device__ __forceinline__ float used_weight(const Scalar* weight, int group, int out, int channel,
                                              int tap) {
   return widen(
@@ -2434,8 +2586,10 @@ __device__ __forceinline__ float column_power(const Scalar* weight, int group, i
   int exponents = 0;
   int count = 0;
 #pragma unroll 8
-  for (int i = threadIdx.x; i < C::group_out * kUsedTaps; i += blockDim.x) {
-    const float number = used_weight(weight, group, i / kUsedTaps, channel, i % kUsedTaps);
+  for (int i = threadIdx.x; i < C::group_out * kScaledTaps; i += blockDim.x) {
+    const int of_depth = HalfCopy::exists ? i % kScaledTaps / kUsedTaps : 0;
+    const float number = used_weight(weight, group, i / kScaledTaps,
+                                     channel + of_depth * kScaledChannels, i % kUsedTaps);
     exponents += static_cast<int>(__float_as_uint(number) >> 23 & 255u);
     count += number != 0.0f;
   }
@@ -2446,9 +2600,9 @@ __device__ __forceinline__ float column_power(const Scalar* weight, int group, i
 // Grid-wide: the powers of all input channels.
 __device__ __forceinline__ void find_columns(const Scalar* weight, float* columns) {
 #pragma unroll 1
-  for (int i = blockIdx.x; i < C::groups * kInGroup; i += gridDim.x) {
-    const int group = i / kInGroup;
-    const int channel = i % kInGroup;
+  for (int i = blockIdx.x; i < C::groups * kScaledChannels; i += gridDim.x) {
+    const int group = i / kScaledChannels;
+    const int channel = i % kScaledChannels;
     const float power = column_power(weight, group, channel);
     const int residue = static_cast<int>(threadIdx.x);
     if (residue < kResidues) columns[group * kGroupColumns + channel * kResidues + residue] = power;
@@ -2461,7 +2615,7 @@ struct WeightScale {
   float scale;
 
   __device__ __forceinline__ float operator()(float number, int in) const {
-    return number * inverse(columns[in]) * scale;
+    return number * inverse(columns[scaled_channel(in)]) * scale;
   }
   template <class Half>
   __device__ __forceinline__ Half operator()(Half element, int) const {
@@ -2509,12 +2663,12 @@ __device__ __forceinline__ float pack_channel(const Scalar* weight, const float*
   }
   scale.scale = scale_to(block_largest(largest), kWeightExponent);
   if (scale.scale == 0.0f || (exists && !filters_fit(weight, group, out, scale))) return 0.0f;
-  Range range;
+  WeightRange range;
   for (int i = threadIdx.x; i < kSteps * 2 * C::stack; i += blockDim.x) {
     vector.m = i % C::stack * kStackChannels + stack_channel;
     vector.plane = i / C::stack % 2;
     vector.step = i / (C::stack * 2);
-    const Channels scaled = vector.load(weight, scale);
+    const WeightChannels scaled = vector.load(weight, scale);
     range.see(scaled);
     store_parts<true>(vector.target(packed), kPartBytes, scaled, range);
   }
@@ -2522,10 +2676,11 @@ __device__ __forceinline__ float pack_channel(const Scalar* weight, const float*
                                                                        : 0.0f;
 }
 
-// The sample of an image: pieces of 32 numbers, spread evenly over each channel.
+// The sample of an image, or of a volume that is copied as a whole: pieces of 32 numbers, spread
+// evenly over each channel.
 struct Samples {
-  static constexpr int kChannels = C::groups * kInGroup;
-  static constexpr int kPixels = C::in_height * C::in_width;
+  static constexpr int kChannels = C::groups * kScaledChannels;
+  static constexpr int kPixels = (HalfCopy::exists ? Depth::in : 1) * C::in_height * C::in_width;
   static constexpr int kOfImage = ceil_div(kImageSamples, kChannels);
   static constexpr int kOfPixels = kPixels / kProvenPixels;
   static constexpr int kWanted = kOfImage > kOfPixels ? kOfImage : kOfPixels;
@@ -2533,17 +2688,30 @@ struct Samples {
   static constexpr int kPieces = kWanted < kAll ? kWanted : kAll;
   // Where the last piece begins.
   static constexpr long long kLast = kPixels > 32 ? kPixels - 32 : 0;
-  InImage image;
+  const Scalar* first;
+  int front;  // the first plane that the image reads, in volumes that are not copied
   const float* columns;
   int lane;
 
+  __device__ __forceinline__ Samples(const Scalar* input, int image, const float* columns)
+      : columns(columns), lane(static_cast<int>(threadIdx.x) % 32) {
+    if constexpr (HalfCopy::exists) {
+      first = input + static_cast<long long>(image) * kInImage;
+      front = 0;
+    } else {
+      const InImage<Scalar> read(input, image);
+      first = read.first;
+      front = read.front;
+    }
+  }
+
   // The table column of a channel; `channel` counts those of all groups.
   __device__ static __forceinline__ int column(int channel) {
-    return channel / kInGroup * kGroupColumns + channel % kInGroup * kResidues;
+    return channel / kScaledChannels * kGroupColumns + channel % kScaledChannels * kResidues;
   }
   // Where a channel begins; `channel` counts those of all groups.
   __device__ static __forceinline__ long long offset(int channel) {
-    if constexpr (Depth::exists) {
+    if constexpr (Depth::exists && !HalfCopy::exists) {
       return channel / kInGroup * (static_cast<long long>(kInChannels) * kInChannel) +
              channel_offset(channel % kInGroup);
     } else {
@@ -2552,22 +2720,20 @@ struct Samples {
   }
   // A lane's number of a piece, times its channel's power; 0 if there is none.
   __device__ __forceinline__ float number(int channel, int piece) const {
-    const long long first = kLast * piece / (kPieces > 1 ? kPieces - 1 : 1);
-    const Scalar* const source = image.first + offset(channel) + first + lane;
-    const bool exists =
-        lane < kPixels && channel < kChannels && plane_exists(image.front, channel % kInGroup);
+    const long long begin = kLast * piece / (kPieces > 1 ? kPieces - 1 : 1);
+    const Scalar* const source = first + offset(channel) + begin + lane;
+    const bool exists = lane < kPixels && channel < kChannels &&
+                        (HalfCopy::exists || plane_exists(front, channel % kInGroup));
     return fabsf(widen(load_element(source, exists))) *
            columns[column(min(channel, kChannels - 1))];
   }
 };
 
 // Block-wide: finds the scale of an image, and what its channels' numbers are multiplied by.
-__device__ __forceinline__ float sample_image(const InImage& image, const float* columns,
-                                              float* powers) {
+__device__ __forceinline__ float sample_image(const Samples& samples, float* powers) {
   static_assert(!C::scaled_fp16 || !C::in_channels_last, "a channel's pixels are neighbours");
   constexpr int kPieces = Samples::kPieces;
   constexpr int kTogether = kPieces < 8 ? 8 / kPieces : 1;  // channels that a warp samples at once
-  const Samples samples{image, columns, static_cast<int>(threadIdx.x) % 32};
   const int warps = static_cast<int>(blockDim.x) / 32;
   float largest = 0.0f;
   for (int first = threadIdx.x / 32 * kTogether; first < Samples::kChannels;
@@ -2595,7 +2761,7 @@ __device__ __forceinline__ float sample_image(const InImage& image, const float*
   // where no scale is suitable.
   for (int channel = threadIdx.x; channel < Samples::kChannels; channel += blockDim.x) {
     const int column = Samples::column(channel);
-    const float power = columns[column] * scale;
+    const float power = samples.columns[column] * scale;
     const float least = Samples::kPixels * (kInputSize * kInputSize);
     const bool proven = powers[column] * scale * scale >= least;
     for (int residue = 0; residue < kResidues; ++residue)
@@ -2614,16 +2780,16 @@ __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
     static_assert(!C::scaled_fp16 || C::table_channels == C::groups * kOutputGroups *
                                                               C::channel_groups * kStackChannels,
                   "a factor for each MMA row");
-    const Tables tables{scratch, batch};
+    const Tables tables{scratch, batch / HalfCopy::planes};
 #pragma unroll 1
-    for (int i = blockIdx.x; i < C::table_channels + batch; i += gridDim.x) {
+    for (int i = blockIdx.x; i < C::table_channels + tables.batch; i += gridDim.x) {
       const int image = i - C::table_channels;
       if (image < 0) {
         const float factor = pack_channel(weight, tables.columns(), packed, i);
         if (threadIdx.x == 0) tables.channels()[i] = factor;
       } else {
-        const float scale =
-            sample_image(InImage(input, image), tables.columns(), tables.powers(image));
+        const Samples samples(input, image, tables.columns());
+        const float scale = sample_image(samples, tables.powers(image));
         if (threadIdx.x == 0) {
           tables.images()[image] = scale;
           tables.marks()[image] = 0;
@@ -2641,7 +2807,8 @@ __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
 __global__ void __launch_bounds__(1024)
     scale(const Config::Scalar* weight, unsigned char* scratch, int batch) {
   using namespace fastconv::tensor;
-  if constexpr (C::scaled_fp16) find_columns(weight, Tables{scratch, batch}.columns());
+  const Tables tables{scratch, batch / HalfCopy::planes};
+  if constexpr (C::scaled_fp16) find_columns(weight, tables.columns());
 }
 
 __global__ void __launch_bounds__(256)
@@ -2665,7 +2832,7 @@ namespace tensor {
 constexpr int kLoaders = C::loaders;  // threads that load input
 
 // Whether cp.async copies the input as it is, neither transposed nor rounded.
-constexpr bool kInputCopied = C::vector_loads && sizeof(Scalar) == 2;
+constexpr bool kInputCopied = C::vector_loads && sizeof(Loaded) == 2;
 
 // The powers that a chunk's channels are multiplied by (scaled fp16). A warp may keep a copy of
 // them in shared memory.
@@ -2679,7 +2846,7 @@ struct ChunkPowers {
 
   __device__ __forceinline__ void load(const Items& items, int image, int column) {
     const unsigned begin = static_cast<unsigned>(image) * C::table_columns + column;
-    if (!C::scaled_fp16 || at == begin) return;
+    if (!kScalesInput || at == begin) return;
     at = begin;
     const float* const source = items.tables.powers(image) + column;
     if constexpr (!kCopied) powers = source;
@@ -2734,7 +2901,7 @@ struct Batch {
   int column;
 
   // Starts loading the units.
-  __device__ __forceinline__ void load(const Scalar* input, const LoadCursor& at, int thread) {
+  __device__ __forceinline__ void load(const Loaded* input, const LoadCursor& at, int thread) {
     const Source source(input, at);
     image = at.item.image;
     column = source.column_of(at.item.group);
@@ -2768,7 +2935,7 @@ struct Batch {
 
 // Loads all input stages, a few batches ahead of what is written to shared memory.
 template <class Input>
-__device__ __forceinline__ void load_input(const Scalar* input, const Items& items) {
+__device__ __forceinline__ void load_input(const Loaded* input, const Items& items) {
   const int thread = static_cast<int>(threadIdx.x) - 32;
   Batch batches[C::batches_ahead];
   Range range;
@@ -2826,7 +2993,7 @@ struct LineCopy {
     const Place place = source.find_in_line(line, pixel);
     const int channel = source.channel + plane * kVectorChannels;
     const bool exists = VectorUnit::row_exists(place, channel);
-    const Scalar* const from = place.address(channel);
+    const Loaded* const from = place.address(channel);
     unsigned char* const to = stage + (plane * kPlanePixels + line * C::pitch + pixel) * 16;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
@@ -2844,8 +3011,8 @@ struct LineCopy {
 // Copies all input stages with cp.async. A consumer releases a stage only when it has the next one,
 // so with two stages no copy may be in flight while this waits for a stage.
 template <class Input>
-__device__ __forceinline__ void copy_input(const Scalar* input, const Items& items) {
-  static_assert(!C::wraps || !C::vector_loads || sizeof(Scalar) == 4, "lines do not go on");
+__device__ __forceinline__ void copy_input(const Loaded* input, const Items& items) {
+  static_assert(!C::wraps || !C::vector_loads || sizeof(Loaded) == 4, "lines do not go on");
   const int thread = static_cast<int>(threadIdx.x) - 32;
   const LineCopy copy(thread);
   Ring<Input::kStages> at(1);
@@ -2875,6 +3042,16 @@ __device__ __forceinline__ void copy_input(const Scalar* input, const Items& ite
   }
   copy_async_wait<0>();
   if (in_flight > 0) arrive();
+}
+
+// Fills all input stages, in the way that the input's format asks for.
+template <class Input>
+__device__ __forceinline__ void fill_stages(const Loaded* input, const Items& items) {
+  if constexpr (kInputCopied) {
+    copy_input<Input>(input, items);
+  } else {
+    load_input<Input>(input, items);
+  }
 }
 
 }  // namespace tensor
@@ -3737,8 +3914,10 @@ __device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& ite
   }
   if constexpr (C::scaled_fp16) {
     constexpr int kOfGroup = C::table_channels / C::groups;
-    finish.factor = items.tables.channels()[item.group * kOfGroup + channel] *
-                    inverse(items.tables.images()[item.image]);  // the factor is a power of two
+    finish.factor =
+        items.tables.channels()[item.group * kOfGroup + channel] *
+        inverse(
+            items.tables.images()[item.image / HalfCopy::planes]);  // the factor is a power of two
   }
   return finish;
 }
@@ -3750,6 +3929,7 @@ __device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& ite
 SOURCES["hopper/halo/tile.cuh"] = r"""
 // The shared memory of a block of the halo kernel: stages, staging buffers, barriers.
 #include "device/wgmma.cuh"
+#include "device/tensor/half_copy.cuh"
 #include "device/tensor/tile.cuh"
 
 namespace fastconv {
@@ -3802,6 +3982,7 @@ static_assert(!C::wraps || !C::staged || (C::padding_left == 0 && C::in_width ==
 // `piece_vectors` vectors.
 // A piece has the columns of all residues of a column stride. Every loading warp has raw_slots
 // slots of its own. kRawAligned: pieces are whole rows, which all begin at multiples of 16 bytes.
+// TMA boxes (`box_loads`) have the columns of padding, too.
 constexpr int kLoaderWarps = C::loader_warps;
 constexpr int kProducerWarps = kLoaderWarps + 1;  // the first streams weights
 static_assert(kProducerWarps % 4 == 0 && 32 * (kProducerWarps + kConsumerWarps) == C::threads,
@@ -3809,20 +3990,24 @@ static_assert(kProducerWarps % 4 == 0 && 32 * (kProducerWarps + kConsumerWarps) 
 constexpr int kRawSlots = C::staged ? kLoaderWarps * C::raw_slots : 0;
 constexpr int kPieceChannels = C::piece_vectors * kVectorChannels;
 constexpr int kRawReach = C::pitch * C::stride_width - (kColumnUnit - 1);  // columns of a line
-constexpr int kRawLine = C::wraps || kRawReach < C::in_width ? kRawReach : C::in_width;
-constexpr bool kRawAligned = kStrips == 1 && C::padding_left >= 0 && C::in_width % kVector == 0;
+constexpr int kRawLine =
+    C::box_loads || C::wraps || kRawReach < C::in_width ? kRawReach : C::in_width;
+constexpr bool kRawAligned =
+    !C::box_loads && kStrips == 1 && C::padding_left >= 0 && C::in_width % kVector == 0;
 constexpr int kRawChannel = round_up(kRawLine + (kRawAligned ? 0 : kVector - 1), kVector);
-constexpr int kRawElements = kPieceChannels * kRawChannel;
+constexpr int kBoxAlignment = C::box_loads ? 128 : 16;  // bytes
+constexpr int kBoxBytes = kPieceChannels * kRawChannel * kScalarBytes;
+constexpr int kRawElements = round_up(kBoxBytes, kBoxAlignment) / kScalarBytes;
 constexpr int kRawBytes = kRawElements * kScalarBytes;
 
 constexpr int kInputRing = 0;
 constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
 constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
-constexpr int kRawRing = kStaging + kConsumers * kStagingBytes;
+constexpr int kRawRing = round_up(kStaging + kConsumers * kStagingBytes, kBoxAlignment);
 constexpr int kPowers = kRawRing + kRawSlots * kRawBytes;
 // Scaled fp16: each loading warp's copy of the powers of two that scale a chunk's channels. Bulk
 // copies fetch long lines, beside which reading the powers from global memory costs little.
-constexpr bool kPowersCopied = C::scaled_fp16 && !C::bulk_loads;
+constexpr bool kPowersCopied = C::scaled_fp16 && !kLoadsCopy && !C::bulk_loads;
 constexpr int kPowersBytes = kPowersCopied ? kChunkChannels * 4 : 0;
 constexpr int kBarriers = kPowers + kLoaderWarps * kPowersBytes;
 constexpr int kWatch =
@@ -4495,12 +4680,19 @@ namespace tensor {
 constexpr bool kSpaceToDepth = C::s2d_height * C::s2d_width > 1;
 constexpr int kInGroup = C::group_in / (C::s2d_height * C::s2d_width);
 constexpr int kInChannels = kInGroup / Depth::kernel;  // a group's channels in memory
-constexpr int kInColumn = C::in_channels_last ? C::groups * kInChannels : 1;
+constexpr int kInColumn = kLoadedLast ? C::groups * kInChannels : 1;
 constexpr int kInRow = C::in_width * kInColumn;
 constexpr int kInPlane = C::in_height * kInRow;
-constexpr int kInChannel = C::in_channels_last ? 1 : Depth::in * kInPlane;
+constexpr int kInChannel = kLoadedLast ? 1 : Depth::in * kInPlane;
 constexpr int kInImage = C::groups * kInChannels * Depth::in * C::in_height * C::in_width;
 using InChannel = DepthChannel<kInChannels>;
+// A group's channels that have powers of their own (scaled fp16): in a copy, those in memory.
+constexpr int kScaledChannels = HalfCopy::exists ? kInChannels : kInGroup;
+
+// The channel whose power scales a channel of the reduction.
+__device__ __forceinline__ int scaled_channel(int channel) {
+  return HalfCopy::exists ? channel % kScaledChannels : channel;
+}
 
 // The farthest rows and columns that tiles reach, before or behind the input's first, and an index
 // type that reaches every element there.
@@ -4523,10 +4715,11 @@ static_assert(elements_of(C::groups, kInChannels, Depth::in, C::in_height, C::in
 
 // What an image of the batch reads: an image, or planes of a volume, the first of which may lie
 // outside.
+template <class Element>
 struct InImage : Front {
-  const Scalar* first;
+  const Element* first;
 
-  __device__ __forceinline__ InImage(const Scalar* input, int image) : Front(front_of(image)) {
+  __device__ __forceinline__ InImage(const Element* input, int image) : Front(front_of(image)) {
     if constexpr (Depth::exists) {
       first = input + static_cast<long long>(image / Depth::out) * kInImage +
               static_cast<long long>(front) * kInPlane;
@@ -4549,13 +4742,14 @@ __device__ __forceinline__ InOffset channel_offset(int channel) {
 }
 
 // Elements from the last multiple of `unit` elements to an address.
-__device__ __forceinline__ int misalignment(const Scalar* element, int unit) {
-  return static_cast<int>(reinterpret_cast<unsigned long long>(element) / kScalarBytes % unit);
+template <class Element>
+__device__ __forceinline__ int misalignment(const Element* element, int unit) {
+  return static_cast<int>(reinterpret_cast<unsigned long long>(element) / sizeof(Element) % unit);
 }
 
 // The place of a pixel, in the first channel of its group.
 struct Place : Front {
-  const Scalar* group;
+  const Loaded* group;
   int y, x;  // may lie outside of the image
   bool exists;
 
@@ -4563,7 +4757,7 @@ struct Place : Front {
     return static_cast<unsigned>(y + rows_on) < static_cast<unsigned>(C::in_height) &&
            static_cast<unsigned>(x + columns_on) < static_cast<unsigned>(C::in_width) && exists;
   }
-  __device__ __forceinline__ const Scalar* address(int channel) const {
+  __device__ __forceinline__ const Loaded* address(int channel) const {
     return group + (channel_offset(channel) + InOffset{y} * kInRow + InOffset{x} * kInColumn);
   }
 };
@@ -4595,7 +4789,8 @@ struct VectorUnit {
 
   __device__ static int plane(int index) { return index % kChunkPlanes; }
   __device__ static int pixel(int index) { return index / kChunkPlanes; }
-  static_assert(!C::vector_loads || kInChannels % kVector == 0, "a vector has one tap of depth");
+  static_assert(!C::vector_loads || kInChannels % kLoadedVector == 0,
+                "a vector has one tap of depth");
   __device__ static bool row_exists(const Place& place, int channel) {
     return static_cast<unsigned>(place.y) < static_cast<unsigned>(C::in_height) &&
            (kWholeChunks || channel < C::group_in) && plane_exists(place.front, channel);
@@ -4620,7 +4815,7 @@ struct PixelUnit {
   // Whether all channels of a unit are equally far apart in memory.
   static constexpr bool kTogether =
       !kSpaceToDepth && (!Depth::exists || kInChannels % kElements == 0);
-  Scalar loaded[kElements];
+  Loaded loaded[kElements];
 
   __device__ static int plane(int index) { return index / kPlanePixels * kVectors; }
   __device__ static int pixel(int index) { return index % kPlanePixels; }
@@ -4630,10 +4825,10 @@ struct PixelUnit {
       return;
     }
     const bool inside = place.inside() && plane_exists(place.front, channel);
-    const Scalar* const source = place.address(channel);
+    const Loaded* const source = place.address(channel);
     if (!__any_sync(~0u, inside)) {
 #pragma unroll
-      for (Scalar& element : loaded) element = Scalar{};
+      for (Loaded& element : loaded) element = Loaded{};
     } else if (kWholeChunks && __all_sync(~0u, inside)) {
 #pragma unroll
       for (int j = 0; j < kElements; ++j) loaded[j] = load_element(source + 1LL * j * kInChannel);
@@ -4658,7 +4853,9 @@ struct PixelUnit {
           valid);
     }
   }
-  __device__ Channels vector(int i) const { return channels_of(loaded + i * kVectorChannels); }
+  __device__ Channels vector(int i) const {
+    return vector_of<Channels>(loaded + i * kVectorChannels);
+  }
   __device__ static int offset(int i) { return i * kPlanePixels; }
 };
 
@@ -4692,17 +4889,17 @@ struct StageCursor {
 
 // A chunk of a tile, or of one of its rows, as it lies in the input.
 struct Source : Front {
-  const Scalar* group;  // the first channel at row 0, column 0
+  const Loaded* group;  // the first channel at row 0, column 0
   int row;  // the tile's first row, in space-to-depth rows, before padding is subtracted
   int column;
   int channel;  // the first channel, in its group
 
-  __device__ Source(const Scalar* input, const StageCursor& at)
+  __device__ Source(const Loaded* input, const StageCursor& at)
       : Source(input, at.item, at.chunk, at.stage) {}
-  __device__ Source(const Scalar* input, const Item& item, int chunk, int stage)
+  __device__ Source(const Loaded* input, const Item& item, int chunk, int stage)
       : Front(front_of(item.image)) {
     channel = chunk * kChunkChannels;
-    group = InImage(input, item.image).first + item.group * kInChannels * kInChannel;
+    group = InImage<Loaded>(input, item.image).first + item.group * kInChannels * kInChannel;
     row = item.row_residue * C::stride_height +
           C::dilation_height * (item.tile * kTileRows * kRowResidues + stage);
     column = (item.column - C::lead) * C::stride_width;
@@ -4763,6 +4960,11 @@ SOURCES["device/tensor/scale.cuh"] = r"""
 // An image that does not fit is marked, and a second kernel (`repairs`) computes it again in TF32.
 // If the weights do not fit, that kernel computes all images and the first one none. An image's own
 // numbers and the weights alone decide, never the rest of the batch.
+//
+// The input may be scaled and rounded before the convolution, by a launch that makes a
+// channels-last copy of it (half_copy.cuh). Then that launch judges the numbers. All planes of a
+// volume share its scale, and all taps of the depth a channel's power.
+#include "device/tensor/half_copy.cuh"
 #include "device/tensor/powers.cuh"
 #include "device/tensor/vector.cuh"
 
@@ -4815,7 +5017,7 @@ struct Tables {
 struct Items {
   Tables tables;  // its scratch is null if the weights do not fit
 
-  __device__ Items(unsigned char* scratch, int batch) : tables{scratch, batch} {
+  __device__ Items(unsigned char* scratch, int batch) : tables{scratch, batch / HalfCopy::planes} {
     if constexpr (kSelects) {
       bool fit = true;
 #pragma unroll 4
@@ -4825,8 +5027,14 @@ struct Items {
       if (!__all_sync(~0u, fit)) tables.scratch = nullptr;
     }
   }
+  // Whether there are scales for an image, or for the volume of this number.
+  __device__ __forceinline__ bool has_scales(int image) const {
+    return tables.scratch && tables.images()[image] != 0.0f;
+  }
+  // Whether the kernel computes it.
   __device__ __forceinline__ bool has(int image) const {
-    if constexpr (C::scaled_fp16) return tables.scratch && tables.images()[image] != 0.0f;
+    if constexpr (kLoadsCopy) return has_scales(image) && tables.marks()[image] == 0;
+    if constexpr (C::scaled_fp16) return has_scales(image);
     if constexpr (C::repairs) {
       return !tables.scratch || tables.images()[image] == 0.0f || tables.marks()[image] != 0;
     }
@@ -4839,14 +5047,17 @@ struct Items {
     for (int i = threadIdx.x % 32; i < tables.batch; i += 32) found = found || has(i);
     return !__any_sync(~0u, found);
   }
-  __device__ __forceinline__ int count() const { return tables.batch * kItemsPerImage; }
+  __device__ __forceinline__ int count() const {
+    return tables.batch * (HalfCopy::planes * kItemsPerImage);
+  }
 
   // The indices of a block's first work item, and of the one after `index`.
   __device__ __forceinline__ int first() const { return next_selected(blockIdx.x); }
   __device__ __forceinline__ int after(int index) const { return next_selected(index + gridDim.x); }
   __device__ __forceinline__ int next_selected(int index) const {
     if constexpr (kSelects) {
-      while (index < count() && !has(index / kItemsPerImage)) index += gridDim.x;
+      while (index < count() && !has(index / (HalfCopy::planes * kItemsPerImage)))
+        index += gridDim.x;
     }
     return index;
   }
@@ -4867,6 +5078,7 @@ struct Items {
 SOURCES["device/tensor/vector.cuh"] = r"""
 // Vectors of channels: 16 bytes of an MMA operand, converted and written to shared or global
 // memory.
+#include "device/tensor/half_copy.cuh"
 #include "device/tensor/powers.cuh"
 #include "device/tensor/tile.cuh"
 
@@ -4885,7 +5097,10 @@ struct Numbers {
   float number[8];
 };
 
-using Channels = Either<C::scaled_fp16, Numbers, Words>::type;
+// The channels of a vector of the input as it is loaded, and of one of the weights.
+constexpr bool kScalesInput = C::scaled_fp16 && !kLoadsCopy;
+using Channels = Either<kScalesInput, Numbers, Words>::type;
+using WeightChannels = Either<C::scaled_fp16, Numbers, Words>::type;
 
 __device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
 template <class Half>
@@ -4894,23 +5109,26 @@ __device__ __forceinline__ unsigned bits_of(Half value) {
 }
 
 // Packs the elements of a vector.
-__device__ __forceinline__ void fill(Words& vector, const Scalar* elements) {
+template <class Element>
+__device__ __forceinline__ void fill(Words& vector, const Element* elements) {
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    const Scalar* const first = elements + k * (kVector / 4);
-    if constexpr (sizeof(Scalar) == 4) {
+    const Element* const first = elements + k * (4 / static_cast<int>(sizeof(Element)));
+    if constexpr (sizeof(Element) == 4) {
       vector.word[k] = __float_as_uint(widen(*first));
     } else {
       vector.word[k] = __byte_perm(bits_of(first[0]), bits_of(first[1]), 0x5410);
     }
   }
 }
-__device__ __forceinline__ void fill(Numbers& vector, const Scalar* elements) {
+template <class Element>
+__device__ __forceinline__ void fill(Numbers& vector, const Element* elements) {
 #pragma unroll
   for (int k = 0; k < 8; ++k) vector.number[k] = widen(elements[k]);
 }
-__device__ __forceinline__ Channels channels_of(const Scalar* elements) {
-  Channels vector;
+template <class Vector, class Element>
+__device__ __forceinline__ Vector vector_of(const Element* elements) {
+  Vector vector;
   fill(vector, elements);
   return vector;
 }
@@ -4999,8 +5217,9 @@ struct LowRange : NoRange {
   __device__ bool finite() const { return is_finite(products); }
 };
 
-using Scale = Either<C::scaled_fp16, Powers, NoPowers>::type;
-using Range = Either<C::scaled_fp16, HalfRange, Either<kWatches, LowRange, NoRange>::type>::type;
+using Scale = Either<kScalesInput, Powers, NoPowers>::type;
+using Range = Either<kScalesInput, HalfRange, Either<kWatches, LowRange, NoRange>::type>::type;
+using WeightRange = Either<C::scaled_fp16, HalfRange, NoRange>::type;
 
 // Writes a vector of Words. float32 is rounded to TF32, or split into the two parts of 3xTF32,
 // which are part_bytes apart; 16-bit types are written as they are.
@@ -5067,6 +5286,41 @@ __device__ __forceinline__ void store_input(unsigned char* target, int part_byte
   range.see(scaled);
   store_parts<false>(target, part_bytes, scaled, range);
 }
+
+}  // namespace tensor
+}  // namespace fastconv
+"""
+
+SOURCES["device/tensor/half_copy.cuh"] = r"""
+// The input of scaled fp16 as a channels-last copy in float16, which a launch before the
+// convolution makes in the workspace (scale.cuh): whether there is one, and what the input's
+// elements are then.
+//
+// `copied_planes` planes that are written, all those of a volume, read one copy. The kernel that
+// repairs reads the tensor itself, but the tables of the same volumes.
+#include "device/epilogue.cuh"
+#include "device/tensor/operand.cuh"
+
+namespace fastconv {
+namespace tensor {
+
+template <class Config, class = void>
+struct HalfCopyOf {
+  static constexpr bool exists = false;
+  static constexpr int planes = 1;
+};
+template <class Config>
+struct HalfCopyOf<Config, typename Exists<decltype(Config::copied_planes)>::type> {
+  static constexpr bool exists = true;
+  static constexpr int planes = Config::copied_planes;
+};
+using HalfCopy = HalfCopyOf<C>;
+
+// The input as the convolution loads it: elements, how many of them are 16 bytes, and the format.
+constexpr bool kLoadsCopy = HalfCopy::exists && C::scaled_fp16;
+using Loaded = Either<kLoadsCopy, float16, Scalar>::type;
+constexpr int kLoadedVector = 16 / static_cast<int>(sizeof(Loaded));
+constexpr bool kLoadedLast = C::in_channels_last || kLoadsCopy;
 
 }  // namespace tensor
 }  // namespace fastconv
@@ -10943,14 +11197,15 @@ SM_90A_FORWARD_FLOAT_TF32_0 = config(
     image_width=496, out_step_height=1, out_step_width=1, row_at=0, row_begin=0, row_end=1,
     column_at=0, column_begin=0, column_end=1, stacked_columns=1, interleave=1,
     in_channels_last=False, out_channels_last=False, vector_loads=False, staged=True,
-    raw_slots=1, bulk_loads=True, vector_stores=False, bulk_stores=True, channel_groups=1,
-    stack=1, pixels=168, tile_rows=1, block_rows=2, register_tile_m=64, loaders=224,
-    loader_warps=7, piece_vectors=1, threads=512, unit_vectors=2, smaller_part=True,
-    watches=False, tile_columns=168, pitch=192, lead=0, joint_stores=False, wraps=False,
-    turns=False, plane_padding=0, rolling=True, segment_tiles=16, k_steps=2, stage_taps=3,
-    input_stages=8, weight_stages=3, resident=False, pass_pixels=176, buffers=1, batch=2,
-    batches_ahead=2, producer_registers=72, consumer_registers=184, shared_bytes=226424,
-    packed_at=368640, tables_at=552960, table_channels=64, table_columns=32, repairs=False,
+    raw_slots=1, bulk_loads=True, box_loads=False, vector_stores=False, bulk_stores=True,
+    channel_groups=1, stack=1, pixels=168, tile_rows=1, block_rows=2, register_tile_m=64,
+    loaders=224, loader_warps=7, piece_vectors=1, threads=512, unit_vectors=2,
+    smaller_part=True, watches=False, tile_columns=168, pitch=192, lead=0, joint_stores=False,
+    wraps=False, turns=False, plane_padding=0, rolling=True, segment_tiles=16, k_steps=2,
+    stage_taps=3, input_stages=8, weight_stages=3, resident=False, pass_pixels=176, buffers=1,
+    batch=2, batches_ahead=2, producer_registers=72, consumer_registers=184,
+    shared_bytes=226424, packed_at=368640, tables_at=552960, table_channels=64,
+    table_columns=32, repairs=False,
 )
 SM_90A_FORWARD_FLOAT_TF32_1 = config(
     SM_90A_FORWARD_FLOAT_TF32_0, scaled_fp16=False, raw_slots=2, pixels=248, loaders=96,
@@ -11448,16 +11703,16 @@ TUNED["sm_86", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
 )
 
 SM_90A_INPUT_GRAD_FLOAT_IEEE_0 = config(
-    SM_90A_INPUT_GRAD_FLOAT_TF32_1, parts=2, scaled_fp16=True, staged=False, raw_slots=0,
-    bulk_loads=False, pixels=128, tile_columns=128, pitch=152, weight_stages=3, pass_pixels=64,
-    batch=1, batches_ahead=1, producer_registers=88, consumer_registers=208,
-    shared_bytes=229664, packed_at=1769472, tables_at=3096576, repairs=False,
+    SM_90A_INPUT_GRAD_FLOAT_TF32_1, parts=2, scaled_fp16=True, box_loads=True, pixels=104,
+    tile_columns=104, pitch=128, weight_stages=3, pass_pixels=64, batch=2, batches_ahead=1,
+    producer_registers=88, consumer_registers=208, shared_bytes=230392, packed_at=1769472,
+    tables_at=3096576, repairs=False,
 )
 SM_90A_INPUT_GRAD_FLOAT_IEEE_1 = config(
-    SM_90A_INPUT_GRAD_FLOAT_IEEE_0, scaled_fp16=False, compensated=True, pixels=104,
-    watches=True, tile_columns=104, pitch=128, stage_taps=6, weight_stages=2, pass_pixels=112,
-    producer_registers=72, consumer_registers=216, shared_bytes=211032, packed_at=0,
-    repairs=True,
+    SM_90A_INPUT_GRAD_FLOAT_IEEE_0, scaled_fp16=False, compensated=True, staged=False,
+    raw_slots=0, bulk_loads=False, box_loads=False, watches=True, stage_taps=6, weight_stages=2,
+    pass_pixels=112, batch=1, producer_registers=72, consumer_registers=216,
+    shared_bytes=211032, packed_at=0, repairs=True,
 )
 TUNED["sm_90a", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
@@ -11473,8 +11728,18 @@ TUNED["sm_90a", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "hopper/halo/kernel.cuh", "convolve", SM_90A_INPUT_GRAD_FLOAT_IEEE_0,
-            grid=132, block=384, shared_bytes=229664,
-            arguments=("input", "scratch", "bias", "output", 8),
+            grid=132, block=384, shared_bytes=230392,
+            arguments=(
+                TensorMap(
+                    tensor="input", scalar="float", sizes=(251968, 64, 8), strides=(1007872,
+                    64503808), box=(132, 16, 1), element_strides=(1, 1, 1), swizzle=0,
+                    promotion=0,
+                ),
+                "scratch",
+                "bias",
+                "output",
+                8,
+            ),
         ),
         Launch(
             "hopper/halo/kernel.cuh", "pack", SM_90A_INPUT_GRAD_FLOAT_IEEE_1,

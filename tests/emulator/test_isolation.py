@@ -483,7 +483,7 @@ MUTANTS = [
     ),
     Mutant(
         "the next octet of channels",
-        "sm_90a/1 weight_grad bfloat16 nhwc/nhwc: 2x32x6x7 32x16x3x3 padding=1,1 groups=2",
+        "sm_90a/1 weight_grad bfloat16 nhwc/nhwc: 2x32x12x14 32x16x3x3 padding=1,1 groups=2",
         Fault("grouped/wgrad/kernel.cuh", "piece % 2 * 16", "(1 - piece % 2) * 16"),
     ),
 ]
