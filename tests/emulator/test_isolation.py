@@ -459,6 +459,24 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "a box's columns of the next row",
+        "sm_90a/1 forward* bfloat16 nchw/nchw: 2x32x8x120 64x32x3x3 padding=1,1",
+        Fault(
+            "hopper/halo/stage.cuh",
+            "static_cast<unsigned>(piece.columns);",
+            "static_cast<unsigned>(piece.columns + (C::box_loads && piece.columns > 0));",
+        ),
+    ),
+    Mutant(
+        "a channel's next pixel, copied",
+        "sm_90a/4 forward*half tf32 nchw/nchw: 2x16x5x6x7 24x16x3x3x3 padding=1,1,1",
+        Fault(
+            "device/tensor/copy.cuh",
+            "load_or_zero(source + 1LL * i * kImagePixels,",
+            "load_or_zero(source + 1LL * i * kImagePixels + (i == 7 && at + 1 < kImagePixels),",
+        ),
+    ),
+    Mutant(
         "the plane before instead of zeros",
         "sm_90a/1 input_grad* float32 nhwc/nhwc: 1x7x2x1x7 5x7x1x1x3 stride=2,2,2",
         Fault(
