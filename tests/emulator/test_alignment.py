@@ -48,6 +48,8 @@ MORE_LINES = """\
 sm_90a/1 forward bfloat16 nhwc/nhwc: 2x32x6x7 32x8x3x3 padding=1,1 groups=4
 sm_90a/1 weight_grad bfloat16 nhwc/nhwc bias: 2x32x6x7 32x16x3x3 padding=1,1 groups=2
 sm_90a/1 input_grad* float32 nhwc/nhwc: 1x7x2x1x7 5x7x1x1x3 stride=2,2,2
+sm_90a/1 input_grad* bfloat16 nchw/nchw: 2x1x4x4x32 17x1x2x4x4 stride=2,4,4
+sm_90a/1 forward* tf32 nchw/nchw: 2x1x4x4x32 17x1x2x4x4 stride=2,4,4
 sm_75/1 forward float64 nchw/nchw: 2x3x4x8 8x3x3x3 padding=1,1
 sm_75/1 forward float32 nhwc/nhwc: 2x4x4x8 8x4x3x3 padding=1,1
 sm_75/1 input_grad bfloat16 nchw/nchw: 2x8x8x8 8x8x1x1 stride=2,2
