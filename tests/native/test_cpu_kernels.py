@@ -241,15 +241,24 @@ class TestResults:
         """No OpenMP library but PyTorch's is loaded, and its threads compute."""
         problem = same_sized((4, 64, 56, 56), 1)
         given = tensors(problem, torch.float32, [torch.contiguous_format] * 3)
-        torch.set_num_threads(2)
-        try:
-            started, used = time.thread_time(), time.process_time()
+
+        def times() -> tuple[float, float]:
+            """Processor times: this thread's, and those of all others."""
+            own, all_of_them = time.thread_time(), time.process_time()
             for _ in range(3):
                 results(problem, *given)
-            alone, together = time.thread_time() - started, time.process_time() - used
+            own = time.thread_time() - own
+            return own, time.process_time() - all_of_them - own
+
+        results(problem, *given)
+        alone, _ = times()
+        torch.set_num_threads(2)
+        try:
+            _, others = times()
         finally:
             torch.set_num_threads(1)
-        assert together > 1.5 * alone, "another thread computed about as much"
+        # Time spent waiting is this thread's, so a busy machine changes nothing.
+        assert others > alone / 4, "another thread computed about half"
         mapped = Path("/proc/self/maps").read_text()
         assert len(set(re.findall(r"\S*/lib[gi]?omp[^/\s]*\.so\S*", mapped))) == 1
 
