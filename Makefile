@@ -104,7 +104,8 @@ SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 1 --report-api-err
   --kernel-name kernel_substring=wgrad_few_inputs --kernel-name kernel_substring=clear \
   --kernel-name kernel_substring=scale --kernel-name kernel_substring=implicit_gemm \
   --kernel-name kernel_substring=causal --kernel-name kernel_substring=batchnorm \
-  --kernel-name kernel_substring=transpose
+  --kernel-name kernel_substring=transpose --kernel-name kernel_substring=multiply_patches \
+  --kernel-name kernel_substring=bias_grad --kernel-name kernel_name=copy
 CONVOLVE = --kernel-name kernel_substring=convolve
 sanitize:
 	for family in "" ampere depthwise grouped direct corpus; do \

@@ -81,6 +81,26 @@ def test_self_hosted_runners_serve_no_pull_requests(workflow: dict[str, Any]) ->
         assert set(workflow["on"]) == {"schedule", "workflow_dispatch"}
 
 
+ENTRY = re.compile(r'extern "C"[^;{]*?__global__([^;{]*?)\{')
+ATTRIBUTE = re.compile(r"__\w+__\((?:[^()]|\([^()]*\))*\)")
+
+
+def test_compute_sanitizer_watches_every_kernel() -> None:
+    """All that the library launches; what only measures a GPU's rate is not launched by it."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    parts = re.findall(r"kernel_substring=(\w+)", makefile)
+    names = re.findall(r"kernel_name=(\w+)", makefile)
+    kernels = set()
+    for path in (ROOT / "src/fastconv/kernels").rglob("*.cuh"):
+        for head in ENTRY.findall(path.read_text(encoding="utf-8")):
+            name = re.search(r"\w+(?=\s*\()", ATTRIBUTE.sub("", head))
+            assert name is not None, path
+            kernels.add(name.group())
+    assert {"convolve", "copy", "reduce"} <= kernels
+    watched = {one for one in kernels if one in names or any(part in one for part in parts)}
+    assert kernels - watched == {"ceiling"}
+
+
 def test_every_python_is_tested() -> None:
     """The matrix, the classifiers, `requires-python` and mypy's target agree."""
     classified = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT)
