@@ -223,15 +223,14 @@ class HaloCopies(Forced):
         return f"{self.direction}{FORCED}{HALO_COPIES}"
 
     def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        last, is_reversed = relayout.channels_last(operands), self.direction == "input_grad"
-        limits.check_reach(problem, operands)
+        last = relayout.channels_last(operands)
         if self.direction == "weight_grad":
+            limits.check_reach(problem, operands)
             tile = hopper_wgrad_halo.choose_tile(problem, last, gpu)
             return relayout.weight_gradient(hopper_wgrad_halo.plan(tile, gpu), problem, operands)
+        plan = hopper_halo.plan(_hopper_ways(self.direction, problem, last), gpu)
         problem = problem.without_idle_dilation
-        ways = (hopper_input_grad_ways if is_reversed else hopper_forward_ways)(problem, last)
-        plan = hopper_halo.plan(ways, gpu)
-        return relayout.convolution(plan, problem, last, is_reversed)
+        return relayout.convolution(plan, problem, last, self.direction == "input_grad")
 
 
 @dataclass(frozen=True)
@@ -243,14 +242,18 @@ class HalfCopies(Forced):
         return f"{self.direction}{FORCED}{HALF_COPIES}"
 
     def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        limits.check_reach(problem, operands)
-        problem = problem.without_idle_dilation
-        is_reversed = self.direction == "input_grad"
-        ways = (hopper_input_grad_ways if is_reversed else hopper_forward_ways)(problem, operands)
+        ways = _hopper_ways(self.direction, problem, operands)
         copied = [way for way in ways if way[0].half_copy]
         if not copied:
             raise Declined("layers whose input scaled fp16 does not copy")
         return hopper_halo.plan(copied, gpu)
+
+
+def _hopper_ways(direction: str, problem: Problem, operands: Operands) -> Any:
+    """The ways of Hopper's halo kernel to compute a forward pass or an input gradient."""
+    limits.check_reach(problem, operands)
+    ways_of = hopper_input_grad_ways if direction == "input_grad" else hopper_forward_ways
+    return ways_of(problem.without_idle_dilation, operands)
 
 
 def main_kernel(plan: Plan) -> Kernel:

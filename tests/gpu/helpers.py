@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fastconv
+from emulator import pass_cases
 from fastconv import jit, native
 from fastconv.backends import cuda as backend
 from fastconv.jit import launch
@@ -198,5 +199,4 @@ def arguments_of(problem: Problem, precision: str = "ieee") -> tuple[Any, ...]:
 
 def format_of(rank: int, memory_format: Any) -> Any:
     """The memory format of tensors of a rank: of images as given, or the same of volumes."""
-    is_last = memory_format == torch.channels_last
-    return torch.channels_last_3d if rank == 5 and is_last else memory_format
+    return pass_cases.memory_format(memory_format == torch.channels_last, rank)

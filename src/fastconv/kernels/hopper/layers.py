@@ -113,6 +113,11 @@ class Layer(layers.Layer):
         return self.chunks * self.taps // self.stage_taps
 
     @lazy
+    def input_copy(self) -> HalfCopy:
+        """The float16 copy of the input that the layer reads with ``half_copy``."""
+        return HalfCopy.of(self)
+
+    @lazy
     def tensor_share(self) -> float:
         """The share of multiply-adds that count, apart from the ends of tiles."""
         rows = OUTPUTS // (self.stack * self.stacked_columns)
@@ -147,5 +152,5 @@ def _fits_half_copy(layer: Layer) -> bool:
         and layer.s2d_factors == (1, 1)
         and layer.in_channels % 8 == 0
         and layer.group_out * rows * columns * taps < layers.MOST_EXPONENTS
-        and HalfCopy.of(layer).blocks < 2**31
+        and layer.input_copy.blocks < 2**31
     )

@@ -145,30 +145,28 @@ def _mirrored(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _W
 
 
 def _on_copies(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
-    if operands.scalar_bytes != 2:
-        raise Declined(f"channels-last copies of {operands.scalar} for a weight gradient")
-    last = relayout.channels_last(operands)
+    last, copies = _wgrad_copies(problem, operands, gpu)
     cycles, plan = _implicit_gemm(problem, last, gpu, most)
     few = problem.in_channels // problem.groups < LEAST_COPIED_CHANNELS
-    cycles += relayout.cycles(problem, last, gpu)
-    return (
-        cycles * (COPIES_OF_FEW_SHARE if few else 1.0),
-        lambda: relayout.weight_gradient(plan(), problem, operands),
-    )
+    cycles = (cycles + copies) * (COPIES_OF_FEW_SHARE if few else 1.0)
+    return cycles, lambda: relayout.weight_gradient(plan(), problem, operands)
 
 
 def _halo_tiles_on_copies(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
-    if operands.scalar_bytes != 2:
-        raise Declined(f"channels-last copies of {operands.scalar} for a weight gradient")
+    last, copies = _wgrad_copies(problem, operands, gpu)
     if min(problem.in_channels, problem.out_channels) < LEAST_COPIED_CHANNELS:
         raise Declined("channels-last copies of few channels")
+    cycles, plan = _halo_tiles(problem, last, gpu, most / HALO_ON_COPIES_SHARE - copies)
+    cycles = (cycles + copies) * HALO_ON_COPIES_SHARE
+    return cycles, lambda: relayout.weight_gradient(plan(), problem, operands)
+
+
+def _wgrad_copies(problem: Problem, operands: Operands, gpu: Gpu) -> tuple[Operands, float]:
+    """The operands of a weight gradient on channels-last copies, and the copies' cycles."""
+    if operands.scalar_bytes != 2:
+        raise Declined(f"channels-last copies of {operands.scalar} for a weight gradient")
     last = relayout.channels_last(operands)
-    copies = relayout.cycles(problem, last, gpu)
-    most = most / HALO_ON_COPIES_SHARE - copies
-    cycles, plan = _halo_tiles(problem, last, gpu, most)
-    return (cycles + copies) * HALO_ON_COPIES_SHARE, lambda: relayout.weight_gradient(
-        plan(), problem, operands
-    )
+    return last, relayout.cycles(problem, last, gpu)
 
 
 def _gemm_way(layer: wgrad_implicit_gemm.Layer, gpu: Gpu) -> _Way:
@@ -353,10 +351,8 @@ def _on_channels_last_copies(
 ) -> Iterator[_Choice]:
     """The kernels that are much faster on channels-last tensors, on copies of contiguous ones."""
     last, is_reversed = relayout.channels_last(operands), direction == "input_grad"
-    choices = []
     with suppress(Declined):
-        choices.append(_gemm(implicit_gemm_nhwc, problem, last, gpu, is_reversed))
-    for choice in choices:
+        choice = _gemm(implicit_gemm_nhwc, problem, last, gpu, is_reversed)
         yield _on_copies_of(choice, problem, last, is_reversed)
     if problem.depth is not None:
         yield from _halo_on_copies(direction, problem, operands, gpu)

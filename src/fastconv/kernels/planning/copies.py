@@ -38,9 +38,8 @@ class HalfCopy(NamedTuple):
 
     @classmethod
     def of(cls, layer: Layer) -> HalfCopy:
-        planes = layer.copied_planes if layer.half_copy else layer.planes
-        pixels = prod(layer.volume_sizes[0])
-        return cls(layer.batch // planes, layer.groups * layer.in_channels, pixels, planes)
+        channels, pixels = layer.groups * layer.in_channels, prod(layer.volume_sizes[0])
+        return cls(layer.batch // layer.planes, channels, pixels, layer.planes)
 
     @property
     def vectors(self) -> int:

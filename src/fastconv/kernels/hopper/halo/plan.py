@@ -34,7 +34,6 @@ from fastconv.kernels.hopper.halo.tiles import (
 )
 from fastconv.kernels.hopper.layers import Layer
 from fastconv.kernels.planning import limits
-from fastconv.kernels.planning.copies import HalfCopy
 from fastconv.kernels.planning.launches import (
     TiledLayer,
     best_way,
@@ -142,7 +141,7 @@ def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
         repairs = _tiled_layer(repairing, gpu, repairs=True)
         explanation += (f"beyond float16's range, in TF32: {_explain(repairing, gpu)}",)
     copied = layers[0].half_copy
-    copy_cycles = HalfCopy.of(layers[0]).cycles(gpu.sm_count) if copied else 0.0
+    copy_cycles = layers[0].input_copy.cycles(gpu.sm_count) if copied else 0.0
     for rank in range(max(map(len, tiles))):
         chosen = [of_layer[min(rank, len(of_layer) - 1)] for of_layer in tiles]
         made = launches([_tiled_layer(tile, gpu) for tile in chosen], repairs)
@@ -186,7 +185,7 @@ def _way_cycles(layers: list[Layer], cycles: float) -> float:
     more = LAYER_COST * len(layers)
     if not layers[0].scaled_fp16:
         return cycles * (1 + more)
-    copy = HalfCopy.of(layers[0]).image_cycles if layers[0].half_copy else 0.0
+    copy = layers[0].input_copy.image_cycles if layers[0].half_copy else 0.0
     cycles *= 1 + more + SCALED_FP16_COST[layers[0].parts]
     return max(cycles + copy, SCALED_FP16_CYCLES)
 

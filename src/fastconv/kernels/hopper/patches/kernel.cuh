@@ -8,13 +8,12 @@
 // which row, column or step along K of an MMA each is follows from what a lane can load and store
 // at once:
 //
-//   embedding  Lane 4 g + t loads piece t of four, of one position: all of its B fragments of 16
-//   steps
-//              along K. Columns (N) are positions in such an order that a lane's accumulators of
-//              two or four MMAs are 16 bytes of a filter.
-//   restoring  Rows (M) are positions. Columns are pieces in such an order that a lane's
-//   accumulators
-//              of two MMAs are a piece.
+// Embedding: lane 4 g + t loads piece t of four, of one position, which is all of its B fragments
+// of 16 steps along K. Columns (N) are positions in such an order that a lane's accumulators of two
+// or four MMAs are 16 bytes of a filter.
+//
+// Restoring: rows (M) are positions. Columns are pieces in such an order that a lane's accumulators
+// of two MMAs are a piece.
 #pragma once
 #include "hopper/patches/tile.cuh"
 

@@ -50,11 +50,21 @@ __host__ __device__ constexpr int pitch(int bytes, int apart) {
   return round_up(bytes - apart, 128) + apart;
 }
 
+// Where a piece lies in its patch: a channel, and in it a plane, a row and the first column.
+struct PiecePlace {
+  int channel, plane, row, column;
+
+  __device__ __forceinline__ explicit PiecePlace(int piece)
+      : channel(piece / kChannelPieces),
+        plane(piece % kChannelPieces / kPlanePieces),
+        row(piece % kPlanePieces / kRowPieces),
+        column(piece % kRowPieces * kPiece) {}
+};
+
 // The offset of a piece from the first element of its patch.
 __device__ __forceinline__ int piece_offset(int piece) {
-  const int channel = piece / kChannelPieces, plane = piece % kChannelPieces / kPlanePieces;
-  const int row = piece % kPlanePieces / kRowPieces, column = piece % kRowPieces * kPiece;
-  return channel * kChannel + plane * kPlane + row * kRow + column;
+  const PiecePlace at(piece);
+  return at.channel * kChannel + at.plane * kPlane + at.row * kRow + at.column;
 }
 
 // The offset of a position's patch from the first element of the volume.
@@ -69,11 +79,10 @@ __device__ __forceinline__ int patch_offset(int position) {
 __device__ __forceinline__ Scalar weight_at(const Scalar* weight, int filter, int piece,
                                             int column) {
   if (filter >= C::filters || piece >= kPieces) return Scalar{};
-  const int channel = piece / kChannelPieces, plane = piece % kChannelPieces / kPlanePieces;
-  const int row = piece % kPlanePieces / kRowPieces;
-  return weight[1ll * filter * C::weight_stride_out + 1ll * channel * C::weight_stride_in +
-                1ll * plane * C::weight_stride_depth + 1ll * row * C::weight_stride_height +
-                1ll * (piece % kRowPieces * kPiece + column) * C::weight_stride_width];
+  const PiecePlace at(piece);
+  return weight[1ll * filter * C::weight_stride_out + 1ll * at.channel * C::weight_stride_in +
+                1ll * at.plane * C::weight_stride_depth + 1ll * at.row * C::weight_stride_height +
+                1ll * (at.column + column) * C::weight_stride_width];
 }
 
 // --- Operands ------------------------------------------------------------------------------------
