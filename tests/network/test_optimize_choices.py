@@ -95,6 +95,22 @@ def test_a_model_that_is_not_faster_as_a_whole(model: ResNet, clock: Clock) -> N
         assert report(optimized).exchanged == ()
 
 
+@pytest.mark.parametrize("by_gpu", [times(9, 8), times(9, 8.95), times(9, 9.5)])
+@pytest.mark.parametrize(
+    "by_clock", [times(10, 9, error=0.1), times(10, 10.5, error=0.1), times(10, 10.05)]
+)
+def test_the_gpu_decides_where_the_clock_cannot(
+    by_clock: Times, by_gpu: Times, model: ResNet, clock: Clock
+) -> None:
+    """A busy host's noise decides nothing, in either direction."""
+    assert by_clock.undecided
+    clock.wholes = [by_clock, by_gpu]
+    optimized = fastconv.optimize(model, EXAMPLE)
+    assert ours(optimized) == (NAMES if by_gpu.gains else [])
+    assert (clock.models, clock.with_host) == (2, False)
+    assert "the GPU's time alone decided" in str(report(optimized))
+
+
 @pytest.mark.parametrize("under_way", [True, False])
 def test_the_gpu_decides_while_the_native_host_path_is_built(
     under_way: bool, model: ResNet, clock: Clock, monkeypatch: pytest.MonkeyPatch

@@ -398,8 +398,16 @@ class Times(NamedTuple):
     @property
     def gains(self) -> bool:
         """Whether fastconv takes less, by more than :data:`LEAST_GAIN` and than the errors."""
-        error = math.hypot(self.theirs_error, self.ours_error)
-        return self.theirs - self.ours > max(LEAST_GAIN * self.theirs, error)
+        return self.theirs - self.ours > self._least_difference
+
+    @property
+    def undecided(self) -> bool:
+        """Whether neither is faster."""
+        return abs(self.theirs - self.ours) <= self._least_difference
+
+    @property
+    def _least_difference(self) -> float:
+        return max(LEAST_GAIN * self.theirs, math.hypot(self.theirs_error, self.ours_error))
 
 
 def _error(samples: Sequence[float]) -> float:

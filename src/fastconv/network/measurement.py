@@ -24,6 +24,9 @@ _BY_GPU_TIME = (
     "the whole model was measured by the GPU's time alone, as the native host path was still being "
     "built"
 )
+_UNDECIDED = (
+    "by the clock the whole model is neither faster nor slower{}: the GPU's time alone decided"
+)
 
 
 def layer_times(
@@ -92,14 +95,30 @@ def model_times(
         seen: the calls of each layer, by its name.
         structure: a hash of the operators that the model calls.
     """
-    device = subject.device
     # Without the native host path fastconv's layers take more host time than PyTorch's, with it
     # less. Until it is built, the GPU's time decides.
-    with_host = not native.under_way()
-    if with_host:
-        native.settle()
-    elif _BY_GPU_TIME not in subject.notes:
-        subject.notes.append(_BY_GPU_TIME)
+    if native.under_way():
+        if _BY_GPU_TIME not in subject.notes:
+            subject.notes.append(_BY_GPU_TIME)
+        return _model_times(subject, proposal, seen, structure, with_host=False)
+    native.settle()
+    times = _model_times(subject, proposal, seen, structure, with_host=True)
+    if not times.undecided:
+        return times
+    fused = proposal.model is not subject.model or proposal.blocks
+    subject.notes.append(_UNDECIDED.format(" when fused" if fused else ""))
+    return _model_times(subject, proposal, seen, structure, with_host=False)
+
+
+def _model_times(
+    subject: Subject,
+    proposal: Proposal,
+    seen: Mapping[str, Sequence[Call]],
+    structure: str,
+    with_host: bool,
+) -> Times:
+    """The times of the whole model by the clock, or by the GPU's time."""
+    device = subject.device
     of = Counter((repr(call), name in proposal.ours) for name in seen for call in seen[name])
     about = {
         "fused": proposal.model is not subject.model,
