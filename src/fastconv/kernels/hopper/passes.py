@@ -41,13 +41,17 @@ D2S_SHARE = 1.2
 VOLUME_SHARES = (0.74, 1.15, 1.0)
 VOLUME_D2S_SHARES = (0.8, 1.0, 1.0)
 # The same on float16 copies of float32, with the copies: images, volumes (0.6 to 1), and volumes
-# with strides.
+# with strides; of several groups, whose channels are fewer, it takes this much longer.
 HALF_COPY_SHARES = (0.97, 0.87, 0.75)
+HALF_COPY_OF_GROUPS_SHARE = 1.5
 # Implicit GEMMs of strided input gradients of volumes, whose stores are far apart.
 STRIDED_VOLUME_SHARE = 1.4
 # Few outputs of images of one row in TF32, which take 1.7 of their estimates, against halo tiles
 # that take 0.6 of theirs there.
 FEW_OUTPUTS_ROW_SHARE = 2.75
+# As many outputs as this in channels-last tensors, which take 1.4 to 1.8 times as long as in
+# contiguous ones, against implicit GEMMs that take 0.8 of their estimates there.
+MANY_OUTPUTS, MANY_OUTPUTS_SHARE = 32, 2.4
 # Contiguous weight gradients in 16 bits: halo tiles, implicit GEMMs that gather, and those that
 # gather few channels.
 WGRAD_HALO_SHARE = 1.3
@@ -297,7 +301,8 @@ def _halo_share(layer: Layer) -> float:
     """What times of the halo kernel are of its estimates."""
     if layer.half_copy:
         image, volume, strided = HALF_COPY_SHARES
-        return image if layer.depth is None else volume if layer.stride == (1, 1) else strided
+        share = image if layer.depth is None else volume if layer.stride == (1, 1) else strided
+        return share * (HALF_COPY_OF_GROUPS_SHARE if layer.groups > 1 else 1.0)
     if layer.depth is None:
         return D2S_SHARE if layer.depth_to_space else HALO_SHARE
     last, narrow, other = VOLUME_D2S_SHARES if layer.depth_to_space else VOLUME_SHARES
@@ -319,9 +324,7 @@ def _special(
         with suppress(Declined):
             few = few_outputs.walks_of(ways[0][0], gpu)
             one = partial(few_outputs.plan, few, gpu)
-            in_tf32 = operands.scalar_bytes == 4 and operands.precision == "tf32"
-            one_row = ways[0][0].in_size[0] == 1 and in_tf32
-            cycles = few.image_cycles * (FEW_OUTPUTS_ROW_SHARE if one_row else 1.0)
+            cycles = few.image_cycles * _few_outputs_share(ways[0][0])
             yield _Choice(cycles, one, lambda most: [one()])
     is_reversed = direction == "input_grad"
     for gemm in (implicit_gemm_nhwc, implicit_gemm_nchw):
@@ -333,6 +336,15 @@ def _special(
         yield _Choice(layer.image_cycles(gpu), whole, lambda most: [whole()])
     with suppress(Declined):
         yield from _on_channels_last_copies(direction, problem, operands, gpu)
+
+
+def _few_outputs_share(layer: Layer) -> float:
+    """What times of few outputs' kernel are of its estimates, against those of halo tiles."""
+    operands = layer.operands
+    if layer.in_size[0] == 1 and operands.scalar_bytes == 4 and operands.precision == "tf32":
+        return FEW_OUTPUTS_ROW_SHARE
+    many = operands.output_channels_last and layer.group_out >= MANY_OUTPUTS
+    return MANY_OUTPUTS_SHARE if many and layer.parts == 1 else 1.0
 
 
 def _gemm(gemm: Any, problem: Problem, operands: Operands, gpu: Gpu, is_reversed: bool) -> _Choice:

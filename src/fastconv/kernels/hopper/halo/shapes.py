@@ -81,11 +81,13 @@ LOAD_METHODS = (
 MOST_BOX_COLUMNS = 256
 BOX_BYTES = 128  # alignment of a TMA box in shared memory
 # Factors of staged loads if a warp has one slot, or more; by the loading warps and a vector's
-# channels. A single slot makes a warp wait, but many warps wait for each other anyway.
+# channels. A single slot makes a warp wait, but many warps wait for each other anyway. In 16 bits,
+# many warps take less where no row is padded, and none looks for columns that are not there.
 STAGED_SHARES = {
     (3, 4): (1.25, 1.0), (3, 8): (1.25, 1.0),
-    (MANY_WARPS, 4): (0.89, 0.85), (MANY_WARPS, 8): (0.8, 0.8),
+    (MANY_WARPS, 4): (0.89, 0.85), (MANY_WARPS, 8): (0.8, 0.82),
 }  # fmt: skip
+UNPADDED_SHARE = 0.8
 BOX_SHARES = (1.35, 1.15)  # the same of TMA boxes
 WEIGHT_BYTES = 24.0  # bytes of weights that an SM loads per cycle
 TILE_CYCLES = 1500.0  # prologue and epilogue of a tile
@@ -320,6 +322,14 @@ class Shape:
         vector = self.layer.vector
         return round_up(self.raw_columns + vector - 1, vector)
 
+    @lazy
+    def unpadded(self) -> bool:
+        """Whether a row has several taps, and all columns that these read are in the image."""
+        layer = self.layer
+        read = layer.out_size[1] + layer.column_halo
+        several = layer.kernel[1] > 1 and layer.stride[1] == 1
+        return several and layer.padding[1] == 0 and layer.in_size[1] == read
+
     def raw_vectors(self, method: LoadMethod, wraps: bool) -> int:
         """16-byte vectors of a raw piece: a line of the channels of one or two of the tile's."""
         layer = self.layer
@@ -365,6 +375,8 @@ class Shape:
             shares = STAGED_SHARES[method.warps, layer.vector_channels]
             one_slot, more = BOX_SHARES if method.boxes else shares
             loads *= one_slot if method.raw_slots == 1 else more
+            many = method.bulk and method.warps == MANY_WARPS and layer.vector_kind == (8, 2)
+            loads *= UNPADDED_SHARE if many and self.unpadded else 1.0
         return loads
 
     def store_cycles(self, wraps: bool) -> float:
