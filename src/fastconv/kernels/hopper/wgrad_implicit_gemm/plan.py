@@ -18,12 +18,14 @@ from fastconv.kernels.family import (
     problem_constants,
 )
 from fastconv.kernels.hopper.im2col import input_map
+from fastconv.kernels.hopper.wgrad_implicit_gemm import halo, tiles
+from fastconv.kernels.hopper.wgrad_implicit_gemm.halo import HaloTile
 from fastconv.kernels.hopper.wgrad_implicit_gemm.layer import (
     Layer,
     layer_of,
     mirrored_layer_of,
 )
-from fastconv.kernels.hopper.wgrad_implicit_gemm.tiles import ROWS, Tile, tiles_of
+from fastconv.kernels.hopper.wgrad_implicit_gemm.tiles import ROWS, Tile
 from fastconv.kernels.planning.limits import REDUCE_THREADS
 
 __all__ = ["Layer", "layer_of", "mirrored_layer_of", "plan", "tiles_of"]
@@ -31,6 +33,16 @@ __all__ = ["Layer", "layer_of", "mirrored_layer_of", "plan", "tiles_of"]
 SOURCE = "hopper/wgrad_implicit_gemm/kernel.cuh"
 BIAS_SOURCE = "direct/bias_grad.cuh"
 BIAS_BLOCKS = 1024
+
+
+def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
+    """All tiles that fit, with a halo or without, the fastest first.
+
+    Raises:
+        Declined: there are none.
+    """
+    found = [*tiles.tiles_of(layer, gpu), *halo.tiles_of(layer, gpu)]
+    return sorted(found, key=lambda tile: tile.cycles(gpu))
 
 
 def plan(tile: Tile, gpu: Gpu) -> Plan:
@@ -112,6 +124,8 @@ def _grad_source(tile: Tile) -> TensorMap | str:
     name = "input" if tile.layer.mirrored else "grad_output"
     if not tile.layer.grad_copied:
         return name
+    if isinstance(tile, HaloTile):
+        return tile.patch_map
     if tile.layer.channels_last:
         return TensorMap(
             name,
@@ -142,6 +156,8 @@ def _input_source(tile: Tile) -> TensorMap | Im2colMap | str:
     name = "grad_output" if tile.layer.mirrored else "input"
     if tile.layer.gathered:
         return name
+    if isinstance(tile, HaloTile):
+        return tile.box_map
     if tile.layer.pixels:
         return replace(input_map(tile.layer.pixels, tile.depth, promotion=128), tensor=name)
     return _plane_map(name, tile, tile.layer.problem.in_channels, tile.mma_columns)
@@ -184,4 +200,20 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "cluster": tile.cluster,
         "reduce_parts": tile.reduce_parts,
         "ties_to_even": layer.operands.scalar == "float",
+        **(_halo_constants(tile) if isinstance(tile, HaloTile) else {}),
+    }
+
+
+def _halo_constants(tile: HaloTile) -> dict[str, Constant]:
+    rows, columns = tile.patch
+    return {
+        "halo_units": tile.units,
+        "halo_channels": tile.box_channels,
+        "halo_planes": tile.kernel_planes,
+        "halo_rows": tile.kernel_rows,
+        "halo_chunks": tile.chunks,
+        "patch_rows": rows,
+        "patch_columns": columns,
+        "consumer_registers": tile.consumer_registers if tile.gives_registers else 0,
+        "producer_registers": halo.PRODUCER_REGISTERS,
     }

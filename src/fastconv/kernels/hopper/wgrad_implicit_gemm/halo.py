@@ -1,0 +1,319 @@
+"""Tiles whose boxes have a halo: TMA brings pixels once for all taps of a tile that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+from fastconv.kernels.arithmetic import ceil_div, round_up, shares
+from fastconv.kernels.family import Gpu, TensorMap
+from fastconv.kernels.hopper import block
+from fastconv.kernels.hopper.wgrad_implicit_gemm.layer import Layer
+from fastconv.kernels.hopper.wgrad_implicit_gemm.tiles import (
+    BARRIER_BYTES,
+    CACHE_BYTES,
+    FEWEST_STAGES,
+    GROUPS,
+    MOST_STAGES,
+    MOST_STEPS,
+    OTHER_REGISTERS,
+    ROWS,
+    SHARED_BYTES,
+    WORKSPACE_BYTES,
+    Tile,
+    grids,
+)
+from fastconv.kernels.lazy import lazy
+
+CHANNELS = (16, 32, 64)  # of a chunk, whose rows the swizzle spans
+MOST_COLUMNS = 256  # the N of a wgmma
+MOST_BOX = 256  # elements of a TMA box along an axis
+BOX_ALIGNMENT = 1024  # of a box in shared memory, in bytes
+PATCH_COLUMNS = (8, 16, 24, 32, 40, 48, 56, 64)
+PATCH_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
+PATCH_POSITIONS = range(32, 513)
+BEST_PATCHES = 3  # patches of a tile that are examined in full
+MOST_UNITS = 4  # of a consumer
+FLUSH_MMAS = 512  # MMAs that are accumulated in a row, as in wgrad_halo
+UNIT_REGISTERS = 4  # of a thread for each further unit
+PRODUCER_REGISTERS = 32  # of a warpgroup that copies, where consumers need more than their share
+# Estimates, in cycles.
+MMA_OVERHEAD = 5.0  # of every wgmma, measured
+ROW_CYCLES = 2.75  # a row of a box, which has up to 128 bytes
+
+
+@dataclass(frozen=True)
+class HaloTile(Tile):
+    """A tile whose positions are patches, and whose columns are units of taps and channels."""
+
+    box_channels: int = 0  # of a chunk
+    kernel_planes: int = 1  # planes and rows of the kernel, and chunks of channels, in a tile
+    kernel_rows: int = 1
+    chunks: int = 1
+    patch: tuple[int, int] = (0, 0)  # rows and columns
+
+    @property
+    def name(self) -> str:
+        rows, columns = self.patch
+        taps = f"{self.kernel_planes}x{self.kernel_rows}x{self.mma_taps * self.pieces} taps"
+        return (
+            f"{self.rows} by {taps} of {self.chunks} times {self.box_channels} channels, "
+            f"{self.row_groups}x{self.column_groups} consumers of {self.units} MMAs, "
+            f"patches of {rows} by {columns}, {self.stages} stages, {self.grid} blocks"
+        )
+
+    @property
+    def mma_taps(self) -> int:
+        return self.mma_columns // self.box_channels
+
+    @lazy
+    def pieces(self) -> int:
+        """Units of a kernel row."""
+        return ceil_div(self.layer.problem.kernel_size[1], self.mma_taps)
+
+    @property
+    def tile_units(self) -> int:
+        return self.kernel_planes * self.kernel_rows * self.chunks * self.pieces
+
+    @lazy
+    def units(self) -> int:
+        """Units of a consumer."""
+        return ceil_div(self.tile_units, self.column_groups)
+
+    @property
+    def columns(self) -> int:
+        return self.mma_columns * self.units * self.column_groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.consumers + (128 if self.gives_registers else 32)
+
+    @lazy
+    def count(self) -> int:
+        layer = self.layer
+        planes, rows = _kernel(layer)
+        return (
+            ceil_div(layer.group_out, self.rows)
+            * ceil_div(planes, self.kernel_planes)
+            * ceil_div(rows, self.kernel_rows)
+            * ceil_div(layer.group_in, self.chunks * self.box_channels)
+        )
+
+    @lazy
+    def steps(self) -> int:
+        return patch_count(self.layer, self.patch)
+
+    @property
+    def flush_steps(self) -> int:
+        return max(FLUSH_MMAS * self.layer.mma_depth // self.depth, 1)
+
+    @lazy
+    def box(self) -> tuple[int, int, int]:
+        """Planes, rows and columns of a box of the input."""
+        depth, (vertical, horizontal) = self.layer.problem.depth, self.layer.problem.axes[-2:]
+        rows, columns = self.patch
+        dilation = 1 if depth is None else depth.dilation
+        return (
+            (self.kernel_planes - 1) * dilation + 1,
+            (rows - 1) * vertical.stride + (self.kernel_rows - 1) * vertical.dilation + 1,
+            columns + (self.pieces * self.mma_taps - 1) * horizontal.dilation,
+        )
+
+    @lazy
+    def stage_bytes(self) -> int:
+        boxes = self.chunks * round_up(prod(self.box) * 2 * self.box_channels, BOX_ALIGNMENT)
+        return self.rows * self.depth * 2 + boxes + BARRIER_BYTES
+
+    @property
+    def needed_registers(self) -> int:
+        """Registers of a consumer's thread."""
+        accumulators = self.units * self.mma_columns // 2
+        other = OTHER_REGISTERS + UNIT_REGISTERS * (self.units - 1)
+        return accumulators + other + 4 * self.layer.sums_bias
+
+    @property
+    def gives_registers(self) -> bool:
+        """Whether a whole warpgroup copies, to give the consumers registers."""
+        most = block.most_registers(1, 128 * self.consumers + 32)
+        return self.needed_registers > most
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers of a consumer's thread where a warpgroup gives its own."""
+        groups = self.consumers + 1
+        at_launch = block.most_registers(1, 128 * groups)
+        return (groups * at_launch - PRODUCER_REGISTERS) // self.consumers // 8 * 8
+
+    def fitted(self, gpu: Gpu) -> HaloTile | None:
+        if self.gives_registers and self.needed_registers > min(self.consumer_registers, 240):
+            return None
+        if max(self.box) > MOST_BOX:
+            return None
+        room = gpu.shared_budget(self.blocks) - self.shared_bytes
+        stages = min(room // self.stage_bytes, MOST_STAGES)
+        return replace(self, stages=stages) if stages >= FEWEST_STAGES else None
+
+    @lazy
+    def _step_cycles(self) -> float:
+        mma = max(self.mma_columns / 2, (ROWS + self.mma_columns) * 32 / SHARED_BYTES)
+        mmas = self.consumers * self.units * self.depth / self.layer.mma_depth
+        rows = self.row_groups * self.depth + self.chunks * prod(self.box)
+        return max(mmas * (mma + MMA_OVERHEAD), rows * ROW_CYCLES)
+
+    @property
+    def _cache_cycles(self) -> float:
+        layer = self.layer
+        grad = min(self.rows, layer.group_out) * self.depth
+        channels = min(self.chunks * self.box_channels, layer.group_in)
+        return 2 * (grad + channels * prod(self.box)) / CACHE_BYTES
+
+    @property
+    def box_map(self) -> TensorMap:
+        """The tensor map of the input."""
+        problem = self.layer.problem
+        planes = self.box[-len(problem.axes) :]
+        return _map(
+            "grad_output" if self.layer.mirrored else "input",
+            self.layer,
+            problem.input_shape,
+            (self.box_channels, *planes[::-1], 1),
+        )
+
+    @property
+    def patch_map(self) -> TensorMap:
+        """The tensor map of the output's gradient."""
+        problem = self.layer.problem
+        rows, columns = self.patch
+        planes = (1,) * (len(problem.axes) - 2)
+        return _map(
+            "input" if self.layer.mirrored else "grad_output",
+            self.layer,
+            problem.output_shape,
+            (ROWS, columns, rows, *planes, 1),
+        )
+
+
+def _map(name: str, layer: Layer, shape: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
+    """The tensor map of boxes of a channels-last tensor of this shape."""
+    batch, channels, *size = shape
+    sizes = (channels, *size[::-1], batch)
+    bytes_ = layer.operands.scalar_bytes
+    strides = tuple(bytes_ * prod(sizes[: axis + 1]) for axis in range(len(sizes) - 1))
+    return TensorMap(
+        name,
+        layer.operands.scalar,
+        sizes,
+        strides,
+        box,
+        swizzle=box[0] * bytes_,
+        promotion=128,
+    )
+
+
+def patch_count(layer: Layer, patch: tuple[int, int]) -> int:
+    """Patches of all images."""
+    problem = layer.problem
+    planes = 1 if problem.depth is None else problem.depth.output_size
+    sides = map(ceil_div, problem.output_size, patch)
+    return problem.batch * planes * prod(sides)
+
+
+def takes(layer: Layer) -> bool:
+    """Whether boxes can have what the layer's taps read: positions are neighbours in memory."""
+    problem = layer.problem
+    return (
+        layer.pixels is not None
+        and not layer.flat
+        and problem.groups == 1
+        and problem.stride[1] == 1
+        and max(len(problem.axes), 3) <= 3
+    )
+
+
+@lru_cache(maxsize=64)
+def tiles_of(layer: Layer, gpu: Gpu) -> tuple[HaloTile, ...]:
+    """All tiles that fit, but for patches that are worse than others."""
+    found: list[HaloTile] = []
+    if not takes(layer):
+        return ()
+    for cut in _cuts(layer):
+        patches = [one for one in map(cut, _patches(layer)) if one.fitted(gpu) is not None]
+        for tile in sorted(patches, key=_all_cycles)[:BEST_PATCHES]:
+            fitted = tile.fitted(gpu)
+            assert fitted is not None
+            found += [replace(fitted, grid=grid) for grid in grids(fitted, gpu)]
+    return tuple(
+        tile
+        for tile in found
+        if tile.workspace_bytes <= WORKSPACE_BYTES and tile.count * tile.steps < MOST_STEPS
+    )
+
+
+def _all_cycles(tile: HaloTile) -> float:
+    """Cycles of all steps of a tile, to compare patches by."""
+    return tile.steps * max(tile._step_cycles, tile._cache_cycles)
+
+
+class _Cut:
+    """A way to cut the weights into tiles, for any patch."""
+
+    def __init__(self, tile: HaloTile) -> None:
+        self.tile = tile
+
+    def __call__(self, patch: tuple[int, int]) -> HaloTile:
+        return replace(self.tile, patch=patch, depth=prod(patch))
+
+
+def _cuts(layer: Layer) -> Iterator[_Cut]:
+    width = layer.problem.kernel_size[1]
+    kernel_planes, kernel_rows = _kernel(layer)
+    for channels in CHANNELS:
+        if channels >= 2 * layer.group_in > CHANNELS[0]:
+            continue
+        all_chunks = ceil_div(layer.group_in, channels)
+        widths = {ceil_div(width, ceil_div(width, taps)) for taps in range(1, width + 1)}
+        fitting = [taps for taps in widths if taps * channels <= MOST_COLUMNS]
+        sides = product(
+            sorted(fitting)[-2:],
+            sorted({1, kernel_planes}),
+            shares(kernel_rows),
+            [one for one in shares(all_chunks) if one * channels <= MOST_COLUMNS],
+            GROUPS,
+        )
+        for taps, planes, rows, chunks, groups in sides:
+            tile = HaloTile(
+                layer,
+                *groups,
+                taps * channels,
+                0,
+                1,
+                box_channels=channels,
+                kernel_planes=planes,
+                kernel_rows=rows,
+                chunks=chunks,
+            )
+            idle = tile.rows >= layer.group_out + ROWS or groups[1] > tile.tile_units
+            if not idle and tile.units <= MOST_UNITS and tile.needed_registers <= 240:
+                yield _Cut(tile)
+
+
+def _patches(layer: Layer) -> list[tuple[int, int]]:
+    """Patches whose positions fill MMAs, none of which is much wider or higher than the output."""
+    height, width = layer.problem.output_size
+    return [
+        (rows, columns)
+        for rows, columns in product(PATCH_ROWS, PATCH_COLUMNS)
+        if rows * columns in PATCH_POSITIONS
+        and (columns % 16 == 0 or rows % 2 == 0)
+        and rows < height + 2
+        and columns < width + 8
+    ]
+
+
+def _kernel(layer: Layer) -> tuple[int, int]:
+    """Planes and rows of the kernel."""
+    depth = layer.problem.depth
+    return (1 if depth is None else depth.kernel_size), layer.problem.kernel_size[0]
