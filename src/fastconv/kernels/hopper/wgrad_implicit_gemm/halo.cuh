@@ -14,8 +14,9 @@
 namespace fastconv {
 namespace hopper {
 
-// A tile's columns are units, the columns of one MMA: `mma_taps` neighbouring taps of a kernel row by
-// a chunk of channels. Where a kernel row has several units they are pieces.
+// A tile's columns are units, the columns of one MMA: `mma_taps` neighbouring taps of a kernel row
+// by a chunk of channels; or of a kernel column, if the kernel has only one. Units of the same row or
+// column are its pieces.
 template <class Config, class = void>
 struct HaloOf {
   static constexpr bool exists = false;
@@ -40,8 +41,11 @@ struct HaloOf<Config, typename Exists<decltype(Config::halo_units)>::type> {
   static constexpr int consumer_registers = Config::consumer_registers,
                        producer_registers = Config::producer_registers;
 
-  static constexpr int pieces = ceil_div(Config::kernel_width, mma_taps);
-  static constexpr int tile_units = planes * rows * chunks * pieces;
+  static constexpr bool upright = Config::kernel_width == 1 && Config::kernel_height > 1;
+  static_assert(!upright || rows % mma_taps == 0, "tiles have whole units");
+  static constexpr int pieces = upright ? rows / mma_taps : ceil_div(Config::kernel_width, mma_taps);
+  static constexpr int unit_rows = upright ? 1 : rows;  // rows of units
+  static constexpr int tile_units = planes * unit_rows * chunks * pieces;
   static constexpr int plane_blocks = ceil_div(Depth::kernel, planes);
   static constexpr int row_blocks = ceil_div(Config::kernel_height, rows);
   static constexpr int chunk_blocks = ceil_div(Config::group_in, chunks * channels);
@@ -50,11 +54,17 @@ struct HaloOf<Config, typename Exists<decltype(Config::halo_units)>::type> {
   static constexpr int lines = Depth::out * ceil_div(Config::out_height, patch_rows);
   static constexpr int line_steps = ceil_div(Config::out_width, patch_columns);
 
-  // A box's columns, rows and planes.
+  // A box's columns, rows and planes. If rows are split, a box has the rows of the tile's taps for
+  // each row of the patch; otherwise all rows from the first that is read to the last.
+  static constexpr bool split_rows = Config::split_rows;
   static constexpr int width =
-      patch_columns + (pieces * mma_taps - 1) * Config::dilation_width;
+      patch_columns + (upright ? 0 : (pieces * mma_taps - 1) * Config::dilation_width);
   static constexpr int height =
-      (patch_rows - 1) * Config::stride_height + (rows - 1) * Config::dilation_height + 1;
+      split_rows
+          ? patch_rows * rows
+          : (patch_rows - 1) * Config::stride_height + (rows - 1) * Config::dilation_height + 1;
+  static constexpr int patch_row = (split_rows ? rows : Config::stride_height) * width;  // in pixels
+  static constexpr int tap_row = (split_rows ? 1 : Config::dilation_height) * width;
   static constexpr int depth = (planes - 1) * Depth::dilation + 1;
   static constexpr int box_bytes = width * height * depth * span;
   static constexpr int box_distance = round_up(box_bytes, 1024);
@@ -81,25 +91,24 @@ struct HaloOf<Config, typename Exists<decltype(Config::halo_units)>::type> {
   static constexpr int grad_stride = (in_rows ? 8 : patch_columns) * 128;
   // The same in a box at its first tap.
   static constexpr __host__ __device__ int offset(int mma) {
-    return (row_of(mma) * Config::stride_height * width + column_of(mma)) * span;
+    return (row_of(mma) * patch_row + column_of(mma)) * span;
   }
-  static constexpr int stride = (in_rows ? 8 : Config::stride_height * width) * span;
-  static constexpr int tap_stride = Config::dilation_width * span;
+  static constexpr int stride = (in_rows ? 8 : patch_row) * span;
+  static constexpr int tap_stride = (upright ? tap_row : Config::dilation_width) * span;
 
   // A unit of a tile, and the tile among those of all columns. A tile's last units may not exist.
   struct Unit {
     int plane, row, chunk, piece;  // in the tile
 
     __device__ __forceinline__ explicit Unit(int unit)
-        : plane(unit / (rows * chunks * pieces)),
-          row(unit / (chunks * pieces) % rows),
+        : plane(unit / (unit_rows * chunks * pieces)),
+          row(unit / (chunks * pieces) % unit_rows),
           chunk(unit / pieces % chunks),
           piece(unit % pieces) {}
     // Where the unit's first tap lies in the boxes.
     __device__ __forceinline__ int offset() const {
-      const int pixel = (plane * Depth::dilation * height + row * Config::dilation_height) * width +
-                        piece * mma_taps * Config::dilation_width;
-      return chunk * box_distance + pixel * span;
+      const int pixel = plane * Depth::dilation * height * width + row * tap_row;
+      return chunk * box_distance + pixel * span + piece * mma_taps * tap_stride;
     }
   };
   struct Block {

@@ -58,7 +58,8 @@ class HaloTile(Tile):
     @property
     def name(self) -> str:
         rows, columns = self.patch
-        taps = f"{self.kernel_planes}x{self.kernel_rows}x{self.mma_taps * self.pieces} taps"
+        along = 1 if is_upright(self.layer) else self.mma_taps * self.pieces
+        taps = f"{self.kernel_planes}x{self.kernel_rows}x{along} taps"
         return (
             f"{self.rows} by {taps} of {self.chunks} times {self.box_channels} channels, "
             f"{self.row_groups}x{self.column_groups} consumers of {self.units} MMAs, "
@@ -71,12 +72,15 @@ class HaloTile(Tile):
 
     @lazy
     def pieces(self) -> int:
-        """Units of a kernel row."""
+        """Units of a kernel row, or of a column if there is only one."""
+        if is_upright(self.layer):
+            return self.kernel_rows // self.mma_taps
         return ceil_div(self.layer.problem.kernel_size[1], self.mma_taps)
 
     @property
     def tile_units(self) -> int:
-        return self.kernel_planes * self.kernel_rows * self.chunks * self.pieces
+        rows = 1 if is_upright(self.layer) else self.kernel_rows
+        return self.kernel_planes * rows * self.chunks * self.pieces
 
     @lazy
     def units(self) -> int:
@@ -111,15 +115,33 @@ class HaloTile(Tile):
         return max(FLUSH_MMAS * self.layer.mma_depth // self.depth, 1)
 
     @lazy
+    def all_rows(self) -> int:
+        """Rows of the input from the first that a patch reads at a tile's taps to the last."""
+        vertical = self.layer.problem.axes[-2]
+        return (
+            (self.patch[0] - 1) * vertical.stride + (self.kernel_rows - 1) * vertical.dilation + 1
+        )
+
+    @lazy
+    def split_rows(self) -> bool:
+        """Whether boxes have only the rows of taps, which are an axis of the tensor map.
+
+        So they do if these are fewer. No row of padding is among those of such a map.
+        """
+        problem = self.layer.problem
+        inside = problem.depth is None and problem.padding.top == problem.padding.bottom == 0
+        return inside and self.patch[0] * self.kernel_rows < self.all_rows
+
+    @lazy
     def box(self) -> tuple[int, int, int]:
         """Planes, rows and columns of a box of the input."""
-        depth, (vertical, horizontal) = self.layer.problem.depth, self.layer.problem.axes[-2:]
-        rows, columns = self.patch
+        depth, horizontal = self.layer.problem.depth, self.layer.problem.axes[-1]
         dilation = 1 if depth is None else depth.dilation
+        along = 1 if is_upright(self.layer) else self.pieces * self.mma_taps
         return (
             (self.kernel_planes - 1) * dilation + 1,
-            (rows - 1) * vertical.stride + (self.kernel_rows - 1) * vertical.dilation + 1,
-            columns + (self.pieces * self.mma_taps - 1) * horizontal.dilation,
+            self.patch[0] * self.kernel_rows if self.split_rows else self.all_rows,
+            self.patch[1] + (along - 1) * horizontal.dilation,
         )
 
     @lazy
@@ -150,7 +172,7 @@ class HaloTile(Tile):
     def fitted(self, gpu: Gpu) -> HaloTile | None:
         if self.gives_registers and self.needed_registers > min(self.consumer_registers, 240):
             return None
-        if max(self.box) > MOST_BOX:
+        if max(self.box) > MOST_BOX:  # split rows are two axes
             return None
         room = gpu.shared_budget(self.blocks) - self.shared_bytes
         stages = min(room // self.stage_bytes, MOST_STAGES)
@@ -173,13 +195,21 @@ class HaloTile(Tile):
     @property
     def box_map(self) -> TensorMap:
         """The tensor map of the input."""
-        problem = self.layer.problem
-        planes = self.box[-len(problem.axes) :]
-        return _map(
-            "grad_output" if self.layer.mirrored else "input",
-            self.layer,
-            problem.input_shape,
-            (self.box_channels, *planes[::-1], 1),
+        layer, problem = self.layer, self.layer.problem
+        name = "grad_output" if layer.mirrored else "input"
+        box = self.box[-len(problem.axes) :]
+        whole = _map(name, layer, problem.input_shape, (self.box_channels, *box[::-1], 1))
+        if not self.split_rows:
+            return whole
+        channels, columns, _, images = whole.sizes
+        pixel, row, image = whole.strides
+        (stride, _), (dilation, _) = problem.stride, problem.dilation
+        return replace(
+            whole,
+            sizes=(channels, columns, problem.kernel_size[0], problem.output_size[0], images),
+            strides=(pixel, row * dilation, row * stride, image),
+            box=(self.box_channels, box[-1], self.kernel_rows, self.patch[0], 1),
+            element_strides=(),
         )
 
     @property
@@ -221,24 +251,15 @@ def patch_count(layer: Layer, patch: tuple[int, int]) -> int:
     return problem.batch * planes * prod(sides)
 
 
-def takes(layer: Layer) -> bool:
-    """Whether boxes can have what the layer's taps read: positions are neighbours in memory."""
-    problem = layer.problem
-    return (
-        layer.pixels is not None
-        and not layer.flat
-        and problem.groups == 1
-        and problem.stride[1] == 1
-        and max(len(problem.axes), 3) <= 3
-    )
+def is_upright(layer: Layer) -> bool:
+    """Whether an MMA's taps are those of a column, because the kernel has only one."""
+    return layer.problem.kernel_size[1] == 1 < layer.problem.kernel_size[0]
 
 
 @lru_cache(maxsize=64)
 def tiles_of(layer: Layer, gpu: Gpu) -> tuple[HaloTile, ...]:
     """All tiles that fit, but for patches that are worse than others."""
     found: list[HaloTile] = []
-    if not takes(layer):
-        return ()
     for cut in _cuts(layer):
         patches = [one for one in map(cut, _patches(layer)) if one.fitted(gpu) is not None]
         for tile in sorted(patches, key=_all_cycles)[:BEST_PATCHES]:
@@ -274,12 +295,16 @@ def _cuts(layer: Layer) -> Iterator[_Cut]:
         if channels >= 2 * layer.group_in > CHANNELS[0]:
             continue
         all_chunks = ceil_div(layer.group_in, channels)
-        widths = {ceil_div(width, ceil_div(width, taps)) for taps in range(1, width + 1)}
-        fitting = [taps for taps in widths if taps * channels <= MOST_COLUMNS]
+        upright = is_upright(layer)
+        fitting = [
+            taps
+            for taps in shares(kernel_rows if upright else width)
+            if taps * channels <= MOST_COLUMNS
+        ]
         sides = product(
-            sorted(fitting)[-2:],
+            fitting[-2:],
             sorted({1, kernel_planes}),
-            shares(kernel_rows),
+            shares(ceil_div(kernel_rows, fitting[-1]) if upright else kernel_rows),
             [one for one in shares(all_chunks) if one * channels <= MOST_COLUMNS],
             GROUPS,
         )
@@ -292,7 +317,7 @@ def _cuts(layer: Layer) -> Iterator[_Cut]:
                 1,
                 box_channels=channels,
                 kernel_planes=planes,
-                kernel_rows=rows,
+                kernel_rows=rows * taps if upright else rows,
                 chunks=chunks,
             )
             idle = tile.rows >= layer.group_out + ROWS or groups[1] > tile.tile_units

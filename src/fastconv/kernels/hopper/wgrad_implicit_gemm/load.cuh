@@ -115,6 +115,9 @@ __device__ __forceinline__ void copy_boxes(const Shared& shared, const Sources& 
     if constexpr (Depth::exists) {
       tensor_load(target, sources.input, {channel, in_column, in_row, in_plane, image},
                   shared.full(stage));
+    } else if constexpr (Halo::split_rows) {
+      tensor_load(target, sources.input, {channel, in_column, block.row, row, image},
+                  shared.full(stage));
     } else {
       tensor_load(target, sources.input, {channel, in_column, in_row, image}, shared.full(stage));
     }

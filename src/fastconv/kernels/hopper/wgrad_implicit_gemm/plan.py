@@ -22,13 +22,14 @@ from fastconv.kernels.hopper.wgrad_implicit_gemm import halo, tiles
 from fastconv.kernels.hopper.wgrad_implicit_gemm.halo import HaloTile
 from fastconv.kernels.hopper.wgrad_implicit_gemm.layer import (
     Layer,
+    boxed_layer_of,
     layer_of,
     mirrored_layer_of,
 )
 from fastconv.kernels.hopper.wgrad_implicit_gemm.tiles import ROWS, Tile
 from fastconv.kernels.planning.limits import REDUCE_THREADS
 
-__all__ = ["Layer", "layer_of", "mirrored_layer_of", "plan", "tiles_of"]
+__all__ = ["Layer", "boxed_layer_of", "layer_of", "mirrored_layer_of", "plan", "tiles_of"]
 
 SOURCE = "hopper/wgrad_implicit_gemm/kernel.cuh"
 BIAS_SOURCE = "direct/bias_grad.cuh"
@@ -36,12 +37,12 @@ BIAS_BLOCKS = 1024
 
 
 def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
-    """All tiles that fit, with a halo or without, the fastest first.
+    """All tiles that fit, the fastest first.
 
     Raises:
         Declined: there are none.
     """
-    found = [*tiles.tiles_of(layer, gpu), *halo.tiles_of(layer, gpu)]
+    found = halo.tiles_of(layer, gpu) if layer.boxed else tiles.tiles_of(layer, gpu)
     return sorted(found, key=lambda tile: tile.cycles(gpu))
 
 
@@ -214,6 +215,7 @@ def _halo_constants(tile: HaloTile) -> dict[str, Constant]:
         "halo_chunks": tile.chunks,
         "patch_rows": rows,
         "patch_columns": columns,
+        "split_rows": tile.split_rows,
         "consumer_registers": tile.consumer_registers if tile.gives_registers else 0,
         "producer_registers": halo.PRODUCER_REGISTERS,
     }

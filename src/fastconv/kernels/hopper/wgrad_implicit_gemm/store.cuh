@@ -35,8 +35,10 @@ struct Column {
     const int unit = column / C::mma_columns, in_unit = column - unit * C::mma_columns;
     const typename Halo::Block block(tile);
     const typename Halo::Unit of(unit);
-    const int plane = block.plane + of.plane, row = block.row + of.row;
-    const int in_row = of.piece * Halo::mma_taps + in_unit / Halo::channels;
+    const int along = of.piece * Halo::mma_taps + in_unit / Halo::channels;
+    const int plane = block.plane + of.plane;
+    const int row = block.row + of.row + (Halo::upright ? along : 0);
+    const int in_row = Halo::upright ? 0 : along;
     const bool exists = unit < Halo::tile_units && plane < Depth::kernel &&
                         row < C::kernel_height && in_row < C::kernel_width;
     tap = exists ? plane * kPlaneTaps + row * C::kernel_width + in_row : kTaps;
