@@ -6,7 +6,7 @@ for forward passes and input gradients, the estimates are of one image of a larg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -121,6 +121,8 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
 
 _Way = tuple[float, Callable[[], Plan]]
 """A way to compute a weight gradient: its estimated cycles, and a function that plans it."""
+_Find = Callable[[Problem, Operands, Gpu, float], _Way]
+"""Finds a way that takes at most so many cycles; raises Declined if there is none."""
 
 
 def _halo_tiles(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
@@ -144,9 +146,40 @@ def _mirrored(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _W
     return _gemm_way(layer, gpu)
 
 
+def _boxes(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
+    layer = wgrad_implicit_gemm.boxed_layer_of(problem.without_idle_dilation, operands, gpu)
+    return _gemm_way(layer, gpu)
+
+
+def _mirrored_boxes(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
+    if problem.in_channels == problem.out_channels:
+        raise Declined("as many input channels as output channels, mirrored")
+    layer = wgrad_implicit_gemm.mirrored_layer_of(
+        problem.without_idle_dilation, operands, gpu, wgrad_implicit_gemm.boxed_layer_of
+    )
+    return _gemm_way(layer, gpu)
+
+
 def _on_copies(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
+    return _least_on_copies((_implicit_gemm,), problem, operands, gpu, most)
+
+
+def _boxes_on_copies(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
+    return _least_on_copies((_boxes, _mirrored_boxes), problem, operands, gpu, most)
+
+
+def _least_on_copies(
+    of: Sequence[_Find], problem: Problem, operands: Operands, gpu: Gpu, most: float
+) -> _Way:
+    """The best of some ways on channels-last copies."""
     last, copies = _wgrad_copies(problem, operands, gpu)
-    cycles, plan = _implicit_gemm(problem, last, gpu, most)
+    ways = []
+    for find in of:
+        with suppress(Declined):
+            ways.append(find(problem, last, gpu, most))
+    if not ways:
+        raise Declined("channels-last copies")
+    cycles, plan = min(ways, key=lambda way: way[0])
     few = problem.in_channels // problem.groups < LEAST_COPIED_CHANNELS
     cycles = (cycles + copies) * (COPIES_OF_FEW_SHARE if few else 1.0)
     return cycles, lambda: relayout.weight_gradient(plan(), problem, operands)
@@ -193,8 +226,9 @@ def _portable_wgrad_cycles(problem: Problem, operands: Operands, gpu: Gpu) -> fl
     return cycles * (narrow if operands.scalar_bytes == 2 else 1.0)
 
 
-_WEIGHT_GRADS = (_halo_tiles, _few_inputs, _implicit_gemm, _mirrored, _on_copies)
-_WEIGHT_GRADS_OF_VOLUMES = (_halo_tiles, _implicit_gemm, _mirrored, _on_copies)
+_GEMMS = (_implicit_gemm, _mirrored, _boxes, _mirrored_boxes, _on_copies, _boxes_on_copies)
+_WEIGHT_GRADS = (_halo_tiles, _few_inputs, *_GEMMS)
+_WEIGHT_GRADS_OF_VOLUMES = (_halo_tiles, *_GEMMS)
 
 
 def alternatives(

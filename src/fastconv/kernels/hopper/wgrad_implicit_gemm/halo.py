@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 from fastconv.kernels.arithmetic import ceil_div, round_up, shares
@@ -34,11 +34,14 @@ MOST_BOX = 256  # elements of a TMA box along an axis
 BOX_ALIGNMENT = 1024  # of a box in shared memory, in bytes
 PATCH_COLUMNS = (8, 16, 24, 32, 40, 48, 56, 64)
 PATCH_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
-PATCH_POSITIONS = range(32, 513)
-BEST_PATCHES = 3  # patches of a tile that are examined in full
+PATCH_POSITIONS = (15, 64, 128, 256, 512)  # bounds of the sizes of patches
+BEST_PATCHES = 2  # patches of each size that are examined
+LOADED_SHARE = 0.1  # how loads count beside MMAs, to compare patches
 MOST_UNITS = 4  # of a consumer
 FLUSH_MMAS = 512  # MMAs that are accumulated in a row, as in wgrad_halo
 UNIT_REGISTERS = 4  # of a thread for each further unit
+WGMMA_REGISTERS = 28  # of a wgmma beside its accumulators, all of which a thread has at launch
+MOST_REGISTERS = 240
 PRODUCER_REGISTERS = 32  # of a warpgroup that copies, where consumers need more than their share
 # Estimates, in cycles.
 MMA_OVERHEAD = 5.0  # of every wgmma, measured
@@ -167,10 +170,14 @@ class HaloTile(Tile):
         """Registers of a consumer's thread where a warpgroup gives its own."""
         groups = self.consumers + 1
         at_launch = block.most_registers(1, 128 * groups)
-        return (groups * at_launch - PRODUCER_REGISTERS) // self.consumers // 8 * 8
+        each = (groups * at_launch - PRODUCER_REGISTERS) // self.consumers // 8 * 8
+        return min(each, MOST_REGISTERS)
 
     def fitted(self, gpu: Gpu) -> HaloTile | None:
-        if self.gives_registers and self.needed_registers > min(self.consumer_registers, 240):
+        if self.gives_registers and self.needed_registers > self.consumer_registers:
+            return None
+        at_launch = block.most_registers(1, self.threads)
+        if self.mma_columns // 2 + WGMMA_REGISTERS > at_launch:
             return None
         if max(self.box) > MOST_BOX:  # split rows are two axes
             return None
@@ -258,14 +265,12 @@ def is_upright(layer: Layer) -> bool:
 
 @lru_cache(maxsize=64)
 def tiles_of(layer: Layer, gpu: Gpu) -> tuple[HaloTile, ...]:
-    """All tiles that fit, but for patches that are worse than others."""
+    """All tiles that fit."""
     found: list[HaloTile] = []
-    for cut in _cuts(layer):
-        patches = [one for one in map(cut, _patches(layer)) if one.fitted(gpu) is not None]
-        for tile in sorted(patches, key=_all_cycles)[:BEST_PATCHES]:
-            fitted = tile.fitted(gpu)
-            assert fitted is not None
-            found += [replace(fitted, grid=grid) for grid in grids(fitted, gpu)]
+    for cut, patch in product(_cuts(layer), _patches(layer)):
+        tile = replace(cut, patch=patch, depth=prod(patch)).fitted(gpu)
+        if tile is not None:
+            found += [replace(tile, grid=grid) for grid in grids(tile, gpu)]
     return tuple(
         tile
         for tile in found
@@ -273,22 +278,8 @@ def tiles_of(layer: Layer, gpu: Gpu) -> tuple[HaloTile, ...]:
     )
 
 
-def _all_cycles(tile: HaloTile) -> float:
-    """Cycles of all steps of a tile, to compare patches by."""
-    return tile.steps * max(tile._step_cycles, tile._cache_cycles)
-
-
-class _Cut:
-    """A way to cut the weights into tiles, for any patch."""
-
-    def __init__(self, tile: HaloTile) -> None:
-        self.tile = tile
-
-    def __call__(self, patch: tuple[int, int]) -> HaloTile:
-        return replace(self.tile, patch=patch, depth=prod(patch))
-
-
-def _cuts(layer: Layer) -> Iterator[_Cut]:
+def _cuts(layer: Layer) -> Iterator[HaloTile]:
+    """Ways to cut the weights into tiles, for any patch."""
     width = layer.problem.kernel_size[1]
     kernel_planes, kernel_rows = _kernel(layer)
     for channels in CHANNELS:
@@ -321,21 +312,32 @@ def _cuts(layer: Layer) -> Iterator[_Cut]:
                 chunks=chunks,
             )
             idle = tile.rows >= layer.group_out + ROWS or groups[1] > tile.tile_units
-            if not idle and tile.units <= MOST_UNITS and tile.needed_registers <= 240:
-                yield _Cut(tile)
+            if not idle and tile.units <= MOST_UNITS and tile.needed_registers <= MOST_REGISTERS:
+                yield tile
 
 
-def _patches(layer: Layer) -> list[tuple[int, int]]:
-    """Patches whose positions fill MMAs, none of which is much wider or higher than the output."""
+@lru_cache(maxsize=64)
+def _patches(layer: Layer) -> tuple[tuple[int, int], ...]:
+    """Patches to examine: for stages of each size, those that multiply and load least."""
     height, width = layer.problem.output_size
-    return [
+    kernel_rows, kernel_columns = layer.problem.kernel_size
+    possible = [
         (rows, columns)
         for rows, columns in product(PATCH_ROWS, PATCH_COLUMNS)
-        if rows * columns in PATCH_POSITIONS
-        and (columns % 16 == 0 or rows % 2 == 0)
-        and rows < height + 2
-        and columns < width + 8
+        if (columns % 16 == 0 or rows % 2 == 0) and rows < height + 2 and columns < width + 8
     ]
+
+    def cost(patch: tuple[int, int]) -> float:
+        rows, columns = patch
+        multiplied = patch_count(layer, patch) * rows * columns
+        loaded = (rows + kernel_rows - 1) * (columns + kernel_columns - 1) / (rows * columns)
+        return multiplied * (1 + LOADED_SHARE * loaded)
+
+    found = []
+    for least, most in pairwise(PATCH_POSITIONS):
+        of_size = [one for one in possible if least < prod(one) <= most]
+        found += sorted(of_size, key=cost)[:BEST_PATCHES]
+    return tuple(found)
 
 
 def _kernel(layer: Layer) -> tuple[int, int]:
