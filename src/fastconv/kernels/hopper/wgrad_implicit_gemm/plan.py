@@ -216,6 +216,7 @@ def _halo_constants(tile: HaloTile) -> dict[str, Constant]:
         "patch_rows": rows,
         "patch_columns": columns,
         "split_rows": tile.split_rows,
+        "team_warps": 4 if tile.gives_registers else 1,
         "consumer_registers": tile.consumer_registers if tile.gives_registers else 0,
         "producer_registers": halo.PRODUCER_REGISTERS,
     }
