@@ -329,11 +329,28 @@ def test_patches_of_videos_are_matrix_products(plan: Planner, mode: str) -> None
     assert made.cycles < 2.5 * moved / rates(H200).memory_bytes / H200.sm_count
 
 
-def test_pixels_of_more_bytes_are_the_columns() -> None:
-    """A pixel of 24 channels takes TMA longer than one of 48: the tensors exchange roles."""
-    made = _volume_plan("kb70", "bfloat16", planner.weight_grad, True)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_taps_of_volumes_share_boxes(channels_last: bool) -> None:
+    """A weight gradient of 27 taps has all of 9 in a box, and is bound by MMAs, not by loads."""
+    made = _volume_plan("kb70", "bfloat16", planner.weight_grad, channels_last)
+    multiply = without_copies(made).launches[0]
+    constants = dict(multiply.kernel.constants)
+    assert (constants["group_out"], constants["group_in"]) == (48, 24)
+    assert constants["halo_rows"] * constants["mma_columns"] // constants["halo_channels"] == 9
+    assert (len(made.launches) > 2) is not channels_last  # launches that copy
+
+
+def test_columns_of_patches_become_channels() -> None:
+    """Patches of 16 by 16 pixels are a layer of 48 channels and 16 rows of taps."""
+    problem = make_problem((64, 3, 224, 224), (768, 3, 16, 16), stride=(16, 16))
+    made = planner.weight_grad(problem, make_operands(problem, "bfloat16", True), H200)
     constants = dict(made.launches[0].kernel.constants)
-    assert (constants["group_out"], constants["group_in"]) == (24, 48)
+    assert (constants["group_in"], constants["kernel_width"]) == (48, 1)
+    assert constants["split_rows"]
+    # Half a patch more on a side is no patch.
+    odd = make_problem((64, 3, 224, 232), (768, 3, 16, 16), stride=(16, 16))
+    made = planner.weight_grad(odd, make_operands(odd, "bfloat16", True), H200)
+    assert "halo_units" not in dict(made.launches[0].kernel.constants)
 
 
 # --- Tuned plans ----------------------------------------------------------------------------------

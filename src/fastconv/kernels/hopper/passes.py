@@ -6,10 +6,10 @@ for forward passes and input gradients, the estimates are of one image of a larg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from math import inf
+from math import inf, prod
 from typing import Any, NamedTuple
 
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
@@ -48,9 +48,11 @@ STRIDED_VOLUME_SHARE = 1.4
 # Few outputs of images of one row in TF32, which take 1.7 of their estimates, against halo tiles
 # that take 0.6 of theirs there.
 FEW_OUTPUTS_ROW_SHARE = 2.75
-# Contiguous weight gradients in 16 bits: halo tiles, implicit GEMMs that gather, and those that
-# gather few channels.
+# Contiguous weight gradients in 16 bits: halo tiles, of images with many taps too, implicit GEMMs
+# that gather, and those that gather few channels.
 WGRAD_HALO_SHARE = 1.3
+WGRAD_HALO_OF_MANY_TAPS_SHARE = 1.0
+MANY_TAPS = 25
 GATHER_SHARE = 0.75
 FEW_SHARE = 1.5
 LEAST_VECTOR = 8  # channels that channels-last kernels load at once in 16 bits
@@ -121,13 +123,14 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
 
 _Way = tuple[float, Callable[[], Plan]]
 """A way to compute a weight gradient: its estimated cycles, and a function that plans it."""
-_Find = Callable[[Problem, Operands, Gpu, float], _Way]
-"""Finds a way that takes at most so many cycles; raises Declined if there is none."""
 
 
 def _halo_tiles(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
     tile = wgrad_halo.choose_tile(problem, operands, gpu, most)
-    share = WGRAD_HALO_SHARE if _gathers_16_bits(operands) else 1.0
+    share = 1.0
+    if _gathers_16_bits(operands):
+        many = problem.depth is None and prod(problem.kernel_size) >= MANY_TAPS
+        share = WGRAD_HALO_OF_MANY_TAPS_SHARE if many else WGRAD_HALO_SHARE
     return tile.cycles(gpu) * share, partial(wgrad_halo.plan, tile, gpu)
 
 
@@ -161,28 +164,21 @@ def _mirrored_boxes(problem: Problem, operands: Operands, gpu: Gpu, most: float)
 
 
 def _on_copies(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
-    return _least_on_copies((_implicit_gemm,), problem, operands, gpu, most)
-
-
-def _boxes_on_copies(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
-    return _least_on_copies((_boxes, _mirrored_boxes), problem, operands, gpu, most)
-
-
-def _least_on_copies(
-    of: Sequence[_Find], problem: Problem, operands: Operands, gpu: Gpu, most: float
-) -> _Way:
-    """The best of some ways on channels-last copies."""
     last, copies = _wgrad_copies(problem, operands, gpu)
-    ways = []
-    for find in of:
-        with suppress(Declined):
-            ways.append(find(problem, last, gpu, most))
-    if not ways:
-        raise Declined("channels-last copies")
-    cycles, plan = min(ways, key=lambda way: way[0])
+    cycles, plan = _implicit_gemm(problem, last, gpu, most)
     few = problem.in_channels // problem.groups < LEAST_COPIED_CHANNELS
     cycles = (cycles + copies) * (COPIES_OF_FEW_SHARE if few else 1.0)
     return cycles, lambda: relayout.weight_gradient(plan(), problem, operands)
+
+
+def _boxes_on_copies(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
+    last, copies = _wgrad_copies(problem, operands, gpu)
+    cycles, plan = _boxes(problem, last, gpu, most)
+    with suppress(Declined):
+        mirrored, plan_mirrored = _mirrored_boxes(problem, last, gpu, most)
+        if mirrored < cycles:
+            cycles, plan = mirrored, plan_mirrored
+    return cycles + copies, lambda: relayout.weight_gradient(plan(), problem, operands)
 
 
 def _halo_tiles_on_copies(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:

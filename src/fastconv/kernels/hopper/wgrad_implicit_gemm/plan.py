@@ -32,6 +32,7 @@ from fastconv.kernels.planning.limits import REDUCE_THREADS
 __all__ = ["Layer", "boxed_layer_of", "layer_of", "mirrored_layer_of", "plan", "tiles_of"]
 
 SOURCE = "hopper/wgrad_implicit_gemm/kernel.cuh"
+HALO_SOURCE = "hopper/wgrad_implicit_gemm/halo_kernel.cuh"
 BIAS_SOURCE = "direct/bias_grad.cuh"
 BIAS_BLOCKS = 1024
 
@@ -51,8 +52,9 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
     layer = tile.layer
     share = (tile.group_tiles, tile.group_blocks, tile.most_runs, layer.problem.batch)
     constants = tuple(_constants(tile).items())
+    source = HALO_SOURCE if layer.boxed else SOURCE
     multiply = Launch(
-        Kernel(SOURCE, "wgrad_implicit_gemm", constants),
+        Kernel(source, "wgrad_implicit_gemm", constants),
         (tile.grid, 1, 1),
         tile.threads,
         tile.shared_bytes,
@@ -61,7 +63,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
     )
     slots = tile.count * tile.run_bytes // 16
     reduce = Launch(
-        Kernel(SOURCE, "reduce", constants),
+        Kernel(source, "reduce", constants),
         (ceil_div(slots * tile.reduce_parts, REDUCE_THREADS), 1, 1),
         REDUCE_THREADS,
         REDUCE_THREADS * 16 if tile.reduce_parts > 1 else 0,
