@@ -44,6 +44,8 @@ SQUARE = Conv("3x3", (2, 40, 9, 21), (72, 40, 3, 3), padding=(1, 1, 1, 1))
 WIDE = Conv("wide kernel", (2, 24, 7, 33), (40, 24, 2, 9), padding=(0, 1, 5, 3))
 DILATED = Conv("dilated", (2, 64, 12, 27), (24, 64, 3, 2), padding=(2, 3, 1, 0), dilation=(2, 5))
 ROWS = Conv("strided rows", (2, 16, 14, 19), (136, 16, 3, 3), (2, 1), (1, 0, 1, 1))
+COLUMNS = Conv("strided columns", (2, 136, 5, 50), (24, 136, 2, 5), (1, 2), (0, 1, 2, 2), (1, 1))
+RESIDUES = Conv("some residues", (1, 40, 5, 43), (16, 40, 2, 3), (2, 4), (1, 1, 1, 0), (1, 2))
 HIGH = Conv("one column", (2, 72, 11, 10), (16, 72, 5, 1), padding=(2, 2, 0, 0))
 SMALL = Conv("small images", (5, 96, 3, 3), (96, 96, 2, 3), padding=(1, 0, 1, 1))
 CUBE = Conv("3x3x3", (2, 40, 3, 5, 9), (72, 40, 3, 3, 3), (1,) * 3, (1,) * 6, (1,) * 3)
@@ -78,6 +80,9 @@ CASES = [
     _case(DILATED, "float16", True, with_tile(layer_of=mirrored_layer_of)),
     _case(ROWS, "bfloat16", True, with_tile()),
     _case(ROWS, "float16", False, with_tile(lambda tile: tile.kernel_rows == 3), True),
+    _case(COLUMNS, "bfloat16", True, with_tile()),
+    _case(COLUMNS, "float16", False, with_tile(lambda tile: tile.mma_chunks > 1, grid=3)),
+    _case(RESIDUES, "bfloat16", False, with_tile()),
     _case(HIGH, "bfloat16", True, with_tile()),
     _case(HIGH, "float16", False, with_tile(lambda tile: tile.mma_taps < 5 and tile.units > 1)),
     _case(SMALL, "bfloat16", True, with_tile()),
@@ -112,9 +117,9 @@ def _drawn(draw: Random) -> PassCase:
     axes = draw.choice((2, 3))
     kernel = [*(draw.randint(1, 3) for _ in range(axes - 1)), draw.randint(2, 6)]
     dilation = tuple(draw.randint(1, 2) for _ in kernel)
-    stride = (*(draw.randint(1, 2) for _ in kernel[1:]), 1)
+    stride = tuple(draw.randint(1, 2) for _ in kernel)
     extents = (1 + (taps - 1) * step for taps, step in zip(kernel, dilation, strict=True))
-    size = [extent + draw.randint(0, 8) for extent in extents]
+    size = [extent + draw.randint(0, 12) for extent in extents]
     channels = [draw.choice((8, 16, 24, 40, 64, 72, 96, 136)) for _ in range(2)]
     conv = Conv(
         "drawn",
@@ -162,7 +167,7 @@ def test_channels_keep_to_themselves() -> None:
     ("conv", "mode", "reason"),
     [
         (SQUARE, "tf32", "boxes of float"),
-        (replace(SQUARE, stride=(1, 2)), "bfloat16", "strides"),
+        (replace(SQUARE, stride=(1, 9)), "bfloat16", "strides"),
         (replace(SQUARE, weight=(72, 20, 3, 3), groups=2), "bfloat16", "2 groups"),
         (Conv("pointwise", (1, 16, 8, 8), (16, 16, 1, 1)), "bfloat16", "a single tap"),
         (Conv("odd", (1, 12, 8, 8), (16, 12, 3, 3)), "bfloat16", "12, 16"),

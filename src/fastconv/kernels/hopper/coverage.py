@@ -469,7 +469,7 @@ WGRAD_IMPLICIT_GEMM = Anatomy(
 
 def _wgrad_boxes(c: Mapping[str, Any]) -> dict[str, Constant]:
     """Choices of the same kernel where its boxes have a halo."""
-    channels, columns = c["halo_channels"], c["mma_columns"]
+    channels, columns = c["halo_channels"], c["mma_columns"] // c["halo_mma_chunks"]
     upright = c["kernel_width"] == 1 < c["kernel_height"]
     along = c["kernel_height"] if upright else c["kernel_width"]
     tiles = (
@@ -485,6 +485,8 @@ def _wgrad_boxes(c: Mapping[str, Any]) -> dict[str, Constant]:
         "several tiles": min(ceil_div(c["group_out"], 64 * c["row_groups"]), 2) * min(tiles, 2),
         "upright": upright,
         "pieces": columns // channels < along,
+        "strided": 0 if upright else min(c["stride_width"], 2) - 1,
+        "chunks an MMA": c["halo_mma_chunks"] > 1,
         "pairs in rows": c["patch_columns"] % 16 == 0,
         "gives registers": c["consumer_registers"] > 0,
         "whole rows": c["group_out"] % (64 * c["row_groups"]) == 0,
@@ -501,17 +503,17 @@ WGRAD_BOXES = Anatomy(
         "row_groups", "column_groups", "mma_columns", "depth", "blocks", "stages", "teams",
         "team_warps", "flush_steps", "cluster", "weight_start", "aligned", "ties_to_even",
         "halo_units", "halo_planes", "halo_rows", "halo_chunks", "patch_rows", "patch_columns",
-        "consumer_registers", "producer_registers",
+        "halo_mma_chunks", "consumer_registers", "producer_registers",
     },
     chosen=_wgrad_boxes,
     parts={
         "load": ("halo_channels", "several rows", "several chunks", "split_rows", "upright",
-                 "whole chunks"),
+                 "strided", "whole chunks"),
         "multiply": ("Scalar", "bias", "halo_channels", "several rows", "several columns",
-                     "several units", "upright", "pieces", "pairs in rows", "split_rows",
-                     "gives registers"),
-        "store": ("Scalar", "whole", "bias", "upright", "pieces", "several units", "whole rows",
-                  "whole chunks", "neighbours"),
+                     "several units", "upright", "pieces", "strided", "chunks an MMA",
+                     "pairs in rows", "split_rows", "gives registers"),
+        "store": ("Scalar", "whole", "bias", "upright", "pieces", "chunks an MMA",
+                  "several units", "whole rows", "whole chunks", "neighbours"),
         "reduce": ("Scalar", "whole", "bias", "reduce_parts", "several tiles", "upright",
                    "whole rows", "whole chunks"),
     },

@@ -29,7 +29,7 @@ from fastconv.kernels.hopper.wgrad_implicit_gemm.tiles import (
 from fastconv.kernels.lazy import lazy
 
 CHANNELS = (16, 32, 64)  # of a chunk, whose rows the swizzle spans
-MOST_COLUMNS = 256  # the N of a wgmma
+LEAST_COLUMNS, MOST_COLUMNS = 64, 256  # the N of a wgmma
 MOST_BOX = 256  # elements of a TMA box along an axis
 BOX_ALIGNMENT = 1024  # of a box in shared memory, in bytes
 PATCH_COLUMNS = (8, 16, 24, 32, 40, 48, 56, 64)
@@ -56,6 +56,7 @@ class HaloTile(Tile):
     kernel_planes: int = 1  # planes and rows of the kernel, and chunks of channels, in a tile
     kernel_rows: int = 1
     chunks: int = 1
+    mma_chunks: int = 1  # chunks of an MMA, which then has one tap
     patch: tuple[int, int] = (0, 0)  # rows and columns
 
     @property
@@ -64,14 +65,15 @@ class HaloTile(Tile):
         along = 1 if is_upright(self.layer) else self.mma_taps * self.pieces
         taps = f"{self.kernel_planes}x{self.kernel_rows}x{along} taps"
         return (
-            f"{self.rows} by {taps} of {self.chunks} times {self.box_channels} channels, "
+            f"{self.rows} by {taps} of {self.chunks} times {self.box_channels} channels "
+            f"({self.mma_columns} an MMA), "
             f"{self.row_groups}x{self.column_groups} consumers of {self.units} MMAs, "
             f"patches of {rows} by {columns}, {self.stages} stages, {self.grid} blocks"
         )
 
     @property
     def mma_taps(self) -> int:
-        return self.mma_columns // self.box_channels
+        return self.mma_columns // self.box_channels // self.mma_chunks
 
     @lazy
     def pieces(self) -> int:
@@ -83,7 +85,7 @@ class HaloTile(Tile):
     @property
     def tile_units(self) -> int:
         rows = 1 if is_upright(self.layer) else self.kernel_rows
-        return self.kernel_planes * rows * self.chunks * self.pieces
+        return self.kernel_planes * rows * self.chunks // self.mma_chunks * self.pieces
 
     @lazy
     def units(self) -> int:
@@ -136,6 +138,13 @@ class HaloTile(Tile):
         return inside and self.patch[0] * self.kernel_rows < self.all_rows
 
     @lazy
+    def boxes(self) -> int:
+        """Boxes of the input in a stage: for each chunk, as many as taps have residues."""
+        horizontal = self.layer.problem.axes[-1]
+        taps = range(horizontal.kernel_size)
+        return self.chunks * len({tap * horizontal.dilation % horizontal.stride for tap in taps})
+
+    @lazy
     def box(self) -> tuple[int, int, int]:
         """Planes, rows and columns of a box of the input."""
         depth, horizontal = self.layer.problem.depth, self.layer.problem.axes[-1]
@@ -144,12 +153,12 @@ class HaloTile(Tile):
         return (
             (self.kernel_planes - 1) * dilation + 1,
             self.patch[0] * self.kernel_rows if self.split_rows else self.all_rows,
-            self.patch[1] + (along - 1) * horizontal.dilation,
+            self.patch[1] + (along - 1) * horizontal.dilation // horizontal.stride,
         )
 
     @lazy
     def stage_bytes(self) -> int:
-        boxes = self.chunks * round_up(prod(self.box) * 2 * self.box_channels, BOX_ALIGNMENT)
+        boxes = self.boxes * round_up(prod(self.box) * 2 * self.box_channels, BOX_ALIGNMENT)
         return self.rows * self.depth * 2 + boxes + BARRIER_BYTES
 
     @property
@@ -179,7 +188,7 @@ class HaloTile(Tile):
         at_launch = block.most_registers(1, self.threads)
         if self.mma_columns // 2 + WGMMA_REGISTERS > at_launch:
             return None
-        if max(self.box) > MOST_BOX:  # split rows are two axes
+        if max(*self.box, self._box_extent) > MOST_BOX:  # split rows are two axes
             return None
         room = gpu.shared_budget(self.blocks) - self.shared_bytes
         stages = min(room // self.stage_bytes, MOST_STAGES)
@@ -189,7 +198,7 @@ class HaloTile(Tile):
     def _step_cycles(self) -> float:
         mma = max(self.mma_columns / 2, (ROWS + self.mma_columns) * 32 / SHARED_BYTES)
         mmas = self.consumers * self.units * self.depth / self.layer.mma_depth
-        rows = self.row_groups * self.depth + self.chunks * prod(self.box)
+        rows = self.row_groups * self.depth + self.boxes * prod(self.box)
         return max(mmas * (mma + MMA_OVERHEAD), rows * ROW_CYCLES)
 
     @property
@@ -197,15 +206,23 @@ class HaloTile(Tile):
         layer = self.layer
         grad = min(self.rows, layer.group_out) * self.depth
         channels = min(self.chunks * self.box_channels, layer.group_in)
-        return 2 * (grad + channels * prod(self.box)) / CACHE_BYTES
+        columns = self.boxes // self.chunks * channels * prod(self.box)
+        return 2 * (grad + columns) / CACHE_BYTES
+
+    @property
+    def _box_extent(self) -> int:
+        """Columns from a box's first to its last."""
+        return (self.box[-1] - 1) * self.layer.problem.stride[1] + 1
 
     @property
     def box_map(self) -> TensorMap:
         """The tensor map of the input."""
         layer, problem = self.layer, self.layer.problem
         name = "grad_output" if layer.mirrored else "input"
-        box = self.box[-len(problem.axes) :]
-        whole = _map(name, layer, problem.input_shape, (self.box_channels, *box[::-1], 1))
+        _, *others = self.box[-len(problem.axes) :][::-1]
+        box = (self.box_channels, self._box_extent, *others, 1)
+        step = (1, problem.stride[1], *(1 for _ in others), 1)
+        whole = _map(name, layer, problem.input_shape, box, step)
         if not self.split_rows:
             return whole
         channels, columns, _, images = whole.sizes
@@ -215,8 +232,8 @@ class HaloTile(Tile):
             whole,
             sizes=(channels, columns, problem.kernel_size[0], problem.output_size[0], images),
             strides=(pixel, row * dilation, row * stride, image),
-            box=(self.box_channels, box[-1], self.kernel_rows, self.patch[0], 1),
-            element_strides=(),
+            box=(*box[:2], self.kernel_rows, self.patch[0], 1),
+            element_strides=(*step[:2], 1, 1, 1),
         )
 
     @property
@@ -233,7 +250,13 @@ class HaloTile(Tile):
         )
 
 
-def _map(name: str, layer: Layer, shape: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
+def _map(
+    name: str,
+    layer: Layer,
+    shape: tuple[int, ...],
+    box: tuple[int, ...],
+    step: tuple[int, ...] = (),
+) -> TensorMap:
     """The tensor map of boxes of a channels-last tensor of this shape."""
     batch, channels, *size = shape
     sizes = (channels, *size[::-1], batch)
@@ -245,6 +268,7 @@ def _map(name: str, layer: Layer, shape: tuple[int, ...], box: tuple[int, ...]) 
         sizes,
         strides,
         box,
+        step,
         swizzle=box[0] * bytes_,
         promotion=128,
     )
@@ -280,40 +304,45 @@ def tiles_of(layer: Layer, gpu: Gpu) -> tuple[HaloTile, ...]:
 
 def _cuts(layer: Layer) -> Iterator[HaloTile]:
     """Ways to cut the weights into tiles, for any patch."""
-    width = layer.problem.kernel_size[1]
     kernel_planes, kernel_rows = _kernel(layer)
+    upright = is_upright(layer)
     for channels in CHANNELS:
         if channels >= 2 * layer.group_in > CHANNELS[0]:
             continue
-        all_chunks = ceil_div(layer.group_in, channels)
-        upright = is_upright(layer)
-        fitting = [
-            taps
-            for taps in shares(kernel_rows if upright else width)
-            if taps * channels <= MOST_COLUMNS
-        ]
-        sides = product(
-            fitting[-2:],
-            sorted({1, kernel_planes}),
-            shares(ceil_div(kernel_rows, fitting[-1]) if upright else kernel_rows),
-            [one for one in shares(all_chunks) if one * channels <= MOST_COLUMNS],
-            GROUPS,
-        )
-        for taps, planes, rows, chunks, groups in sides:
-            tile = HaloTile(
-                layer,
-                *groups,
-                taps * channels,
-                0,
-                1,
-                box_channels=channels,
-                kernel_planes=planes,
-                kernel_rows=rows * taps if upright else rows,
-                chunks=chunks,
+        for taps, together in _units(layer, channels):
+            sides = product(
+                sorted({1, kernel_planes}),
+                shares(ceil_div(kernel_rows, taps) if upright else kernel_rows),
+                shares(ceil_div(layer.group_in, channels * together)),
+                GROUPS,
             )
-            idle = tile.rows >= layer.group_out + ROWS or groups[1] > tile.tile_units
-            if not idle and tile.units <= MOST_UNITS and tile.needed_registers <= MOST_REGISTERS:
-                yield tile
+            for planes, rows, chunks, groups in sides:
+                tile = HaloTile(
+                    layer,
+                    *groups,
+                    taps * together * channels,
+                    0,
+                    1,
+                    box_channels=channels,
+                    kernel_planes=planes,
+                    kernel_rows=rows * taps if upright else rows,
+                    chunks=chunks * together,
+                    mma_chunks=together,
+                )
+                idle = tile.rows >= layer.group_out + ROWS or groups[1] > tile.tile_units
+                if not idle and tile.units <= MOST_UNITS:
+                    yield tile
+
+
+def _units(layer: Layer, channels: int) -> list[tuple[int, int]]:
+    """Taps and chunks of this many channels in an MMA: neighbouring taps, unless strided."""
+    vertical, horizontal = layer.problem.axes[-2:]
+    if horizontal.stride > 1 and not is_upright(layer):
+        chunks = shares(ceil_div(layer.group_in, channels))
+        widths = range(LEAST_COLUMNS, MOST_COLUMNS + 1)
+        return [(1, many) for many in chunks if many * channels in widths] or [(1, chunks[-1])]
+    all_taps = (vertical if is_upright(layer) else horizontal).kernel_size
+    return [(taps, 1) for taps in shares(all_taps) if taps * channels <= MOST_COLUMNS][-2:]
 
 
 @lru_cache(maxsize=64)

@@ -231,8 +231,7 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
 def boxed_layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
     """The layer of channels-last tensors in 16 bits whose taps share TMA boxes of the input.
 
-    Positions that are neighbours in a row read pixels that are neighbours, so columns have no
-    stride; patches have none once the columns of each are channels.
+    The columns of patches become channels. Other strides along columns are those of the tensor map.
 
     Raises:
         Declined: this kernel cannot compute it so.
@@ -242,7 +241,7 @@ def boxed_layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
     last = operands.input_channels_last and operands.output_channels_last
     if not (last and operands.scalar_bytes == 2 and operands.aligned):
         raise Declined(f"boxes of {operands.scalar} unless channels-last and aligned")
-    if problem.groups > 1 or problem.stride[1] > 1:
+    if problem.groups > 1 or problem.stride[1] > pixels.MOST_STEP:
         raise Declined(f"boxes of {problem.groups} groups with strides {problem.stride}")
     if all(axis.kernel_size == 1 for axis in problem.axes):
         raise Declined("boxes of a single tap")

@@ -105,13 +105,14 @@ __device__ __forceinline__ void copy_boxes(const Shared& shared, const Sources& 
     }
   }
   const typename Halo::Block block(tile.column / kTileColumns);
-  const int in_column = column - C::padding_left;
   const int in_row = row * C::stride_height - C::padding_top + block.row * C::dilation_height;
   const int in_plane = plane * Depth::stride - Depth::padding + block.plane * Depth::dilation;
 #pragma unroll
-  for (int i = 0; i < Halo::chunks; ++i) {
+  for (int i = 0; i < Halo::chunks * Halo::boxes; ++i) {
     unsigned char* const target = shared.columns(stage) + i * Halo::box_distance;
-    const int channel = block.channel + i * Halo::channels;
+    const int channel = block.channel + i / Halo::boxes * Halo::channels;
+    const int in_column =
+        column * C::stride_width - C::padding_left + Halo::residue_of(i % Halo::boxes);
     if constexpr (Depth::exists) {
       tensor_load(target, sources.input, {channel, in_column, in_row, in_plane, image},
                   shared.full(stage));

@@ -85,7 +85,7 @@ __device__ __forceinline__ void multiply_boxes(Accumulators& acc, const Shared& 
   const Matrix rows = swizzled_matrix(shared.rows(stage) + place.row_group * kBoxBytes, kBoxBytes,
                                       Halo::grad_stride);
   const Matrix columns =
-      swizzled_matrix<Halo::span>(shared.columns(stage), Halo::tap_stride, Halo::stride);
+      swizzled_matrix<Halo::span>(shared.columns(stage), Halo::leading, Halo::stride);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kMmas; ++k) {

@@ -212,6 +212,7 @@ def _halo_constants(tile: HaloTile) -> dict[str, Constant]:
     return {
         "halo_units": tile.units,
         "halo_channels": tile.box_channels,
+        "halo_mma_chunks": tile.mma_chunks,
         "halo_planes": tile.kernel_planes,
         "halo_rows": tile.kernel_rows,
         "halo_chunks": tile.chunks,

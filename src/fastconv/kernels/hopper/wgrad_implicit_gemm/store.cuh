@@ -35,14 +35,16 @@ struct Column {
     const int unit = column / C::mma_columns, in_unit = column - unit * C::mma_columns;
     const typename Halo::Block block(tile);
     const typename Halo::Unit of(unit);
-    const int along = of.piece * Halo::mma_taps + in_unit / Halo::channels;
+    const int part = in_unit / Halo::channels;  // a tap, or a chunk
+    const int along = of.piece * Halo::mma_taps + (Halo::mma_chunks > 1 ? 0 : part);
+    const int chunk = of.chunk + (Halo::mma_chunks > 1 ? part : 0);
     const int plane = block.plane + of.plane;
     const int row = block.row + of.row + (Halo::upright ? along : 0);
     const int in_row = Halo::upright ? 0 : along;
     const bool exists = unit < Halo::tile_units && plane < Depth::kernel &&
                         row < C::kernel_height && in_row < C::kernel_width;
     tap = exists ? plane * kPlaneTaps + row * C::kernel_width + in_row : kTaps;
-    channel = block.channel + of.chunk * Halo::channels + in_unit % Halo::channels;
+    channel = block.channel + chunk * Halo::channels + in_unit % Halo::channels;
   }
 };
 
