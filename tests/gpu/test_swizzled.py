@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastconv import jit
 import box_mmas
 from box_mmas import BoxCase
+from fastconv import jit
 from gpu.helpers import CUDA, is_hopper
 from swizzled_mmas import CASES, Case
 

@@ -1,13 +1,13 @@
-// A kernel that multiplies an MN-major matrix by another one that begins anywhere in a swizzled box:
-// tests/kernels/box_mmas.py.
+// A kernel that multiplies an MN-major matrix by another one that begins anywhere in a swizzled
+// box: tests/kernels/box_mmas.py.
 #include "device/wgmma.cuh"
 
 namespace fastconv {
 
 constexpr int kColumns = Config::columns;
-constexpr int kSteps = 3;                          // along K, of 16 places
-constexpr int kLeftBytes = kSteps * 16 * 128;      // 64 rows, then comes the box
-constexpr int kStepBytes = 16 * Config::span;      // of the right matrix
+constexpr int kSteps = 3;                      // along K, of 16 places
+constexpr int kLeftBytes = kSteps * 16 * 128;  // 64 rows, then comes the box
+constexpr int kStepBytes = 16 * Config::span;  // of the right matrix
 
 }  // namespace fastconv
 
@@ -27,9 +27,9 @@ extern "C" __global__ void __launch_bounds__(128)
   }
   barrier_wait(loaded, 0);
   const Matrix left = swizzled_matrix(tile, kLeftBytes, 1024);
-  const Matrix right = swizzled_matrix<Config::span>(
-      tile + kLeftBytes + Config::first * Config::span, Config::leading * Config::span,
-      Config::stride * Config::span);
+  const Matrix right =
+      swizzled_matrix<Config::span>(tile + kLeftBytes + Config::first * Config::span,
+                                    Config::leading * Config::span, Config::stride * Config::span);
   float acc[kColumns / 2];
   wgmma_fence();
   for (int step = 0; step < kSteps; ++step) {

@@ -20,9 +20,9 @@ BOX_BYTES = 24576
 class BoxCase:
     """An MN-major matrix of 64 rows times one of ``columns`` rows in a box, of small integers.
 
-    The box has a place along K every ``span`` bytes, as many as its swizzle spans. The matrix begins
-    at the place ``first``; ``leading`` places lie between as many of its rows as the span has, and
-    ``stride`` places between eight neighbours along K and the next.
+    The box has a place along K every ``span`` bytes, as many as its swizzle spans. The matrix
+    begins at the place ``first``; ``leading`` places lie between as many of its rows as the span
+    has, and ``stride`` places between eight neighbours along K and the next.
     """
 
     kind: str
@@ -66,9 +66,7 @@ class BoxCase:
         return left @ _matrix(self.memory(), self.columns, self.span, start, *sides).T
 
 
-def _matrix(
-    memory: Tensor, rows: int, span: int, start: int, leading: int, stride: int
-) -> Tensor:
+def _matrix(memory: Tensor, rows: int, span: int, start: int, leading: int, stride: int) -> Tensor:
     """The matrix that begins at byte ``start`` of memory, where the swizzle permutes chunks."""
     row, place = torch.arange(rows)[:, None], torch.arange(PLACES)
     of_span = span // 2

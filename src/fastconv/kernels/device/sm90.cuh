@@ -336,10 +336,10 @@ __device__ __forceinline__ Matrix matrix(const void* start, int leading, int str
 // A descriptor with a swizzle of kSpan (32, 64 or 128) bytes, for TMA boxes at multiples of 8 kSpan
 // bytes. K-major operand: 8 rows of kSpan bytes are contiguous, `stride` bytes lie between such
 // groups, and `leading` is unused; adding bytes / 16 moves along K within a row. MN-major operand
-// (see wgmma): 8 places along K by kSpan bytes are contiguous, `stride` bytes lie between neighbours
-// along K, and `leading` bytes between neighbours along M or N. The swizzle is a function of the
-// address in shared memory, so an MN-major operand may begin at any row of a box, and `stride` and
-// `leading` may be any number of rows.
+// (see wgmma): 8 places along K by kSpan bytes are contiguous, `stride` bytes lie between
+// neighbours along K, and `leading` bytes between neighbours along M or N. The swizzle is a
+// function of the address in shared memory, so an MN-major operand may begin at any row of a box,
+// and `stride` and `leading` may be any number of rows.
 template <int kSpan = 128>
 __device__ __forceinline__ Matrix swizzled_matrix(const void* start, int leading, int stride) {
   static_assert(kSpan == 32 || kSpan == 64 || kSpan == 128, "spans of wgmma's swizzles");

@@ -466,7 +466,6 @@ WGRAD_IMPLICIT_GEMM = Anatomy(
 )  # fmt: skip
 
 
-
 def _wgrad_boxes(c: Mapping[str, Any]) -> dict[str, Constant]:
     """Choices of the same kernel where its boxes have a halo."""
     channels, columns = c["halo_channels"], c["mma_columns"] // c["halo_mma_chunks"]

@@ -3,10 +3,10 @@
 //
 // A step's positions are a patch of one plane of the output: patch_rows by patch_columns, which are
 // a multiple of 8. A box has the channels of a chunk, in rows of 32, 64 or 128 bytes, of all pixels
-// that the patch reads at a tile's taps. Both operands are MN-major, where 8 positions along K are 8
-// rows side by side. The swizzle depends on the address alone, so such 8 rows may begin anywhere in
-// its pattern. With a stride along columns, TMA skips pixels, and a chunk has a box for each residue
-// of its taps.
+// that the patch reads at a tile's taps. Both operands are MN-major, where 8 positions along K are
+// 8 rows side by side. The swizzle depends on the address alone, so such 8 rows may begin anywhere
+// in its pattern. With a stride along columns, TMA skips pixels, and a chunk has a box for each
+// residue of its taps.
 #pragma once
 #include "device/depth.cuh"
 #include "device/tensor/operand.cuh"
@@ -45,7 +45,8 @@ struct HaloOf<Config, typename Exists<decltype(Config::halo_units)>::type> {
 
   static constexpr bool upright = Config::kernel_width == 1 && Config::kernel_height > 1;
   static_assert(!upright || rows % mma_taps == 0, "tiles have whole units");
-  static constexpr int pieces = upright ? rows / mma_taps : ceil_div(Config::kernel_width, mma_taps);
+  static constexpr int pieces =
+      upright ? rows / mma_taps : ceil_div(Config::kernel_width, mma_taps);
   static constexpr int unit_rows = upright ? 1 : rows;  // rows of units
   static constexpr int unit_chunks = chunks / mma_chunks;
   static constexpr int tile_units = planes * unit_rows * unit_chunks * pieces;
@@ -53,7 +54,7 @@ struct HaloOf<Config, typename Exists<decltype(Config::halo_units)>::type> {
   static_assert(upright || mma_taps == 1 || Config::stride_width == 1, "neighbouring taps");
   static constexpr int plane_blocks = ceil_div(Depth::kernel, planes);
   static constexpr int row_blocks = ceil_div(Config::kernel_height, rows);
-  static constexpr int chunk_blocks = ceil_div(Config::group_in, chunks * channels);
+  static constexpr int chunk_blocks = ceil_div(Config::group_in, chunks* channels);
   static constexpr int tiles = plane_blocks * row_blocks * chunk_blocks;  // of all columns
 
   static constexpr int lines = Depth::out * ceil_div(Config::out_height, patch_rows);
@@ -65,11 +66,11 @@ struct HaloOf<Config, typename Exists<decltype(Config::halo_units)>::type> {
   static constexpr int width =
       patch_columns +
       (upright ? 0 : (pieces * mma_taps - 1) * Config::dilation_width / Config::stride_width);
-  static constexpr int height =
-      split_rows
-          ? patch_rows * rows
-          : (patch_rows - 1) * Config::stride_height + (rows - 1) * Config::dilation_height + 1;
-  static constexpr int patch_row = (split_rows ? rows : Config::stride_height) * width;  // in pixels
+  static constexpr int height = split_rows ? patch_rows * rows
+                                           : (patch_rows - 1) * Config::stride_height +
+                                                 (rows - 1) * Config::dilation_height + 1;
+  static constexpr int patch_row =
+      (split_rows ? rows : Config::stride_height) * width;  // in pixels
   static constexpr int tap_row = (split_rows ? 1 : Config::dilation_height) * width;
   static constexpr int depth = (planes - 1) * Depth::dilation + 1;
   static constexpr int box_bytes = width * height * depth * span;
@@ -117,8 +118,8 @@ struct HaloOf<Config, typename Exists<decltype(Config::halo_units)>::type> {
   static constexpr __host__ __device__ int column_of(int mma) {
     return in_rows ? mma % (patch_columns / 16) * 16 : mma % (patch_columns / 8) * 8;
   }
-  // Where an MMA's positions begin in a row of 128 bytes for each position of the patch, and how far
-  // its two 8 positions lie apart, in bytes.
+  // Where an MMA's positions begin in a row of 128 bytes for each position of the patch, and how
+  // far its two 8 positions lie apart, in bytes.
   static constexpr __host__ __device__ int grad_offset(int mma) {
     return (row_of(mma) * patch_columns + column_of(mma)) * 128;
   }

@@ -9,7 +9,7 @@ from itertools import pairwise, product
 from math import prod
 
 from fastconv.kernels.arithmetic import ceil_div, round_up, shares
-from fastconv.kernels.family import Gpu, TensorMap
+from fastconv.kernels.family import Declined, Gpu, TensorMap
 from fastconv.kernels.hopper import block
 from fastconv.kernels.hopper.wgrad_implicit_gemm.layer import Layer
 from fastconv.kernels.hopper.wgrad_implicit_gemm.tiles import (
@@ -289,17 +289,24 @@ def is_upright(layer: Layer) -> bool:
 
 @lru_cache(maxsize=64)
 def tiles_of(layer: Layer, gpu: Gpu) -> tuple[HaloTile, ...]:
-    """All tiles that fit."""
+    """All tiles that fit.
+
+    Raises:
+        Declined: there are none.
+    """
     found: list[HaloTile] = []
     for cut, patch in product(_cuts(layer), _patches(layer)):
         tile = replace(cut, patch=patch, depth=prod(patch)).fitted(gpu)
         if tile is not None:
             found += [replace(tile, grid=grid) for grid in grids(tile, gpu)]
-    return tuple(
+    possible = tuple(
         tile
         for tile in found
         if tile.workspace_bytes <= WORKSPACE_BYTES and tile.count * tile.steps < MOST_STEPS
     )
+    if not possible:
+        raise Declined(f"boxes for weights of {layer.problem.weight_shape}")
+    return possible
 
 
 def _cuts(layer: Layer) -> Iterator[HaloTile]:

@@ -83,8 +83,8 @@ __device__ __forceinline__ void copy_planes(const Shared& shared, const Sources&
   }
 }
 
-// Channels-last tensors, with a halo: boxes of a patch of the output, and of the input's pixels that
-// it reads. TMA gives zeros beyond images and channels.
+// Channels-last tensors, with a halo: boxes of a patch of the output, and of the input's pixels
+// that it reads. TMA gives zeros beyond images and channels.
 template <class Halo, class Sources>
 __device__ __forceinline__ void copy_boxes(const Shared& shared, const Sources& sources, int stage,
                                            const Tile& tile, int step) {
