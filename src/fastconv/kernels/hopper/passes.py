@@ -55,6 +55,9 @@ WGRAD_HALO_OF_MANY_TAPS_SHARE = 1.0
 MANY_TAPS = 25
 GATHER_SHARE = 0.75
 FEW_SHARE = 1.5
+# Layers with as many input channels as output channels read the same if these exchange roles. They
+# store otherwise, which counts for so many weights.
+MANY_WEIGHTS = 2**20
 LEAST_VECTOR = 8  # channels that channels-last kernels load at once in 16 bits
 LEAST_COPIED_CHANNELS = 16  # copies of fewer channels take longer than estimated
 COPIES_OF_FEW_SHARE = 1.5
@@ -155,8 +158,9 @@ def _boxes(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
 
 
 def _mirrored_boxes(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
-    if problem.in_channels == problem.out_channels:
-        raise Declined("as many input channels as output channels, mirrored")
+    few = prod(problem.weight_shape) < MANY_WEIGHTS
+    if few and problem.in_channels == problem.out_channels:
+        raise Declined("few weights of as many input channels as output channels, mirrored")
     layer = wgrad_implicit_gemm.mirrored_layer_of(
         problem.without_idle_dilation, operands, gpu, wgrad_implicit_gemm.boxed_layer_of
     )

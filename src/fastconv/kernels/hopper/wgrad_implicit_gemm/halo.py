@@ -46,6 +46,10 @@ PRODUCER_REGISTERS = 32  # of a warpgroup that copies, where consumers need more
 # Estimates, in cycles.
 MMA_OVERHEAD = 5.0  # of every wgmma, measured
 ROW_CYCLES = 2.75  # a row of a box, which has up to 128 bytes
+# A weight that a block stores itself, in cycles of an SM: where it writes whole cache lines, and
+# where others write parts of them.
+WHOLE_LINE_CYCLES, PART_LINE_CYCLES = 0.3, 0.8
+LINE_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -213,6 +217,22 @@ class HaloTile(Tile):
     def _box_extent(self) -> int:
         """Columns from a box's first to its last."""
         return (self.box[-1] - 1) * self.layer.problem.stride[1] + 1
+
+    def cycles(self, gpu: Gpu) -> float:
+        stored = 0.0
+        if self.is_whole:
+            whole = self._stored_bytes >= LINE_BYTES
+            each = WHOLE_LINE_CYCLES if whole else PART_LINE_CYCLES
+            stored = prod(self.layer.problem.weight_shape) * each / gpu.sm_count
+        return super().cycles(gpu) + stored
+
+    @property
+    def _stored_bytes(self) -> int:
+        """Bytes of a block's weights that are neighbours in memory."""
+        rows, columns = self.layer.operands.weight_strides[:2]
+        if rows == 1:
+            return 2 * self.rows
+        return 2 * self.chunks * self.box_channels if columns == 1 else 2
 
     @property
     def box_map(self) -> TensorMap:
