@@ -18,6 +18,8 @@ from effort import calls
 from fastconv.kernels import hopper, planner, tuned
 from fastconv.kernels.family import Gpu, Plan
 from fastconv.kernels.gpus import H200, rates
+from fastconv.kernels.hopper.wgrad_implicit_gemm.halo import HaloTile
+from fastconv.kernels.hopper.wgrad_implicit_gemm.plan import boxed_layer_of, tiles_of
 from fastconv.kernels.planner import Pass, Planner
 from fastconv.problem import Problem
 from fastconv.workloads import FOUNDING, ODD, REAL, VIDEO, VOLUME, Workload
@@ -351,6 +353,17 @@ def test_columns_of_patches_become_channels() -> None:
     odd = make_problem((64, 3, 224, 232), (768, 3, 16, 16), stride=(16, 16))
     made = planner.weight_grad(odd, make_operands(odd, "bfloat16", True), H200)
     assert "halo_units" not in dict(made.launches[0].kernel.constants)
+
+
+def test_a_stride_beyond_the_image_fits_a_tensor_map() -> None:
+    """Patches of one row have no next one, whose distance might be no stride of a tensor map."""
+    problem = make_problem((64, 8, 16, 2**18), (64, 8, 16, 16), stride=(2**19, 16))
+    layer = boxed_layer_of(problem, make_operands(problem, "bfloat16", True), H200)
+    split = [
+        tile for tile in tiles_of(layer, H200) if isinstance(tile, HaloTile) and tile.split_rows
+    ]
+    assert split
+    assert all(max(tile.box_map.strides) < 2**40 for tile in split)
 
 
 # --- Tuned plans ----------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ class HaloTile(Tile):
         at_launch = block.most_registers(1, self.threads)
         if self.mma_columns // 2 + WGMMA_REGISTERS > at_launch:
             return None
-        if max(*self.box, self._box_extent) > MOST_BOX:  # split rows are two axes
+        if max(*self.box, self._box_extent) > MOST_BOX:
             return None
         room = gpu.shared_budget(self.blocks) - self.shared_bytes
         stages = min(room // self.stage_bytes, MOST_STAGES)
@@ -247,7 +247,7 @@ class HaloTile(Tile):
             return whole
         channels, columns, _, images = whole.sizes
         pixel, row, image = whole.strides
-        (stride, _), (dilation, _) = problem.stride, problem.dilation
+        dilation, stride = problem.dilation[0], min(problem.stride[0], problem.input_size[0])
         return replace(
             whole,
             sizes=(channels, columns, problem.kernel_size[0], problem.output_size[0], images),
