@@ -34,6 +34,9 @@ FORCED = "*"
 GEMM = "gemm"
 SCALED = "scaled"
 MIRRORED = "mirrored"
+BOXES = "boxes"
+MIRRORED_BOXES = "turned"
+BOX_COPIES = "packed"
 COPIES = "copies"
 HALO_COPIES = "halo"
 HALF_COPIES = "half"
@@ -197,6 +200,49 @@ class Mirrored(Gemm):
 
 
 @dataclass(frozen=True)
+class Boxes(Gemm):
+    """Plans a weight gradient whose taps share TMA boxes."""
+
+    layer_of = staticmethod(wgrad_implicit_gemm.boxed_layer_of)
+
+    @property
+    def word(self) -> str:
+        return f"{self.direction}{FORCED}{BOXES}{','.join(map(str, self.tile))}"
+
+
+def _mirrored_boxes(problem: Problem, operands: Operands, gpu: Gpu) -> wgrad_implicit_gemm.Layer:
+    boxed = wgrad_implicit_gemm.boxed_layer_of
+    return wgrad_implicit_gemm.mirrored_layer_of(problem, operands, gpu, boxed)
+
+
+@dataclass(frozen=True)
+class MirroredBoxes(Gemm):
+    """Plans such a weight gradient whose rows are input channels."""
+
+    layer_of = staticmethod(_mirrored_boxes)
+
+    @property
+    def word(self) -> str:
+        return f"{self.direction}{FORCED}{MIRRORED_BOXES}{','.join(map(str, self.tile))}"
+
+
+@dataclass(frozen=True)
+class BoxCopies(Forced):
+    """Plans a weight gradient whose taps share TMA boxes of channels-last copies."""
+
+    @property
+    def word(self) -> str:
+        return f"{self.direction}{FORCED}{BOX_COPIES}{','.join(map(str, self.tile))}"
+
+    def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        if self.direction != "weight_grad" or operands.scalar_bytes != 2:
+            raise Declined("boxes of other passes than weight gradients in 16 bits")
+        last = relayout.channels_last(operands)
+        plan = Boxes(self.direction, self.tile)(problem, last, gpu)
+        return relayout.weight_gradient(plan, problem, operands)
+
+
+@dataclass(frozen=True)
 class Copies(Forced):
     """Plans a pass on channels-last copies, which only layers of many channels get."""
 
@@ -288,6 +334,9 @@ def planner_of(word: str) -> Planner:
         SCALED: ScaledFp16,
         MIRRORED: Mirrored,
         COPIES: Copies,
+        BOXES: Boxes,
+        MIRRORED_BOXES: MirroredBoxes,
+        BOX_COPIES: BoxCopies,
         HALO_COPIES: HaloCopies,
         HALF_COPIES: HalfCopies,
     }
@@ -322,6 +371,10 @@ TILE_CONSTANTS = {
         "row_groups", "column_groups", "mma_columns", "depth", "blocks", "whole", "cluster",
         "teams", "team_warps",
     ),
+    wgrad_implicit_gemm.HALO_SOURCE: (
+        "row_groups", "column_groups", "mma_columns", "halo_channels", "halo_planes", "halo_rows",
+        "halo_chunks", "patch_rows", "patch_columns", "whole",
+    ),
 }  # fmt: skip
 GEMMS = (implicit_gemm_nhwc.SOURCE, implicit_gemm_nchw.SOURCE, wgrad_implicit_gemm.SOURCE)
 
@@ -330,6 +383,10 @@ def kind_of(plan: Plan) -> type[Forced]:
     kernel = main_kernel(plan)
     if any(launch.kernel.entry == "copy" for launch in plan.launches):
         return HalfCopies
+    if kernel.source == wgrad_implicit_gemm.HALO_SOURCE:
+        if plan.regions:
+            return BoxCopies
+        return MirroredBoxes if _is_mirrored(kernel) else Boxes
     if plan.regions:
         return Copies if kernel.source in GEMMS else HaloCopies
     if kernel.source in GEMMS:

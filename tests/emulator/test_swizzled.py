@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+import box_mmas
+from box_mmas import BoxCase
 from fastconv.kernels.family import Launch
 from swizzled_mmas import CASES, Case
 
@@ -31,7 +33,7 @@ FAULTY = {
     "start_mn_major": (
         MN_MAJOR,
         ("swizzled_matrix(tile,", "swizzled_matrix(tile + 32,"),
-        "from byte 32 of shared memory, at most 0 after",
+        "rows of 128 bytes from byte 32 of shared memory, with offsets 8192 and 1024",
     ),
     "stride": (
         K_MAJOR,
@@ -40,8 +42,8 @@ FAULTY = {
     ),
     "leading": (
         MN_MAJOR,
-        ("kLeftBytes, kPieces * kPiece, kPiece)", "kLeftBytes, 512, kPiece)"),
-        "with offsets 512 and 1024, not multiples of 1024",
+        ("kLeftBytes, kPieces * kPiece, kPiece)", "kLeftBytes, 64, kPiece)"),
+        "rows of 128 bytes from byte 8192 of shared memory, with offsets 64 and 1024",
     ),
     "not_swizzled": (
         MN_MAJOR,
@@ -50,7 +52,7 @@ FAULTY = {
     ),
     "other_swizzle": (
         K_MAJOR,
-        ("const Matrix right = ", "const Matrix right = 1ull << 63 | "),
+        ("const Matrix right = ", "const Matrix right = 1ull << 61 | "),
         "does not describe a matrix in shared memory",
     ),
     "outside": (
@@ -82,13 +84,13 @@ def faulty(case: Case, change: tuple[str, str]) -> Launch:
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled() -> None:
-    launches = [case.launch for case in CASES]
+    launches = [case.launch for case in (*CASES, *box_mmas.CASES)]
     launches += [faulty(case, change) for case, change, _ in FAULTY.values()]
     precompile(launch.kernel for launch in launches)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_wgmma(case: Case) -> None:
+@pytest.mark.parametrize("case", [*CASES, *box_mmas.CASES], ids=str)
+def test_wgmma(case: Case | BoxCase) -> None:
     tensors = case.tensors()
     run_both_orders([case.launch], tensors)
     assert torch.equal(tensors["results"], case.expected())

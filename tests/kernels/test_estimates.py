@@ -62,13 +62,18 @@ def _measured(dtype: str) -> list[dict[str, Any]]:
     ]
 
 
+# Milliseconds on an H200 of passes that another kernel computed when the committed results were
+# measured.
+SINCE = {("resnet50_03", "weight_grad", "bfloat16"): 0.0341}
+
+
 @pytest.mark.parametrize(("dtype", "weight_gradients"), [("bfloat16", 23), ("float32", 21)])
 def test_estimates_are_near_what_was_measured(dtype: str, weight_gradients: int) -> None:
     rows = _measured(dtype)
     times = {
         f"{row['workload']['name']} {row['direction']}": (
             _plan(row).cycles / CYCLES_A_MS,
-            row["ours"]["ms"],
+            SINCE.get((row["workload"]["name"], row["direction"], dtype), row["ours"]["ms"]),
         )
         for row in filter(_is_needed, rows)
     }

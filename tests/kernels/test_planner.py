@@ -18,6 +18,8 @@ from effort import calls
 from fastconv.kernels import hopper, planner, tuned
 from fastconv.kernels.family import Gpu, Plan
 from fastconv.kernels.gpus import H200, rates
+from fastconv.kernels.hopper.wgrad_implicit_gemm.halo import HaloTile
+from fastconv.kernels.hopper.wgrad_implicit_gemm.plan import boxed_layer_of, tiles_of
 from fastconv.kernels.planner import Pass, Planner
 from fastconv.problem import Problem
 from fastconv.workloads import FOUNDING, ODD, REAL, VIDEO, VOLUME, Workload
@@ -329,11 +331,39 @@ def test_patches_of_videos_are_matrix_products(plan: Planner, mode: str) -> None
     assert made.cycles < 2.5 * moved / rates(H200).memory_bytes / H200.sm_count
 
 
-def test_pixels_of_more_bytes_are_the_columns() -> None:
-    """A pixel of 24 channels takes TMA longer than one of 48: the tensors exchange roles."""
-    made = _volume_plan("kb70", "bfloat16", planner.weight_grad, True)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_taps_of_volumes_share_boxes(channels_last: bool) -> None:
+    """A weight gradient of 27 taps has all of 9 in a box, and is bound by MMAs, not by loads."""
+    made = _volume_plan("kb70", "bfloat16", planner.weight_grad, channels_last)
+    multiply = without_copies(made).launches[0]
+    constants = dict(multiply.kernel.constants)
+    assert (constants["group_out"], constants["group_in"]) == (48, 24)
+    assert constants["halo_rows"] * constants["mma_columns"] // constants["halo_channels"] == 9
+    assert (len(made.launches) > 2) is not channels_last  # launches that copy
+
+
+def test_columns_of_patches_become_channels() -> None:
+    """Patches of 16 by 16 pixels are a layer of 48 channels and 16 rows of taps."""
+    problem = make_problem((64, 3, 224, 224), (768, 3, 16, 16), stride=(16, 16))
+    made = planner.weight_grad(problem, make_operands(problem, "bfloat16", True), H200)
     constants = dict(made.launches[0].kernel.constants)
-    assert (constants["group_out"], constants["group_in"]) == (24, 48)
+    assert (constants["group_in"], constants["kernel_width"]) == (48, 1)
+    assert constants["split_rows"]
+    # Half a patch more on a side is no patch.
+    odd = make_problem((64, 3, 224, 232), (768, 3, 16, 16), stride=(16, 16))
+    made = planner.weight_grad(odd, make_operands(odd, "bfloat16", True), H200)
+    assert "halo_units" not in dict(made.launches[0].kernel.constants)
+
+
+def test_a_stride_beyond_the_image_fits_a_tensor_map() -> None:
+    """Patches of one row have no next one, whose distance might be no stride of a tensor map."""
+    problem = make_problem((64, 8, 16, 2**18), (64, 8, 16, 16), stride=(2**19, 16))
+    layer = boxed_layer_of(problem, make_operands(problem, "bfloat16", True), H200)
+    split = [
+        tile for tile in tiles_of(layer, H200) if isinstance(tile, HaloTile) and tile.split_rows
+    ]
+    assert split
+    assert all(max(tile.box_map.strides) < 2**40 for tile in split)
 
 
 # --- Tuned plans ----------------------------------------------------------------------------------

@@ -7,13 +7,14 @@ namespace emulator {
 
 namespace {
 
-constexpr int kPieceRows = 8, kCoreBytes = 16, kSpan = 128;
+constexpr int kPieceRows = 8, kCoreBytes = 16;
 
-// Applies the 128-byte swizzle to an address. Shared memory begins at a multiple of 1024, so
+// Applies a swizzle of `span` bytes to an address. Shared memory begins at a multiple of 1024, so
 // address bits are those of the hardware.
-const unsigned char* swizzled(const unsigned char* place) {
+const unsigned char* swizzled(const unsigned char* place, int span) {
   const auto address = reinterpret_cast<uintptr_t>(place);
-  return place - address % kSpan + (address % kSpan ^ address / kSpan % 8 * kCoreBytes);
+  const uintptr_t chunk = address / 128 % (span / kCoreBytes);
+  return place - address % span + (address % span ^ chunk * kCoreBytes);
 }
 
 void read_row_of_cores(unsigned char* target, const Operand& operand, int row) {
@@ -25,18 +26,19 @@ void read_row_of_cores(unsigned char* target, const Operand& operand, int row) {
 
 void read_swizzled_row(unsigned char* target, const Operand& operand, int row) {
   const unsigned char* const source =
-      operand.start + row / kPieceRows * operand.stride + row % kPieceRows * kSpan;
-  memcpy(target, swizzled(source), kCoreBytes);
-  memcpy(target + kCoreBytes, swizzled(source + kCoreBytes), kCoreBytes);
+      operand.start + row / kPieceRows * operand.stride + row % kPieceRows * operand.span;
+  memcpy(target, swizzled(source, operand.span), kCoreBytes);
+  memcpy(target + kCoreBytes, swizzled(source + kCoreBytes, operand.span), kCoreBytes);
 }
 
 void read_row_across(unsigned char* target, const Operand& operand, int row) {
-  constexpr int kElement = 2, kRows = kSpan / kElement;
+  constexpr int kElement = 2;
+  const int rows = operand.span / kElement;
   const unsigned char* const start =
-      operand.start + row / kRows * operand.leading + row % kRows * kElement;
+      operand.start + row / rows * operand.leading + row % rows * kElement;
   for (int place = 0; place < kRowBytes / kElement; ++place) {
-    const int offset = place / kPieceRows * operand.stride + place % kPieceRows * kSpan;
-    memcpy(target + place * kElement, swizzled(start + offset), kElement);
+    const int offset = place / kPieceRows * operand.stride + place % kPieceRows * operand.span;
+    memcpy(target + place * kElement, swizzled(start + offset, operand.span), kElement);
   }
 }
 

@@ -10,7 +10,7 @@ enum class Scalar { kTf32, kFloat16, kBfloat16 };
 enum class Order {
   kCores,     // contiguous core matrices of 8 rows by 16 bytes, no swizzle
   kSwizzled,  // contiguous pieces of 8 rows by 128 bytes, 128-byte swizzle
-  kMnMajor,   // contiguous pieces of 8 places of K by 128 bytes of rows, 128-byte swizzle
+  kMnMajor,   // contiguous pieces of 8 places of K by a swizzle's span of rows
 };
 
 struct Operand {
@@ -18,6 +18,7 @@ struct Operand {
   const unsigned char* start;
   int leading;  // bytes between pieces: along K, but along M or N in kMnMajor
   int stride;   // bytes between pieces in the other direction
+  int span;     // bytes of the swizzle, 0 without one
 };
 
 constexpr int kRowBytes = 32;

@@ -10,7 +10,7 @@ namespace emulator {
 
 namespace {
 
-constexpr int kPattern = 1024;  // bytes after which the 128-byte swizzle repeats
+constexpr int kPattern = 1024;  // bytes after which every swizzle repeats
 
 struct Wgmma {
   Site site;
@@ -53,28 +53,36 @@ int end_of_matrix(const Operand& operand, int start, int rows) {
   if (operand.order == Order::kSwizzled) {
     return start / kPattern * kPattern + (rows / 8 - 1) * operand.stride + kPattern;
   }
-  return start + operand.stride + (rows - 1) / 64 * operand.leading + kPattern;
+  const int pieces = (2 * rows - 1) / operand.span;
+  return start + operand.stride + pieces * operand.leading + 8 * operand.span;
 }
 
-// The swizzle pattern must begin where TMA has it begin: at a multiple of 1024 bytes. A matrix
-// along K may begin later in the pattern's first row of 128 bytes.
+// The swizzle is a function of the address: a matrix across K may begin at any row of the pattern
+// (tests/gpu/test_swizzled.py). A matrix along K begins where TMA has the pattern begin, at a
+// multiple of 1024 bytes, or later in its first row of 128 bytes, which is all that kernels need.
 void check_swizzled(const Operand& operand, int start) {
-  const int latest = operand.order == Order::kMnMajor ? 0 : 128 - kRowBytes;
+  if (operand.order == Order::kMnMajor) {
+    if (start % operand.span || operand.stride % operand.span || operand.leading % operand.span) {
+      fail("wgmma reads rows of %d bytes from byte %d of shared memory, with offsets %d and %d",
+           operand.span, start, operand.leading, operand.stride);
+    }
+    return;
+  }
+  const int latest = operand.span - kRowBytes;
   if (start % kPattern > latest) {
     fail(
         "wgmma reads a swizzled matrix from byte %d of shared memory, at most %d after a multiple "
         "of %d",
         start, latest, kPattern);
   }
-  if (operand.stride % kPattern ||
-      (operand.order == Order::kMnMajor && operand.leading % kPattern)) {
+  if (operand.span != 128 || operand.stride % kPattern) {
     fail("wgmma reads a swizzled matrix with offsets %d and %d, not multiples of %d",
          operand.leading, operand.stride, kPattern);
   }
 }
 
 Order order_of(Matrix matrix) {
-  const bool swizzled = matrix.descriptor >> 62 == 1;
+  const bool swizzled = matrix.descriptor >> 62 > 0;
   if (matrix.mn_major && !swizzled) {
     fail("wgmma reads an MN-major matrix that is not swizzled");
   }
@@ -83,13 +91,15 @@ Order order_of(Matrix matrix) {
 }
 
 Operand operand(Matrix matrix, int rows) {
-  constexpr unsigned long long kFields = 0x4000'3fff'3fff'3fff;
+  constexpr unsigned long long kFields = 0xc000'3fff'3fff'3fff;
   const unsigned long long fields = matrix.descriptor;
   if (fields & ~kFields) fail("%016llx does not describe a matrix in shared memory", fields);
   const int start = static_cast<int>(fields & 0x3fff) << 4;
   const int leading = static_cast<int>(fields >> 16 & 0x3fff) << 4;
   const int stride = static_cast<int>(fields >> 32 & 0x3fff) << 4;
-  const Operand operand = {order_of(matrix), shared.begin + start, leading, stride};
+  constexpr int kSpans[] = {0, 128, 64, 32};
+  const Operand operand = {order_of(matrix), shared.begin + start, leading, stride,
+                           kSpans[fields >> 62]};
   if (operand.order != Order::kCores) check_swizzled(operand, start);
   const int end = end_of_matrix(operand, start, rows);
   if (end > static_cast<int>(shared.bytes)) {

@@ -465,6 +465,59 @@ WGRAD_IMPLICIT_GEMM = Anatomy(
     },
 )  # fmt: skip
 
+
+def _wgrad_boxes(c: Mapping[str, Any]) -> dict[str, Constant]:
+    """Choices of the same kernel where its boxes have a halo."""
+    channels, columns = c["halo_channels"], c["mma_columns"] // c["halo_mma_chunks"]
+    upright = c["kernel_width"] == 1 < c["kernel_height"]
+    along = c["kernel_height"] if upright else c["kernel_width"]
+    tiles = (
+        ceil_div(c.get("kernel_depth", 1), c["halo_planes"])
+        * (1 if upright else ceil_div(c["kernel_height"], c["halo_rows"]))
+        * ceil_div(c["group_in"], c["halo_chunks"] * channels)
+    )
+    return {
+        "several rows": c["row_groups"] > 1,
+        "several columns": c["column_groups"] > 1,
+        "several units": c["halo_units"] > 1,
+        "several chunks": c["halo_chunks"] > 1,
+        "several tiles": min(ceil_div(c["group_out"], 64 * c["row_groups"]), 2) * min(tiles, 2),
+        "upright": upright,
+        "pieces": columns // channels < along,
+        "strided": 0 if upright else min(c["stride_width"], 2) - 1,
+        "chunks an MMA": c["halo_mma_chunks"] > 1,
+        "pairs in rows": c["patch_columns"] % 16 == 0,
+        "gives registers": c["consumer_registers"] > 0,
+        "whole rows": c["group_out"] % (64 * c["row_groups"]) == 0,
+        "whole chunks": c["group_in"] % (c["halo_chunks"] * channels) == 0,
+        "neighbours": c["weight_stride_in"] == 1,
+        **volume(c),
+    }
+
+
+WGRAD_BOXES = Anatomy(
+    sizes=GEOMETRY
+    | {
+        "channels_last", "grad_copied", "input_copied", "flat", "few", "by_taps", "parts", "joined",
+        "row_groups", "column_groups", "mma_columns", "depth", "blocks", "stages", "teams",
+        "team_warps", "flush_steps", "cluster", "weight_start", "aligned", "ties_to_even",
+        "halo_units", "halo_planes", "halo_rows", "halo_chunks", "patch_rows", "patch_columns",
+        "halo_mma_chunks", "consumer_registers", "producer_registers",
+    },
+    chosen=_wgrad_boxes,
+    parts={
+        "load": ("halo_channels", "several rows", "several chunks", "split_rows", "upright",
+                 "strided", "whole chunks"),
+        "multiply": ("Scalar", "bias", "halo_channels", "several rows", "several columns",
+                     "several units", "upright", "pieces", "strided", "chunks an MMA",
+                     "pairs in rows", "split_rows", "gives registers"),
+        "store": ("Scalar", "whole", "bias", "upright", "pieces", "chunks an MMA",
+                  "several units", "whole rows", "whole chunks", "neighbours"),
+        "reduce": ("Scalar", "whole", "bias", "reduce_parts", "several tiles", "upright",
+                   "whole rows", "whole chunks"),
+    },
+)  # fmt: skip
+
 RELAYOUT = Anatomy(
     sizes=frozenset({"threads", "shared_bytes"}),
     chosen=lambda constants: {"16 bits": _vector(constants) == 8},
@@ -502,6 +555,7 @@ ANATOMIES = {
     "hopper/implicit_gemm_nhwc/kernel.cuh": IMPLICIT_GEMM_NHWC,
     "hopper/implicit_gemm_nchw/kernel.cuh": IMPLICIT_GEMM_NCHW,
     "hopper/wgrad_implicit_gemm/kernel.cuh": WGRAD_IMPLICIT_GEMM,
+    "hopper/wgrad_implicit_gemm/halo_kernel.cuh": WGRAD_BOXES,
     "hopper/wgrad_few_inputs/kernel.cuh": WGRAD_FEW_INPUTS,
     "hopper/wgrad_halo/kernel.cuh": WGRAD_HALO,
     "hopper/relayout/kernel.cuh": RELAYOUT,

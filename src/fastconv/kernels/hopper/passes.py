@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from math import inf
+from math import inf, prod
 from typing import Any, NamedTuple
 
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
@@ -52,11 +52,16 @@ FEW_OUTPUTS_ROW_SHARE = 2.75
 # As many outputs as this in channels-last tensors, which take 1.4 to 1.8 times as long as in
 # contiguous ones, against implicit GEMMs that take 0.8 of their estimates there.
 MANY_OUTPUTS, MANY_OUTPUTS_SHARE = 32, 2.4
-# Contiguous weight gradients in 16 bits: halo tiles, implicit GEMMs that gather, and those that
-# gather few channels.
+# Contiguous weight gradients in 16 bits: halo tiles, of images with many taps too, implicit GEMMs
+# that gather, and those that gather few channels.
 WGRAD_HALO_SHARE = 1.3
+WGRAD_HALO_OF_MANY_TAPS_SHARE = 1.0
+MANY_TAPS = 25
 GATHER_SHARE = 0.75
 FEW_SHARE = 1.5
+# Layers with as many input channels as output channels read the same if these exchange roles. They
+# store otherwise, which counts for so many weights.
+MANY_WEIGHTS = 2**20
 LEAST_VECTOR = 8  # channels that channels-last kernels load at once in 16 bits
 LEAST_COPIED_CHANNELS = 16  # copies of fewer channels take longer than estimated
 COPIES_OF_FEW_SHARE = 1.5
@@ -129,7 +134,10 @@ _Way = tuple[float, Callable[[], Plan]]
 
 def _halo_tiles(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
     tile = wgrad_halo.choose_tile(problem, operands, gpu, most)
-    share = WGRAD_HALO_SHARE if _gathers_16_bits(operands) else 1.0
+    share = 1.0
+    if _gathers_16_bits(operands):
+        many = problem.depth is None and prod(problem.kernel_size) >= MANY_TAPS
+        share = WGRAD_HALO_OF_MANY_TAPS_SHARE if many else WGRAD_HALO_SHARE
     return tile.cycles(gpu) * share, partial(wgrad_halo.plan, tile, gpu)
 
 
@@ -148,12 +156,37 @@ def _mirrored(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _W
     return _gemm_way(layer, gpu)
 
 
+def _boxes(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
+    layer = wgrad_implicit_gemm.boxed_layer_of(problem.without_idle_dilation, operands, gpu)
+    return _gemm_way(layer, gpu)
+
+
+def _mirrored_boxes(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
+    few = prod(problem.weight_shape) < MANY_WEIGHTS
+    if few and problem.in_channels == problem.out_channels:
+        raise Declined("few weights of as many input channels as output channels, mirrored")
+    layer = wgrad_implicit_gemm.mirrored_layer_of(
+        problem.without_idle_dilation, operands, gpu, wgrad_implicit_gemm.boxed_layer_of
+    )
+    return _gemm_way(layer, gpu)
+
+
 def _on_copies(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
     last, copies = _wgrad_copies(problem, operands, gpu)
     cycles, plan = _implicit_gemm(problem, last, gpu, most)
     few = problem.in_channels // problem.groups < LEAST_COPIED_CHANNELS
     cycles = (cycles + copies) * (COPIES_OF_FEW_SHARE if few else 1.0)
     return cycles, lambda: relayout.weight_gradient(plan(), problem, operands)
+
+
+def _boxes_on_copies(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
+    last, copies = _wgrad_copies(problem, operands, gpu)
+    cycles, plan = _boxes(problem, last, gpu, most)
+    with suppress(Declined):
+        mirrored, plan_mirrored = _mirrored_boxes(problem, last, gpu, most)
+        if mirrored < cycles:
+            cycles, plan = mirrored, plan_mirrored
+    return cycles + copies, lambda: relayout.weight_gradient(plan(), problem, operands)
 
 
 def _halo_tiles_on_copies(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
@@ -197,8 +230,9 @@ def _portable_wgrad_cycles(problem: Problem, operands: Operands, gpu: Gpu) -> fl
     return cycles * (narrow if operands.scalar_bytes == 2 else 1.0)
 
 
-_WEIGHT_GRADS = (_halo_tiles, _few_inputs, _implicit_gemm, _mirrored, _on_copies)
-_WEIGHT_GRADS_OF_VOLUMES = (_halo_tiles, _implicit_gemm, _mirrored, _on_copies)
+_GEMMS = (_implicit_gemm, _mirrored, _boxes, _mirrored_boxes, _on_copies, _boxes_on_copies)
+_WEIGHT_GRADS = (_halo_tiles, _few_inputs, *_GEMMS)
+_WEIGHT_GRADS_OF_VOLUMES = (_halo_tiles, *_GEMMS)
 
 
 def alternatives(

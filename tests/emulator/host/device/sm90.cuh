@@ -154,8 +154,10 @@ inline Matrix matrix(const void* start, int leading, int stride) {
          static_cast<Matrix>(stride >> 4) << 32;
 }
 
+template <int kSpan = 128>
 inline Matrix swizzled_matrix(const void* start, int leading, int stride) {
-  return matrix(start, leading, stride) | 1ull << 62;
+  static_assert(kSpan == 32 || kSpan == 64 || kSpan == 128, "spans of wgmma's swizzles");
+  return matrix(start, leading, stride) | (kSpan == 128 ? 1ull : kSpan == 64 ? 2ull : 3ull) << 62;
 }
 
 inline int cluster_rank() { return emulator::cluster_rank; }

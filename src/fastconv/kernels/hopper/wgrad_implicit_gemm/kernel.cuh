@@ -14,6 +14,8 @@ using Input = Source<C::input_copied>;
 using Sources = SourcesOf<C::grad_copied, C::input_copied>;
 constexpr int kCopiers = C::grad_copied || C::input_copied ? 1 : 0;  // lanes that issue TMA copies
 constexpr int kGatherers = C::input_copied ? 0 : C::team_warps;      // warps that gather
+// Whether a warpgroup that only copies gives registers to the consumers.
+constexpr bool kGivesRegisters = Halo::consumer_registers > 0;
 
 __device__ __forceinline__ void init_shared(const Shared& shared) {
   if (threadIdx.x == 0) {
@@ -39,12 +41,16 @@ __device__ __forceinline__ void prefetch_maps(const Sources& sources) {
   if constexpr (C::input_copied) tensor_map_prefetch(sources.input);
 }
 
+__device__ __forceinline__ bool is_copying_warp() {
+  return !kGivesRegisters || static_cast<int>(threadIdx.x) / 32 == kConsumerWarps;
+}
+
 template <class Sources>
 __device__ __forceinline__ void load_steps(const Shared& shared, const Sources& sources,
                                            const Share& share, int batch) {
   if constexpr (kGatherers > 0) {
     gather_steps(shared, sources, share, batch);
-  } else if (is_elected()) {
+  } else if (is_copying_warp() && is_elected()) {
     copy_steps(shared, sources, share);
   }
 }
@@ -67,8 +73,10 @@ extern "C" __global__ void __cluster_dims__(Config::cluster, 1, 1)
   fastconv::wait_for_earlier_launch();
   if constexpr (Config::whole || Config::cluster > 1) fastconv::allow_later_launch();
   if (static_cast<int>(threadIdx.x) / 32 < kConsumerWarps) {
+    if constexpr (kGivesRegisters) fastconv::take_registers<Halo::consumer_registers>();
     consume(shared, {workspace, grad, bias_grad}, share);
   } else {
+    if constexpr (kGivesRegisters) fastconv::give_back_registers<Halo::producer_registers>();
     load_steps(shared, sources, share, batch);
   }
   if constexpr (Config::cluster > 1) exchange(shared, grad, bias_grad);

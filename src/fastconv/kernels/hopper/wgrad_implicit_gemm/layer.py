@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -42,6 +43,7 @@ class Layer:
     # The forward pass without groups, whose tensor map TMA copies pixels of the input with.
     pixels: pixels.Layer | None = None
     mirrored: bool = False  # input and grad_output have exchanged roles, see mirrored_layer_of
+    boxed: bool = False  # TMA brings boxes of the input for several taps, see boxed_layer_of
 
     @property
     def span_elements(self) -> int:
@@ -59,7 +61,7 @@ class Layer:
     @property
     def flat(self) -> bool:
         """Whether the input is one matrix: all images of a pointwise layer, or copied planes."""
-        return self.input_copied and (not self.pixels or self.pixels.flat)
+        return self.input_copied and not self.boxed and (not self.pixels or self.pixels.flat)
 
     @property
     def taps(self) -> int:
@@ -226,11 +228,80 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
     return Layer(problem, operands, False, input_copied=copied, grad_copied=copied)
 
 
-def mirrored_layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
+def boxed_layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
+    """The layer of channels-last tensors in 16 bits whose taps share TMA boxes of the input.
+
+    The columns of patches become channels. Other strides along columns are those of the tensor map.
+
+    Raises:
+        Declined: this kernel cannot compute it so.
+    """
+    block.check(gpu)
+    problem, operands = _patches_as_channels(problem, operands)
+    last = operands.input_channels_last and operands.output_channels_last
+    if not (last and operands.scalar_bytes == 2 and operands.aligned):
+        raise Declined(f"boxes of {operands.scalar} unless channels-last and aligned")
+    if problem.groups > 1 or problem.stride[1] > pixels.MOST_STEP:
+        raise Declined(f"boxes of {problem.groups} groups with strides {problem.stride}")
+    if all(axis.kernel_size == 1 for axis in problem.axes):
+        raise Declined("boxes of a single tap")
+    channels = (problem.in_channels, problem.out_channels)
+    if any(count % operands.vector for count in channels):
+        raise Declined(f"boxes of {channels} channels, not multiples of {operands.vector}")
+    in_size, out_size = problem.input_shape[2:], problem.output_shape[2:]
+    limits.check(operands, 1, channels, in_size, out_size)
+    if problem.batch * prod(out_size) > MOST_POSITIONS:
+        raise Declined(f"{problem.batch} images of {out_size}, 2^31 pixels and more")
+    return Layer(problem, operands, True, input_copied=True, grad_copied=True, boxed=True)
+
+
+def _patches_as_channels(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
+    """Images that are cut into patches, with the columns of each as further channels.
+
+    Neither tensor changes in memory: a pixel's channels are followed by those of the next one.
+    """
+    (_, width), (_, columns), (stride, step) = (
+        problem.input_size,
+        problem.kernel_size,
+        problem.stride,
+    )
+    channels = problem.in_channels
+    by_output, by_input, *by_tap = operands.weight_strides
+    is_cut = (
+        problem.depth is None
+        and problem.groups == 1
+        and 1 < columns == step
+        and width % step == 0
+        and problem.padding.left == problem.padding.right == 0
+        and problem.dilation[1] == 1
+        and (by_input, by_tap[-1]) == (1, channels)
+    )
+    if not is_cut:
+        return problem, operands
+    height, rows = problem.input_size[0], problem.kernel_size[0]
+    wide = Problem.of(
+        (problem.batch, columns * channels, height, width // step),
+        (problem.out_channels, columns * channels, rows, 1),
+        (stride, 1),
+        problem.padding,
+        problem.dilation,
+        1,
+    )
+    return wide, replace(operands, weight_strides=(by_output, 1, by_tap[0], columns * channels))
+
+
+def mirrored_layer_of(
+    problem: Problem,
+    operands: Operands,
+    gpu: Gpu,
+    of: Callable[[Problem, Operands, Gpu], Layer] = layer_of,
+) -> Layer:
     """The same weight gradient with input channels as rows, for layers that have more of those.
 
     The gradient is also a sum over the input's pixels: of grad_output's pixels that read them, tap
     by tap. That is a weight gradient again, whose input is grad_output, with the taps in reverse.
+
+    ``of`` makes the layer of a problem.
 
     Raises:
         Declined: this kernel cannot compute it so.
@@ -257,7 +328,7 @@ def mirrored_layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
         output_channels_last=operands.input_channels_last,
         weight_strides=(by_input, by_output, *(-stride for stride in by_tap)),
     )
-    return replace(layer_of(mirrored, operands, gpu), mirrored=True)
+    return replace(of(mirrored, operands, gpu), mirrored=True)
 
 
 def _of_pixels(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:

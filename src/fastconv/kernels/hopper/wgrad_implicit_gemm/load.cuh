@@ -15,8 +15,9 @@ struct SourcesOf {
   const Source<kInputCopied>& input;
 };
 
+constexpr int kCopiedColumnBytes = Halo::exists ? Halo::loaded_bytes : kColumnBytes;
 constexpr int kCopiedBytes =  // bytes of a stage that TMA copies
-    (C::grad_copied ? kRowBytes : 0) + (C::input_copied ? kColumnBytes : 0);
+    (C::grad_copied ? kRowBytes : 0) + (C::input_copied ? kCopiedColumnBytes : 0);
 
 // Channels-last tensors: each TMA box is 128 bytes of channels of kDepth positions. TMA gives zeros
 // for positions beyond the last. Channels beyond a group's may be another group's; their
@@ -82,6 +83,48 @@ __device__ __forceinline__ void copy_planes(const Shared& shared, const Sources&
   }
 }
 
+// Channels-last tensors, with a halo: boxes of a patch of the output, and of the input's pixels
+// that it reads. TMA gives zeros beyond images and channels.
+template <class Halo, class Sources>
+__device__ __forceinline__ void copy_boxes(const Shared& shared, const Sources& sources, int stage,
+                                           const Tile& tile, int step) {
+  const int line = step / kLineSteps, column = (step - line * kLineSteps) * Halo::patch_columns;
+  const int image = line / kLines, in_image = line - image * kLines;
+  constexpr int kPlaneLines = kLines / Depth::out;
+  const int plane = in_image / kPlaneLines;
+  const int row = (in_image - plane * kPlaneLines) * Halo::patch_rows;
+#pragma unroll
+  for (int i = 0; i < kTileRows / kSpanElements; ++i) {
+    unsigned char* const target = shared.rows(stage) + i * kBoxBytes;
+    const int channel = tile.row + i * kSpanElements;
+    if constexpr (Depth::exists) {
+      tensor_load(target, sources.grad_output, {channel, column, row, plane, image},
+                  shared.full(stage));
+    } else {
+      tensor_load(target, sources.grad_output, {channel, column, row, image}, shared.full(stage));
+    }
+  }
+  const typename Halo::Block block(tile.column / kTileColumns);
+  const int in_row = row * C::stride_height - C::padding_top + block.row * C::dilation_height;
+  const int in_plane = plane * Depth::stride - Depth::padding + block.plane * Depth::dilation;
+#pragma unroll
+  for (int i = 0; i < Halo::chunks * Halo::boxes; ++i) {
+    unsigned char* const target = shared.columns(stage) + i * Halo::box_distance;
+    const int channel = block.channel + i / Halo::boxes * Halo::channels;
+    const int in_column =
+        column * C::stride_width - C::padding_left + Halo::residue_of(i % Halo::boxes);
+    if constexpr (Depth::exists) {
+      tensor_load(target, sources.input, {channel, in_column, in_row, in_plane, image},
+                  shared.full(stage));
+    } else if constexpr (Halo::split_rows) {
+      tensor_load(target, sources.input, {channel, in_column, block.row, row, image},
+                  shared.full(stage));
+    } else {
+      tensor_load(target, sources.input, {channel, in_column, in_row, image}, shared.full(stage));
+    }
+  }
+}
+
 // Fills an empty stage.
 template <class Sources>
 __device__ __forceinline__ void copy_step(const Shared& shared, const Sources& sources, int stage,
@@ -89,6 +132,8 @@ __device__ __forceinline__ void copy_step(const Shared& shared, const Sources& s
   barrier_arrive_expect(shared.full(stage), kCopiedBytes);
   if constexpr (!C::channels_last) {
     copy_planes(shared, sources, stage, tile, step);
+  } else if constexpr (Halo::exists) {
+    copy_boxes<Halo>(shared, sources, stage, tile, step);
   } else {
     copy_pixel_rows(shared, sources, stage, tile, step);
     if constexpr (C::input_copied) copy_pixel_columns(shared, sources, stage, tile, step);

@@ -26,7 +26,7 @@ struct Place {
 };
 
 struct Accumulators {
-  float weights[1][kAccs];
+  float weights[Halo::units][kAccs];
   float bias[1][4];  // four equal columns of ones, in rows 8 apart by pairs
 };
 
@@ -60,6 +60,67 @@ __device__ __forceinline__ void multiply_ones(Kind kind, float (&acc)[4], Matrix
   if constexpr (C::bias) {
     wgmma<8, kRowsMnMajor, false>(kind, acc, left, matrix(shared.ones(), 128, 128), accumulate);
   }
+}
+
+// Where a consumer's units begin in the boxes, in a descriptor's 16 bytes. Units that do not exist
+// multiply what another one does.
+template <class Halo>
+struct UnitStarts {
+  int at[Halo::units];
+
+  __device__ __forceinline__ explicit UnitStarts(const Place& place) {
+#pragma unroll
+    for (int i = 0; i < Halo::units; ++i) {
+      const int unit = min(place.column_group * Halo::units + i, Halo::tile_units - 1);
+      at[i] = typename Halo::Unit(unit).offset() / 16;
+    }
+  }
+};
+
+// Multiplies a step of boxes with a halo: every unit at every place along K.
+template <class Halo>
+__device__ __forceinline__ void multiply_boxes(Accumulators& acc, const Shared& shared, int stage,
+                                               const Place& place, const UnitStarts<Halo>& units,
+                                               bool has_bias, bool accumulate) {
+  const Matrix rows = swizzled_matrix(shared.rows(stage) + place.row_group * kBoxBytes, kBoxBytes,
+                                      Halo::grad_stride);
+  const Matrix columns =
+      swizzled_matrix<Halo::span>(shared.columns(stage), Halo::leading, Halo::stride);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kMmas; ++k) {
+#pragma unroll
+    for (int i = 0; i < Halo::units; ++i) {
+      multiply<C::mma_columns>(acc.weights[i], rows + Halo::grad_offset(k) / 16,
+                               columns + units.at[i] + Halo::offset(k) / 16, accumulate || k > 0);
+    }
+  }
+  if (has_bias) {
+#pragma unroll
+    for (int k = 0; k < kMmas; ++k) {
+      multiply_ones(Operand{}, acc.bias[0], rows + Halo::grad_offset(k) / 16, shared,
+                    accumulate || k > 0);
+    }
+  }
+  wgmma_commit();
+}
+
+// Multiplies steps [first, end) of a tile whose boxes have a halo.
+template <class Halo>
+__device__ __forceinline__ void multiply_steps_of_boxes(Accumulators& acc, const Shared& shared,
+                                                        Ring& ring, int first, int end,
+                                                        const Place& place, bool has_bias) {
+  const UnitStarts<Halo> units(place);
+  int previous = -1;
+  for (int step = first; step < end; ++step, ring.advance()) {
+    barrier_wait(shared.full(ring.stage), ring.parity);
+    multiply_boxes<Halo>(acc, shared, ring.stage, place, units, has_bias, step > first);
+    wgmma_wait<1>();
+    if (previous >= 0 && place.lane == 0) barrier_arrive(shared.empty(previous));
+    previous = ring.stage;
+  }
+  wgmma_wait<0>();
+  if (place.lane == 0) barrier_arrive(shared.empty(previous));
 }
 
 template <int kCount>
@@ -143,13 +204,14 @@ __device__ __forceinline__ void multiply_steps(Accumulators& acc, const Shared& 
 
 // Stores weights straight from registers, if the block has all of a tile's steps.
 __device__ __forceinline__ void store_weights(float (&acc)[kAccs], const Tile& tile, Scalar* grad,
-                                              const Place& place) {
+                                              const Place& place, int unit) {
   // Eight columns have one tap.
   constexpr bool kOneTap = !C::by_taps && kTapColumns % 8 == 0;
+  const int group = tile.column + place.column_group * kGroupColumns + unit * C::mma_columns;
   hold_registers(acc);
 #pragma unroll
   for (int j = 0; j < kAccs; j += 2) {
-    const int first = tile.column + place.column_group * C::mma_columns + j / 4 * 8;
+    const int first = group + j / 4 * 8;
     const int in_octet = place.lane % 4 * 2, row = tile.row + place.row(j / 2 % 2);
     if constexpr (kOneTap && !kVectorWeights) {
       Column column(first);
@@ -191,14 +253,14 @@ __device__ __forceinline__ void put_accumulators(Accumulators& acc, const Shared
                                                  const Place& place, bool has_bias) {
   constexpr int kBarrier = 1;
   wait_at(kBarrier, 128 * kConsumers);
-  hold_registers(acc.weights[0]);
-  const int column = place.column_group * C::mma_columns + place.lane % 4 * 2;
+  hold_accumulators(acc.weights);
+  const int column = place.column_group * kGroupColumns + place.lane % 4 * 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float* const target = accumulators_of_row(shared, place.row(half)) + column;
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
-      const float* const two = &acc.weights[0][4 * i + 2 * half];
+      const float* const two = &acc.weights[4 * i / kAccs][4 * i % kAccs + 2 * half];
       *reinterpret_cast<float2*>(target + 8 * i) = make_float2(two[0], two[1]);
     }
   }
@@ -226,11 +288,16 @@ __device__ __forceinline__ void consume(const Shared& shared, const Results& res
       const int end = min(step + C::flush_steps, run.end);
       if constexpr (C::parts == 2) {
         multiply_steps_in_parts(acc, shared, ring, step, end, place);
+      } else if constexpr (Halo::exists) {
+        multiply_steps_of_boxes<Halo>(acc, shared, ring, step, end, place, has_bias);
       } else {
         multiply_steps(acc, shared, ring, step, end, place, has_bias);
       }
       if constexpr (C::whole) {
-        store_weights(acc.weights[0], tile, results.grad, place);
+#pragma unroll
+        for (int unit = 0; unit < Halo::units; ++unit) {
+          store_weights(acc.weights[unit], tile, results.grad, place, unit);
+        }
         if (has_bias) store_bias(acc.bias[0], tile, results.bias_grad, place);
       } else if constexpr (C::cluster > 1) {
         put_accumulators(acc, shared, place, has_bias);

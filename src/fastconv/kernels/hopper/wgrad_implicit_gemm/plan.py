@@ -18,19 +18,33 @@ from fastconv.kernels.family import (
     problem_constants,
 )
 from fastconv.kernels.hopper.im2col import input_map
+from fastconv.kernels.hopper.wgrad_implicit_gemm import halo, tiles
+from fastconv.kernels.hopper.wgrad_implicit_gemm.halo import HaloTile
 from fastconv.kernels.hopper.wgrad_implicit_gemm.layer import (
     Layer,
+    boxed_layer_of,
     layer_of,
     mirrored_layer_of,
 )
-from fastconv.kernels.hopper.wgrad_implicit_gemm.tiles import ROWS, Tile, tiles_of
+from fastconv.kernels.hopper.wgrad_implicit_gemm.tiles import ROWS, Tile
 from fastconv.kernels.planning.limits import REDUCE_THREADS
 
-__all__ = ["Layer", "layer_of", "mirrored_layer_of", "plan", "tiles_of"]
+__all__ = ["Layer", "boxed_layer_of", "layer_of", "mirrored_layer_of", "plan", "tiles_of"]
 
 SOURCE = "hopper/wgrad_implicit_gemm/kernel.cuh"
+HALO_SOURCE = "hopper/wgrad_implicit_gemm/halo_kernel.cuh"
 BIAS_SOURCE = "direct/bias_grad.cuh"
 BIAS_BLOCKS = 1024
+
+
+def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
+    """All tiles that fit, the fastest first.
+
+    Raises:
+        Declined: there are none.
+    """
+    found = halo.tiles_of(layer, gpu) if layer.boxed else tiles.tiles_of(layer, gpu)
+    return sorted(found, key=lambda tile: tile.cycles(gpu))
 
 
 def plan(tile: Tile, gpu: Gpu) -> Plan:
@@ -38,8 +52,9 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
     layer = tile.layer
     share = (tile.group_tiles, tile.group_blocks, tile.most_runs, layer.problem.batch)
     constants = tuple(_constants(tile).items())
+    source = HALO_SOURCE if layer.boxed else SOURCE
     multiply = Launch(
-        Kernel(SOURCE, "wgrad_implicit_gemm", constants),
+        Kernel(source, "wgrad_implicit_gemm", constants),
         (tile.grid, 1, 1),
         tile.threads,
         tile.shared_bytes,
@@ -48,7 +63,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
     )
     slots = tile.count * tile.run_bytes // 16
     reduce = Launch(
-        Kernel(SOURCE, "reduce", constants),
+        Kernel(source, "reduce", constants),
         (ceil_div(slots * tile.reduce_parts, REDUCE_THREADS), 1, 1),
         REDUCE_THREADS,
         REDUCE_THREADS * 16 if tile.reduce_parts > 1 else 0,
@@ -112,6 +127,8 @@ def _grad_source(tile: Tile) -> TensorMap | str:
     name = "input" if tile.layer.mirrored else "grad_output"
     if not tile.layer.grad_copied:
         return name
+    if isinstance(tile, HaloTile):
+        return tile.patch_map
     if tile.layer.channels_last:
         return TensorMap(
             name,
@@ -142,6 +159,8 @@ def _input_source(tile: Tile) -> TensorMap | Im2colMap | str:
     name = "grad_output" if tile.layer.mirrored else "input"
     if tile.layer.gathered:
         return name
+    if isinstance(tile, HaloTile):
+        return tile.box_map
     if tile.layer.pixels:
         return replace(input_map(tile.layer.pixels, tile.depth, promotion=128), tensor=name)
     return _plane_map(name, tile, tile.layer.problem.in_channels, tile.mma_columns)
@@ -184,4 +203,23 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "cluster": tile.cluster,
         "reduce_parts": tile.reduce_parts,
         "ties_to_even": layer.operands.scalar == "float",
+        **(_halo_constants(tile) if isinstance(tile, HaloTile) else {}),
+    }
+
+
+def _halo_constants(tile: HaloTile) -> dict[str, Constant]:
+    rows, columns = tile.patch
+    return {
+        "halo_units": tile.units,
+        "halo_channels": tile.box_channels,
+        "halo_mma_chunks": tile.mma_chunks,
+        "halo_planes": tile.kernel_planes,
+        "halo_rows": tile.kernel_rows,
+        "halo_chunks": tile.chunks,
+        "patch_rows": rows,
+        "patch_columns": columns,
+        "split_rows": tile.split_rows,
+        "team_warps": 4 if tile.gives_registers else 1,
+        "consumer_registers": tile.consumer_registers if tile.gives_registers else 0,
+        "producer_registers": halo.PRODUCER_REGISTERS,
     }

@@ -35,7 +35,7 @@ __device__ __forceinline__ void store_accumulators(Scalar* grad, const Tile& til
                                                    const float4& acc) {
   const int thread = slot % 128, consumer = slot / 128 / kSlots;
   const int row = tile.row + consumer / C::column_groups * 64 + thread / 32 * 16 + thread % 32 / 4;
-  const int column = tile.column + consumer % C::column_groups * C::mma_columns +
+  const int column = tile.column + consumer % C::column_groups * kGroupColumns +
                      slot / 128 % kSlots * 8 + thread % 4 * 2;
   store_two(grad, tile, row, column, acc.x, acc.y);
   store_two(grad, tile, row + 8, column, acc.z, acc.w);

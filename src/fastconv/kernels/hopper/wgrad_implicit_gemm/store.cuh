@@ -6,14 +6,16 @@ namespace fastconv {
 namespace hopper {
 
 // The tap and channel of a GEMM column. Columns go tap by tap if TMA copies their channels or if
-// channels are few, and channel by channel if warps gather by taps; otherwise eight channels of all
-// taps come first, then the next eight, so that what neighbouring taps read is found in the L1
-// cache.
+// channels are few, channel by channel if warps gather by taps, and unit by unit with a halo;
+// otherwise eight channels of all taps come first, then the next eight, so that what neighbouring
+// taps read is found in the L1 cache.
 struct Column {
   int tap, channel;
 
   __device__ __forceinline__ explicit Column(int column) {
-    if constexpr (kOctets) {
+    if constexpr (Halo::exists) {
+      of_unit<Halo>(column / kTileColumns, column % kTileColumns);
+    } else if constexpr (kOctets) {
       const int octet = column / (8 * kTaps), in_octet = column - octet * 8 * kTaps;
       tap = in_octet / 8;
       channel = octet * 8 + in_octet % 8;
@@ -24,6 +26,25 @@ struct Column {
       tap = column / kTapColumns;
       channel = column - tap * kTapColumns;
     }
+  }
+
+ private:
+  // A column of a tile with a halo; without a weight, it has no tap.
+  template <class Halo>
+  __device__ __forceinline__ void of_unit(int tile, int column) {
+    const int unit = column / C::mma_columns, in_unit = column - unit * C::mma_columns;
+    const typename Halo::Block block(tile);
+    const typename Halo::Unit of(unit);
+    const int part = in_unit / Halo::channels;  // a tap, or a chunk
+    const int along = of.piece * Halo::mma_taps + (Halo::mma_chunks > 1 ? 0 : part);
+    const int chunk = of.chunk + (Halo::mma_chunks > 1 ? part : 0);
+    const int plane = block.plane + of.plane;
+    const int row = block.row + of.row + (Halo::upright ? along : 0);
+    const int in_row = Halo::upright ? 0 : along;
+    const bool exists = unit < Halo::tile_units && plane < Depth::kernel &&
+                        row < C::kernel_height && in_row < C::kernel_width;
+    tap = exists ? plane * kPlaneTaps + row * C::kernel_width + in_row : kTaps;
+    channel = block.channel + chunk * Halo::channels + in_unit % Halo::channels;
   }
 };
 

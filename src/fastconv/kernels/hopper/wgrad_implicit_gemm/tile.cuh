@@ -5,6 +5,7 @@
 #include "device/tensor/ring.cuh"
 #include "device/tile.cuh"
 #include "device/wgmma.cuh"
+#include "hopper/wgrad_implicit_gemm/halo.cuh"
 #include "hopper/workspace.cuh"
 
 namespace fastconv {
@@ -19,7 +20,8 @@ using Depth = DepthOf<C>;
 // Rows of the GEMM are output channels, its columns input channels at taps. Both belong to one
 // group, or to a few narrow groups (`joined`) that are multiplied as if they were one.
 constexpr int kTileRows = 64 * C::row_groups;
-constexpr int kTileColumns = C::mma_columns * C::column_groups;
+constexpr int kGroupColumns = Halo::units * C::mma_columns;  // of a consumer
+constexpr int kTileColumns = kGroupColumns * C::column_groups;
 constexpr int kConsumers = C::row_groups * C::column_groups;  // consumer warpgroups
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kThreads = 128 * kConsumers + 32 * C::teams * C::team_warps;
@@ -40,15 +42,16 @@ constexpr int kPlanePositions = C::out_height * C::out_width;
 constexpr int kPositions = Depth::out * kPlanePositions;  // positions of an image
 // Whether K runs through the positions of all images one after the other. Otherwise it runs through
 // lines, and each has steps of its own: an image, where TMA copies planes, or a row of one, where
-// warps gather tap by tap.
-constexpr bool kOfAllImages = C::channels_last || !(C::input_copied || C::by_taps);
-constexpr int kLines = C::by_taps ? C::out_height : 1;  // in an image
+// warps gather tap by tap, or a row of patches, where TMA brings boxes with a halo.
+constexpr bool kOfAllImages =
+    !Halo::exists && (C::channels_last || !(C::input_copied || C::by_taps));
+constexpr int kLines = Halo::exists ? Halo::lines : C::by_taps ? C::out_height : 1;  // in an image
 constexpr int kLinePositions = kPositions / kLines;
-constexpr int kLineSteps = ceil_div(kLinePositions, kDepth);
+constexpr int kLineSteps = Halo::exists ? Halo::line_steps : ceil_div(kLinePositions, kDepth);
 constexpr int kMmaDepth = 32 / static_cast<int>(sizeof(Scalar));
 constexpr int kMmas = kDepth / kMmaDepth;  // MMAs of a step
 constexpr int kLastMmas =                  // MMAs of a line's last step
-    ceil_div(kLinePositions - (kLineSteps - 1) * kDepth, kMmaDepth);
+    Halo::exists ? kMmas : ceil_div(kLinePositions - (kLineSteps - 1) * kDepth, kMmaDepth);
 constexpr int kBoxBytes = kDepth * kSpan;  // bytes of a TMA box of pixels
 
 constexpr int kTapColumns = kColumnsMnMajor        ? round_up(kIn, kSpanElements)
@@ -56,16 +59,19 @@ constexpr int kTapColumns = kColumnsMnMajor        ? round_up(kIn, kSpanElements
                                                    : round_up(kIn, 8);
 constexpr bool kOctets = !C::input_copied && !C::few && !C::by_taps;
 constexpr int kRowTiles = ceil_div(kOut, kTileRows);
-constexpr int kColumnTiles = ceil_div(kTaps * kTapColumns, kTileColumns);
+constexpr int kColumnTiles =
+    Halo::exists ? Halo::tiles : ceil_div(kTaps * kTapColumns, kTileColumns);
 constexpr int kGroupTiles = kRowTiles * kColumnTiles;
 constexpr int kTiles = C::groups / C::joined * kGroupTiles;
 static_assert(!C::input_copied || C::channels_last || kTaps == 1, "copied planes have one tap");
 static_assert(C::parts == 1 || (!C::grad_copied && !C::input_copied),
               "gathering warps split numbers");
-static_assert(!kColumnsMnMajor || C::mma_columns % kSpanElements == 0, "boxes are whole");
+static_assert(!kColumnsMnMajor || Halo::exists || C::mma_columns % kSpanElements == 0,
+              "boxes are whole");
 
 constexpr int kRowBytes = kTileRows * kDepth * static_cast<int>(sizeof(Scalar));
-constexpr int kColumnBytes = kTileColumns * kDepth * static_cast<int>(sizeof(Scalar));
+constexpr int kColumnBytes =
+    Halo::exists ? Halo::bytes : kTileColumns * kDepth * static_cast<int>(sizeof(Scalar));
 constexpr int kPartBytes = kRowBytes + kColumnBytes;
 constexpr int kStageBytes = C::parts * kPartBytes;  // low parts of 3xTF32 behind high ones
 constexpr int kOnesBytes = C::bias ? 256 : 0;
@@ -100,7 +106,7 @@ struct Tile {
 
 // The workspace holds, for each run, its consumers' accumulators, then those of the bias, in slots
 // of 16 bytes.
-constexpr int kSlots = C::mma_columns / 8;  // slots of a thread
+constexpr int kSlots = kGroupColumns / 8;  // slots of a thread
 constexpr int kAccSlots = kConsumers * kSlots * 128;
 constexpr int kRunSlots = kAccSlots + (C::bias ? kTileRows / 4 : 0);
 

@@ -351,7 +351,7 @@ def _tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
         for columns in _widths(layer, groups[1], team[1]):
             tile = Tile(layer, *groups, columns, depth, blocks, *team).fitted(gpu)
             if tile is not None and not _is_idle(tile):
-                found += [replace(tile, grid=grid) for grid in _grids(tile, gpu)]
+                found += [replace(tile, grid=grid) for grid in grids(tile, gpu)]
                 found += _clustered(tile, gpu)
     possible = tuple(
         tile
@@ -375,7 +375,7 @@ def _is_idle(tile: Tile) -> bool:
     return tile.rows >= tile.layer.group_out + ROWS
 
 
-def _grids(tile: Tile, gpu: Gpu) -> list[int]:
+def grids(tile: Tile, gpu: Gpu) -> list[int]:
     """Sizes of the grid: all blocks that fit, or as many as leave none with parts of two tiles."""
     room = gpu.sm_count * tile.blocks
     all_steps = tile.count * tile.steps
