@@ -51,8 +51,8 @@ LEAST_MADS = 64.0
 # Shares that are added to an image's cycles: for each layer's launches, and for the launches that
 # find out whether scaled fp16 will do, by parts. A small batch pays a larger share, but the choice
 # must not depend on the batch. The share is negative in two parts, because three float16 MMAs are
-# faster than estimated, and in one part for layers of several taps without a copy, which took 0.7 to
-# 0.9 of what TF32 with the same estimate took, but 1.3 with strides and dilations.
+# faster than estimated, and in one part for layers of several taps without a copy, which took 0.7
+# to 0.9 of what TF32 with the same estimate took, but 1.3 with strides and dilations.
 LAYER_COST = 0.05
 SCALED_FP16_COST = {1: 0.05, 2: -0.25}
 TAPS_SCALED_FP16_COST = -0.03
