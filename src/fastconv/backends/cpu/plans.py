@@ -196,7 +196,7 @@ def _weight_grad_plan(
     rows: Axis, columns: Axis, depth: int, channels: int, itemsize: int
 ) -> CpuPlan | str:
     taps = rows.taps * columns.taps
-    some, most = min(depth, 56), min(channels, 128)
+    some, most = min(depth, 70), min(channels, 128)
     while taps * some * _up(most, 32) * itemsize > _SCRATCH_BYTES // 4 and most > 32:
         most = _up(most // 2, 32)
     if taps * some * _up(most, 32) * itemsize > _SCRATCH_BYTES // 2:

@@ -80,7 +80,8 @@ void stage_planes(Computed<Stored>* to, const Stored* source, const std::array<i
                           bottom - top, columns.size);
     }
   }
-  stage_pixels(to, kLanes<T>, source, strides, planes, row_window, column_window);
+  stage_pixels(to, Pieces{kLanes<T>, kLanes<T>, 0}, source, strides, planes, row_window,
+               column_window);
 }
 
 // The outputs for which all taps read elements that exist: from `begin` to before `end`.

@@ -224,7 +224,7 @@ class DirectGather {
         for (int64_t n = 0; n < tile.images; ++n) {
           T* to = staged + n * of_image;
           if (is_pixels_) {
-            stage_pixels(to, pitch_, source + n * s[0], s, some, rows, columns);
+            stage_pixels(to, Pieces{pitch_, pitch_, 0}, source + n * s[0], s, some, rows, columns);
           } else {
             stage(to, layout, source + n * s[0], s, some, rows, columns);
           }
@@ -259,7 +259,8 @@ class DirectGather {
     const int64_t channel = tile.channel + c,
                   channels = std::min<int64_t>(kTileChannels<T>, tile.channels - c);
     const T* right = weights_.of(tile.group, channel / kTileChannels<T>, block.plane, block.first);
-    const int64_t pieces = ceil_div(tile.columns, kTilePositions), most = part_of(block.steps);
+    const int64_t pieces = ceil_div(tile.columns, kTilePositions),
+                  most = part_of(block.steps, kLongSteps);
     const auto multiplies = pitch_ == kPitch         ? multiply_for<T, kPitch>
                             : pitch_ == kNarrowPitch ? multiply_for<T, kNarrowPitch>
                                                      : multiply_for<T, 1>;

@@ -33,8 +33,8 @@ constexpr int64_t kSteps = 128;
 // The longest chain of direct kernels, whose steps are cut into equal parts.
 constexpr int64_t kLongSteps = 160;
 
-inline int64_t part_of(int64_t steps) {
-  const int64_t parts = (steps + kLongSteps - 1) / kLongSteps;
+inline int64_t part_of(int64_t steps, int64_t most) {
+  const int64_t parts = (steps + most - 1) / most;
   return parts > 1 ? (steps + parts - 1) / parts : std::max<int64_t>(steps, 1);
 }
 

@@ -148,13 +148,16 @@ inline void copy_transposed(T* to, int64_t to_row, const T* from, int64_t from_r
       }
     }
     for (; x < columns; x += kBlock) {
-      Vector<T> block[kBlock] = {};
-      for (int64_t i = 0; i < (high < kBlock ? high : kBlock); ++i) {
-        block[i] = load_some(from + (y + i) * from_row + x, columns - x);
+      const int64_t wide = columns - x;
+      Vector<T> block[kBlock];
+#pragma GCC unroll 16
+      for (int i = 0; i < kBlock; ++i) {
+        block[i] = i < high ? load_some(from + (y + i) * from_row + x, wide) : Vector<T>{};
       }
       transpose<T>(block);
-      for (int64_t i = 0; i < (columns - x < kBlock ? columns - x : kBlock); ++i) {
-        store_some(to + (x + i) * to_row + y, block[i], written);
+#pragma GCC unroll 16
+      for (int i = 0; i < kBlock; ++i) {
+        if (i < wide) store_some(to + (x + i) * to_row + y, block[i], written);
       }
     }
   }
