@@ -40,7 +40,7 @@ _USUAL_L2_BYTES = 256 << 10
 _FEWEST_CHANNELS = 16
 # The positions of a pass for which it pays to pack weights that are channels-last: measured with
 # 512 channels, on a Xeon with AVX-512.
-_FEWEST_POSITIONS = 128
+_FEWEST_POSITIONS = 32
 # Images are taken together up to so many positions: then their weights, which come from beyond the
 # L2 cache, are multiplied often enough to pay for the way.
 _POSITIONS = 400

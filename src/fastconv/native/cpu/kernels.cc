@@ -56,14 +56,14 @@ bool gather(Kernel kernel, const std::vector<Gather>& passes, const Parallel& pa
     if (kernel == kDepthwise && !DepthwiseChannels<Stored>::takes(passes[0])) {
       return DepthwisePlanes<Stored>(passes).run(parallel);
     }
-    for (const Gather& one : passes) {
-      const Gather pass = moved<Stored>(one);
+    std::vector<Gather> all;
+    for (const Gather& one : passes) all.push_back(moved<Stored>(one));
+    if (kernel == kDirect) return gather_directly<Stored>(all, parallel);
+    for (const Gather& pass : all) {
       if (kernel == kDepthwise) {
         DepthwiseChannels<Stored>(pass).run(parallel);
-      } else if (kernel == kPointwise) {
+      } else {
         product_of<Stored>(pass).run(parallel);
-      } else if (!DirectGather<Stored>(pass, parallel).run(parallel)) {
-        return false;
       }
     }
     return true;

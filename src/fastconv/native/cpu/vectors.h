@@ -118,14 +118,29 @@ inline void transpose(Vector<T>* rows) {
 
 // Whether no number is infinite or NaN: zero times such a number is NaN.
 template <class T>
-inline bool are_finite(const T* numbers, int64_t count) {
-  Vector<T> products{};
-  for (int64_t i = 0; i < count; i += kLanes<T>) {
-    products += load_some(numbers + i, count - i) * Vector<T>{};
+class Finiteness {
+ public:
+  void add(const T* numbers, int64_t count) {
+    for (int64_t i = 0; i < count; i += kLanes<T>) {
+      products_ += load_some(numbers + i, count - i) * Vector<T>{};
+    }
   }
-  bool are = true;
-  for (int lane = 0; lane < kLanes<T>; ++lane) are = are && products[lane] == T();
-  return are;
+
+  bool holds() const {
+    bool does = true;
+    for (int lane = 0; lane < kLanes<T>; ++lane) does = does && products_[lane] == T();
+    return does;
+  }
+
+ private:
+  Vector<T> products_{};
+};
+
+template <class T>
+inline bool are_finite(const T* numbers, int64_t count) {
+  Finiteness<T> found;
+  found.add(numbers, count);
+  return found.holds();
 }
 
 // Copies a matrix's rows as columns. Rows and columns lie `from_row` and `to_row` apart. Rows from
