@@ -168,35 +168,63 @@ class DirectGather {
                   channels = std::min<int64_t>(kTileChannels<T>, tile.channels - c);
     const T* right = weights_.of(tile.group, channel / kTileChannels<T>, block.plane, block.first);
     const int64_t pieces = ceil_div(tile.columns, kTilePositions),
-                  most = part_of(block.steps, kLongSteps);
-    const auto multiplies = pitch_ == kPitch         ? multiply_for<T, kPitch>
-                            : pitch_ == kNarrowPitch ? multiply_for<T, kNarrowPitch>
-                                                     : multiply_for<T, 1>;
+                  most = part_of(block.steps, most_steps(block)),
+                  all_lines = tile.images * tile.rows;
+    const bool has_pairs = 2 * tile.columns <= kTilePositions;
+    // Where a line of the tile starts in the stage.
+    const auto start_of = [&](int64_t line) {
+      const int64_t n = line / tile.rows, y = line - n * tile.rows;
+      return n * block.image + y * block.row * pitch_;
+    };
     // Once even without steps, where nothing is added up.
     for (int64_t step = 0; step == 0 || step < block.steps; step += most) {
       const int64_t steps = std::min(most, block.steps - step);
       const bool is_first = block.is_first && step == 0,
                  is_last = block.is_last && step + most >= block.steps;
       T* to = sums;
-      for (int64_t line = 0; line < tile.images * tile.rows; ++line) {
-        const int64_t n = line / tile.rows, y = line - n * tile.rows;
+      for (int64_t line = 0; line < all_lines;) {
+        const int64_t lines = has_pairs && line + 1 < all_lines ? 2 : 1, start = start_of(line),
+                      jump = lines > 1 ? start_of(line + 1) - start : 0;
         for (int64_t piece = 0; piece < pieces; ++piece) {
           const int64_t x = tile.columns * piece / pieces,
                         positions = tile.columns * (piece + 1) / pieces - x;
-          multiplies(positions, channels)(
-              block.staged + n * block.image + (y * block.row + x) * pitch_, block.offsets + step,
-              steps, right + step * kTileChannels<T>, kTileChannels<T>, to, kTileChannels<T>,
-              is_first);
-          if (is_last) finish_tile(tile, channel, channels, n, y, x, positions, to);
-          to += positions * kTileChannels<T>;
+          function_for(lines, positions, channels)(
+              block.staged + start + x * pitch_, block.offsets + step, steps,
+              right + step * kTileChannels<T>, kTileChannels<T>, to, kTileChannels<T>, is_first,
+              jump);
+          for (int64_t i = 0; i < lines; ++i, to += positions * kTileChannels<T>) {
+            if (is_last) finish_tile(tile, channel, channels, line + i, x, positions, to);
+          }
         }
+        line += lines;
       }
     }
   }
 
+  // Rows of many channels need more of the L1 cache, beside weights, than pixels and large kernels.
+  int64_t most_steps(const Block<T>& block) const {
+    constexpr int64_t kManyTaps = 64;
+    const int64_t taps = pass_.rows.taps * pass_.columns.taps;
+    return is_pixels_ || taps > kManyTaps || block.steps <= kLongSteps ? kLongSteps : kSteps;
+  }
+
+  Multiply<T> function_for(int64_t lines, int64_t positions, int64_t channels) const {
+    if (lines == 1) {
+      const auto found = pitch_ == kPitch         ? multiply_for<T, kPitch>
+                         : pitch_ == kNarrowPitch ? multiply_for<T, kNarrowPitch>
+                                                  : multiply_for<T, 1>;
+      return found(positions, channels);
+    }
+    const auto found = pitch_ == kPitch         ? multiply_for<T, kPitch, 2>
+                       : pitch_ == kNarrowPitch ? multiply_for<T, kNarrowPitch, 2>
+                                                : multiply_for<T, 1, 2>;
+    return found(positions, channels);
+  }
+
   // Adds the bias to a register tile's sums, and stores them.
-  void finish_tile(const Tile& tile, int64_t channel, int64_t channels, int64_t n, int64_t y,
-                   int64_t x, int64_t positions, T* sums) const {
+  void finish_tile(const Tile& tile, int64_t channel, int64_t channels, int64_t line, int64_t x,
+                   int64_t positions, T* sums) const {
+    const int64_t n = line / tile.rows, y = line - n * tile.rows;
     const int64_t whole = tile.group * pass_.channels + channel;
     const auto place = [&](const Images& images) {
       const auto& s = images.strides;

@@ -103,6 +103,7 @@ class WeightPacker {
     for (size_t i = 0; i < passes_.size(); ++i) {
       const Gather& pass = passes_[i];
       const auto& s = pass.weights.strides;
+      taps_[i].reserve(pass.planes.taps * pass.rows.taps * pass.columns.taps);
       for (int64_t z = 0; z < pass.planes.taps; ++z) {
         for (int64_t p = 0; p < pass.rows.taps; ++p) {
           for (int64_t q = 0; q < pass.columns.taps; ++q) {

@@ -365,7 +365,7 @@ class MatrixProduct {
                                  : is_left_in_place_ ? from + step * left.columns.column + row
                                                      : from + (piece * deep + step) * kApart;
             multiplies(some, panel.columns)(left_part, offsets, steps, right_part, by.pace, of_tile,
-                                            kTileChannels<T>, k + step == 0);
+                                            kTileChannels<T>, k + step == 0, 0);
             if (ends && step + kSteps >= deep) {
               finish_tile(block, panel, row, some, of_tile, places, beside);
             }
