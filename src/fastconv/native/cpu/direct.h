@@ -191,7 +191,7 @@ class DirectGather {
           function_for(lines, positions, channels)(
               block.staged + start + x * pitch_, block.offsets + step, steps,
               right + step * kTileChannels<T>, kTileChannels<T>, to, kTileChannels<T>, is_first,
-              jump);
+              jump, nullptr);
           for (int64_t i = 0; i < lines; ++i, to += positions * kTileChannels<T>) {
             if (is_last) finish_tile(tile, channel, channels, line + i, x, positions, to);
           }

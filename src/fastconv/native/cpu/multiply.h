@@ -45,10 +45,11 @@ constexpr int64_t kPitch = 64;
 // The same where no more than so many channels are.
 constexpr int64_t kNarrowPitch = 32;
 
-template <class T, int kPositions, int kVectors, int kApart, int kLines>
+// A call may copy what it reads of `right`, so that other calls find it next to one another.
+template <class T, int kPositions, int kVectors, int kApart, int kLines, bool kCopies>
 void multiply(const T* left, const int32_t* offsets, int64_t steps, const T* right, int64_t pace,
-              T* sums, int64_t stride, bool is_first, int64_t jump) {
-  constexpr int kAll = kLines * kPositions;
+              T* sums, int64_t stride, bool is_first, int64_t jump, T* copy) {
+  constexpr int kAll = kLines * kPositions, kAhead = 16;
   Vector<T> chain[kAll][kVectors] = {};
   for (int64_t step = 0; step < steps; ++step) {
     const T* from = left + offsets[step];
@@ -56,6 +57,10 @@ void multiply(const T* left, const int32_t* offsets, int64_t steps, const T* rig
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       factors[v] = load(right + step * pace + v * kLanes<T>);
+      if constexpr (kCopies) {
+        __builtin_prefetch(right + (step + kAhead) * pace + v * kLanes<T>);
+        store(copy + step * kTileChannels<T> + v * kLanes<T>, factors[v]);
+      }
     }
 #pragma GCC unroll 32
     for (int p = 0; p < kAll; ++p) {
@@ -77,20 +82,20 @@ void multiply(const T* left, const int32_t* offsets, int64_t steps, const T* rig
 
 template <class T>
 using Multiply = void (*)(const T*, const int32_t*, int64_t, const T*, int64_t, T*, int64_t, bool,
-                          int64_t);
+                          int64_t, T*);
 
-template <class T, int kVectors, int kApart, int kLines, int... kIndex>
+template <class T, int kVectors, int kApart, int kLines, bool kCopies, int... kIndex>
 constexpr Multiply<T> multiply_of(int positions, std::integer_sequence<int, kIndex...>) {
-  constexpr Multiply<T> found[] = {multiply<T, kIndex + 1, kVectors, kApart, kLines>...};
+  constexpr Multiply<T> found[] = {multiply<T, kIndex + 1, kVectors, kApart, kLines, kCopies>...};
   return found[positions - 1];
 }
 
 // The function for this many positions of a line and channels of a tile.
-template <class T, int kApart = 1, int kLines = 1>
+template <class T, int kApart = 1, int kLines = 1, bool kCopies = false>
 Multiply<T> multiply_for(int64_t positions, int64_t channels) {
   constexpr auto kAll = std::make_integer_sequence<int, kTilePositions / kLines>();
-  return channels > kLanes<T> ? multiply_of<T, 2, kApart, kLines>(int(positions), kAll)
-                              : multiply_of<T, 1, kApart, kLines>(int(positions), kAll);
+  return channels > kLanes<T> ? multiply_of<T, 2, kApart, kLines, kCopies>(int(positions), kAll)
+                              : multiply_of<T, 1, kApart, kLines, kCopies>(int(positions), kAll);
 }
 
 }  // namespace fastconv::cpu

@@ -237,7 +237,7 @@ class DirectWeightGrad {
       left += layout.offset(row_phases_, column_phases_, p, run.first) * pieces.pitch;
       T* to = sums + (p * pass_.columns.taps + run.rank) * of_tap(part) + i * stride;
       multiply_for<T>(count, channels)(left, offsets, pixels, grad, kTileChannels<T>, to, stride,
-                                       is_first, 0);
+                                       is_first, 0, nullptr);
     };
     if (!is_merged_) {
       for (int64_t i = 0; i < part.depth; i += pieces.wide, input += pieces.apart) {
