@@ -254,20 +254,28 @@ class MatrixProduct {
     }
   }
 
-  // Copies whole rows of a panel, if they are in one piece.
+  // Whether a panel of the right matrix is whole and its columns follow one another in memory.
+  bool is_in_line(int64_t n, int64_t columns) const {
+    const int64_t line = right.columns.columns;
+    return columns == kTileChannels<T> && n % line + columns <= line && has_rows(right);
+  }
+
+  // An element of the right matrix.
+  const T* in_line(int64_t group, int64_t k, int64_t n) const {
+    const T* found = at(right, group, k, 0);
+    right.columns.for_runs(n, n + 1, [&](int64_t offset, int64_t) { found += offset; });
+    return found;
+  }
+
+  // Copies some rows of a panel, if its columns follow one another.
   bool copy_rows(T* panel, int64_t group, int64_t k, int64_t rows, int64_t n, int64_t wide) const {
-    if constexpr (std::is_same_v<Stored, T>) {
-      const int64_t line = right.columns.columns, x = n % line;
-      if (wide < kTileChannels<T> || x + wide > line || !has_rows(right)) return false;
-      const T* from = right.data + group * right.group + k * right.rows.column;
-      right.columns.for_runs(n, n + 1, [&](int64_t offset, int64_t) { from += offset; });
-      for (int64_t y = 0; y < rows; ++y, from += right.rows.column, panel += kTileChannels<T>) {
+    if (!is_in_line(n, wide)) return false;
+    const T* from = in_line(group, k, n);
+    for (int64_t y = 0; y < rows; ++y, from += right.rows.column, panel += kTileChannels<T>) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kTileChannels<T>; v += kLanes<T>) store(panel + v, load(from + v));
-      }
-      return true;
+      for (int v = 0; v < kTileChannels<T>; v += kLanes<T>) store(panel + v, load(from + v));
     }
-    return false;
+    return true;
   }
 
   void share_left(Buffer& buffer, const Parallel& parallel) {
@@ -320,7 +328,7 @@ class MatrixProduct {
   bool is_right_read_in_place() const {
     constexpr int64_t kMultiple = 1024;
     const int64_t bytes = right.rows.column * int64_t(sizeof(Stored));
-    return has_rows(right) && right.columns.lines() == 1 &&
+    return has_rows(right) && right.columns.columns >= 4 * kTileChannels<T> &&
            (blocks.rows <= 2 * kTilePositions || bytes % kMultiple != 0);
   }
 
@@ -370,8 +378,8 @@ class MatrixProduct {
                           TaskScratch& scratch) const {
     T* copy = scratch.grad.template take<T>(steps_ * kTileChannels<T>);
     if constexpr (std::is_same_v<Stored, T>) {
-      if (panel.columns == kTileChannels<T>) {
-        return {at(right, block.group, k, panel.n), right.rows.column,
+      if (is_in_line(panel.n, panel.columns)) {
+        return {in_line(block.group, k, panel.n), right.rows.column,
                 block.rows > kTilePositions ? copy : nullptr};
       }
     }
