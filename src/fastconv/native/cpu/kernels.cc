@@ -9,6 +9,7 @@
 #include "depthwise.h"
 #include "direct.h"
 #include "pointwise.h"
+#include "rate.h"
 #include "weights.h"
 
 namespace fastconv::cpu {
@@ -82,6 +83,11 @@ void weight_grad(Kernel kernel, const WeightGrad& pass, const Parallel& parallel
         return product_of<Stored>(pass).run(parallel);
     }
   });
+}
+
+double multiply_add_rate(Type type, const Parallel& parallel, double seconds) {
+  return type == kFloat64 ? multiply_add_rate<double>(parallel, seconds)
+                          : multiply_add_rate<float>(parallel, seconds);
 }
 
 }  // namespace fastconv::cpu
