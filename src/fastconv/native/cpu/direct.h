@@ -90,6 +90,15 @@ class DirectGather {
     int64_t image, images, plane, group, row, rows, column, columns, channel, channels;
   };
 
+  // A row of outputs of an image of a tile.
+  struct Line {
+    int64_t image = 0, row = 0;
+
+    Line next(int64_t rows) const {
+      return row + 1 < rows ? Line{image, row + 1} : Line{image + 1, 0};
+    }
+  };
+
   // The written channels of a task: where positions are few, threads share weights and not images.
   int64_t share_of_channels(int64_t tiles, int64_t threads) const {
     constexpr int64_t kFewPositions = 256;
@@ -168,13 +177,11 @@ class DirectGather {
                   channels = std::min<int64_t>(kTileChannels<T>, tile.channels - c);
     const T* right = weights_.of(tile.group, channel / kTileChannels<T>, block.plane, block.first);
     const int64_t pieces = ceil_div(tile.columns, kTilePositions),
-                  most = part_of(block.steps, most_steps(block)),
-                  all_lines = tile.images * tile.rows;
+                  most = part_of(block.steps, most_steps(block));
     const bool has_pairs = 2 * tile.columns <= kTilePositions;
     // Where a line of the tile starts in the stage.
-    const auto start_of = [&](int64_t line) {
-      const int64_t n = line / tile.rows, y = line - n * tile.rows;
-      return n * block.image + y * block.row * pitch_;
+    const auto start_of = [&](const Line& line) {
+      return line.image * block.image + line.row * block.row * pitch_;
     };
     // Once even without steps, where nothing is added up.
     for (int64_t step = 0; step == 0 || step < block.steps; step += most) {
@@ -182,9 +189,10 @@ class DirectGather {
       const bool is_first = block.is_first && step == 0,
                  is_last = block.is_last && step + most >= block.steps;
       T* to = sums;
-      for (int64_t line = 0; line < all_lines;) {
-        const int64_t lines = has_pairs && line + 1 < all_lines ? 2 : 1, start = start_of(line),
-                      jump = lines > 1 ? start_of(line + 1) - start : 0;
+      for (Line line; line.image < tile.images;) {
+        const Line next = line.next(tile.rows);
+        const int64_t lines = has_pairs && next.image < tile.images ? 2 : 1, start = start_of(line),
+                      jump = start_of(next) - start;
         for (int64_t piece = 0; piece < pieces; ++piece) {
           const int64_t x = tile.columns * piece / pieces,
                         positions = tile.columns * (piece + 1) / pieces - x;
@@ -193,10 +201,10 @@ class DirectGather {
               right + step * kTileChannels<T>, kTileChannels<T>, to, kTileChannels<T>, is_first,
               jump, nullptr);
           for (int64_t i = 0; i < lines; ++i, to += positions * kTileChannels<T>) {
-            if (is_last) finish_tile(tile, channel, channels, line + i, x, positions, to);
+            if (is_last) finish_tile(tile, channel, channels, i ? next : line, x, positions, to);
           }
         }
-        line += lines;
+        line = lines > 1 ? next.next(tile.rows) : next;
       }
     }
   }
@@ -222,15 +230,15 @@ class DirectGather {
   }
 
   // Adds the bias to a register tile's sums, and stores them.
-  void finish_tile(const Tile& tile, int64_t channel, int64_t channels, int64_t line, int64_t x,
+  void finish_tile(const Tile& tile, int64_t channel, int64_t channels, const Line& line, int64_t x,
                    int64_t positions, T* sums) const {
-    const int64_t n = line / tile.rows, y = line - n * tile.rows;
     const int64_t whole = tile.group * pass_.channels + channel;
     const auto place = [&](const Images& images) {
       const auto& s = images.strides;
       Stored* data = static_cast<Stored*>(images.data);
-      return data ? data + (tile.image + n) * s[0] + whole * s[1] + (tile.row + y) * s[2] +
-                        (tile.column + x) * s[3] + tile.plane * images.plane
+      return data ? data + (tile.image + line.image) * s[0] + whole * s[1] +
+                        (tile.row + line.row) * s[2] + (tile.column + x) * s[3] +
+                        tile.plane * images.plane
                   : nullptr;
     };
     Stored* to = place(pass_.target);

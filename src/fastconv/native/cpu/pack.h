@@ -66,20 +66,24 @@ class WeightPacker {
   using T = Computed<Stored>;
 
   WeightPacker(const std::vector<Gather>& passes, const std::vector<PackedWeights<Stored>>& packed)
-      : passes_(passes), pass_(passes[0]), packed_(packed) {
-    list_taps();
-  }
+      : passes_(passes),
+        pass_(passes[0]),
+        packed_(packed),
+        data_(static_cast<const Stored*>(pass_.weights.data)) {}
 
   // Returns false if weights are not finite where the passes need it.
   bool run(const Parallel& parallel) {
-    if (window_ == 0) return true;
     const auto& s = pass_.weights.strides;
     const int64_t taps = pass_.rows.taps * pass_.columns.taps;
     const bool is_one = kIsCopied && passes_.size() == 1;
-    if (is_one && s[4] == 1 && s[3] == pass_.columns.taps && s[2] == taps &&
+    if (is_one && taps > 0 && s[4] == 1 && s[3] == pass_.columns.taps && s[2] == taps &&
         !stages_pixels(pass_)) {
       pack_in_order(parallel);
-    } else if (is_one && s[2] == 1) {
+      return are_finite_;
+    }
+    list_taps();
+    if (window_ == 0) return true;
+    if (is_one && s[2] == 1) {
       pack_by_taps(parallel);
     } else {
       pack_by_channels(parallel);
@@ -119,7 +123,7 @@ class WeightPacker {
       for (int64_t& tap : of_pass) tap -= least;
     }
     window_ = is_first ? 0 : most - least + 1;
-    data_ = static_cast<const Stored*>(pass_.weights.data) + (least - address(pass_));
+    data_ += least - address(pass_);
   }
 
   int64_t tiles() const { return packed_[0].tiles(); }
@@ -243,8 +247,7 @@ class WeightPacker {
     const Stored* source = from(group, tile, first);
     for_taps(group, tile, first, [&](T* to, int64_t of_channel, int64_t tap) {
       for (int64_t c = 0; c < last - first; ++c, to += of_channel) {
-        copy_row(to, source + tap + c * s[2], count, s[1]);
-        std::fill(to + count, to + kTileChannels<T>, T());
+        copy_pixel(to, kTileChannels<T>, source + tap + c * s[2], count, s[1]);
         finiteness.add(to, kTileChannels<T>);
       }
     });
@@ -269,7 +272,7 @@ class WeightPacker {
   const Gather& pass_;  // for what all of them have in common
   const std::vector<PackedWeights<Stored>>& packed_;
   std::vector<std::vector<int64_t>> taps_;  // for each pass, where its taps are
-  int64_t window_;                          // elements from the first tap to the last
+  int64_t window_ = 0;                      // elements from the first tap to the last
   const Stored* data_;                      // the first tap
   std::atomic<bool> are_finite_ = true;
 };

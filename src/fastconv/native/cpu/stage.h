@@ -235,10 +235,12 @@ void stage_pixels(Computed<Stored>* to, const Pieces& pieces, const Stored* sour
       for (int64_t y = 0; y < rows.length; ++y, to += columns.length * pitch) {
         const bool exists = top <= y && y < bottom && left < right;
         const int64_t begin = exists ? left : columns.length, end = exists ? right : begin;
-        for_pieces(to, [&](T* row, int64_t, int64_t) {
-          std::fill(row, row + begin * pitch, T());
-          std::fill(row + end * pitch, row + columns.length * pitch, T());
-        });
+        if (begin > 0 || end < columns.length) {
+          for_pieces(to, [&](T* row, int64_t, int64_t) {
+            std::fill(row, row + begin * pitch, T());
+            std::fill(row + end * pitch, row + columns.length * pitch, T());
+          });
+        }
         if (!exists) continue;
         const Stored* from = source + rows.index(row_phase, y) * strides[2] +
                              columns.index(column_phase, begin) * strides[3];

@@ -153,7 +153,9 @@ inline void copy_transposed(T* to, int64_t to_row, const T* from, int64_t from_r
     const int64_t high = rows - y, written = padded - y;
     int64_t x = 0;
     if (high >= kBlock) {
-      for (; x + kBlock <= columns; x += kBlock) {
+      // The last of several blocks overlaps the one before.
+      for (; x < columns && columns >= kBlock; x += kBlock) {
+        x = x + kBlock <= columns ? x : columns - kBlock;
         Vector<T> block[kBlock];
 #pragma GCC unroll 16
         for (int i = 0; i < kBlock; ++i) block[i] = load(from + (y + i) * from_row + x);
