@@ -215,7 +215,7 @@ void stage_pixels(Computed<Stored>* to, const Pieces& pieces, const Stored* sour
                   const std::array<int64_t, 4>& strides, int64_t channels, const Window& rows,
                   const Window& columns) {
   using T = Computed<Stored>;
-  const auto [wide, pitch, apart] = pieces;
+  const int64_t wide = pieces.wide, pitch = pieces.pitch, apart = pieces.apart;
   const int64_t channel_stride = strides[1], step = strides[3] * columns.axis->step;
   const auto for_pieces = [&](T* place, const auto& function) {
     for (int64_t c = 0; c < channels; c += wide, place += apart) {
