@@ -64,8 +64,8 @@ inline uint16_t mask_of(int64_t count) { return uint16_t((1u << count) - 1); }
 // The first `count` lanes from memory, and zeros in the others.
 template <class T>
 inline Vector<T> load_some(const T* from, int64_t count) {
-  if (count >= kLanes<T>) return load(from);
 #if defined(__AVX512F__)
+  if (count >= kLanes<T>) return load(from);
   if constexpr (sizeof(T) == 4) {
     return Vector<T>(_mm512_maskz_loadu_epi32(mask_of(count), from));
   } else {
@@ -73,7 +73,11 @@ inline Vector<T> load_some(const T* from, int64_t count) {
   }
 #else
   Vector<T> vector{};
-  std::memcpy(&vector, from, size_t(count) * sizeof(T));
+  if (count >= kLanes<T>) {
+    vector = load(from);
+  } else {
+    std::memcpy(&vector, from, size_t(count) * sizeof(T));
+  }
   return vector;
 #endif
 }
