@@ -39,6 +39,7 @@ __all__ = [
     "load_if_built",
     "make",
     "make_deployed",
+    "multiply_add_rate",
     "recorded_forms",
     "register",
     "serve_operators",
@@ -297,6 +298,24 @@ def load_if_built() -> None:
         _load_if_possible()
     elif conv2d is _require and (build.is_built() or not in_the_way()):
         _load_required()
+
+
+def multiply_add_rate(dtype: torch.dtype, seconds: float) -> float | None:
+    """Measures a CPU's multiply-adds in registers, in float32 or float64.
+
+    Returns:
+        The operations a second of all of PyTorch's threads together, or None where the library is
+        not built or not wanted.
+    """
+    if wanted() is False:
+        return None
+    if build.is_built():
+        start_build()
+        load_if_built()
+    if _module is None:
+        return None
+    rate: float = _module.multiply_add_rate(dtype is torch.float64, seconds)
+    return rate
 
 
 def serve_operators(on: bool) -> None:
