@@ -303,16 +303,21 @@ def load_if_built() -> None:
 def multiply_add_rate(dtype: torch.dtype, seconds: float) -> float | None:
     """Measures a CPU's multiply-adds in registers, in float32 or float64.
 
+    The library is loaded for this if it is built, but ``fastconv``'s functions do not begin to call
+    it.
+
     Returns:
         The operations a second of all of PyTorch's threads together, or None where the library is
-        not built or not wanted.
+        not built, does not load, or is not wanted.
     """
     if wanted() is False:
         return None
-    if build.is_built():
-        start_build()
-        load_if_built()
-    if _module is None:
+    try:
+        with _lock:
+            if not build.is_built():
+                return None
+            load()
+    except (OSError, RuntimeError):  # RuntimeError: Unavailable
         return None
     rate: float = _module.multiply_add_rate(dtype is torch.float64, seconds)
     return rate
