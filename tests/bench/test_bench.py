@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -290,8 +291,9 @@ def test_a_cpus_arithmetic(
         assert {*found.tflops.values()} == {rate * 1e-12}
     said = report.ceilings(Results({}, found, []))
     assert ("TFLOP/s of multiply-adds" in said) == (rate is not None)
+    quiet = replace(found, processor_share=None)  # this machine may be busy
     other = Ceilings(dict.fromkeys(found.tflops, 1e-9), found.copy_tb_s, arithmetic="another")
-    assert not limits.doubts(found, other), "rates of unlike arithmetic are not compared"
+    assert not limits.doubts(quiet, other), "rates of unlike arithmetic are not compared"
 
 
 def test_a_machine_that_changes_is_reported(
