@@ -347,6 +347,7 @@ def roomy(case: PassCase) -> PassCase:
         plan = case.planner(*arguments)
         return replace(plan, launches=tuple(map(with_room, plan.launches)))
 
+    planned.__name__ = case.direction
     return replace(case, planner=planned)
 
 
