@@ -176,8 +176,8 @@ class DirectGather {
     const int64_t channel = tile.channel + c,
                   channels = std::min<int64_t>(kTileChannels<T>, tile.channels - c);
     const T* right = weights_.of(tile.group, channel / kTileChannels<T>, block.plane, block.first);
-    const int64_t pieces = ceil_div(tile.columns, kTilePositions),
-                  most = part_of(block.steps, most_steps(block));
+    const Parts pieces(tile.columns, kTilePositions);
+    const int64_t most = part_of(block.steps, most_steps(block));
     const bool has_pairs = 2 * tile.columns <= kTilePositions;
     // Where a line of the tile starts in the stage.
     const auto start_of = [&](const Line& line) {
@@ -193,9 +193,8 @@ class DirectGather {
         const Line next = line.next(tile.rows);
         const int64_t lines = has_pairs && next.image < tile.images ? 2 : 1, start = start_of(line),
                       jump = start_of(next) - start;
-        for (int64_t piece = 0; piece < pieces; ++piece) {
-          const int64_t x = tile.columns * piece / pieces,
-                        positions = tile.columns * (piece + 1) / pieces - x;
+        for (int64_t piece = 0; piece < pieces.count(); ++piece) {
+          const int64_t x = pieces.begin(piece), positions = pieces.size(piece);
           function_for(lines, positions, channels)(
               block.staged + start + x * pitch_, block.offsets + step, steps,
               right + step * kTileChannels<T>, kTileChannels<T>, to, kTileChannels<T>, is_first,

@@ -44,6 +44,10 @@ inline int64_t part_of(int64_t steps, int64_t most) {
 constexpr int64_t kPitch = 64;
 // The same where no more than so many channels are.
 constexpr int64_t kNarrowPitch = 32;
+// The same of matrices' rows that are packed by cache lines, a line of each row of a register tile
+// after the other. A step requests what steps read that come as much later as a line is long.
+template <class T>
+constexpr int64_t kLine = 64 / sizeof(T);
 
 // A call may copy what it reads of `right`, so that other calls find it next to one another.
 template <class T, int kPositions, int kVectors, int kApart, int kLines, bool kCopies>
@@ -53,6 +57,9 @@ void multiply(const T* left, const int32_t* offsets, int64_t steps, const T* rig
   Vector<T> chain[kAll][kVectors] = {};
   for (int64_t step = 0; step < steps; ++step) {
     const T* from = left + offsets[step];
+    if constexpr (kApart == kLine<T>) {
+      __builtin_prefetch(left + (step + kLine<T>)*kTilePositions);
+    }
     Vector<T> factors[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {

@@ -55,8 +55,8 @@ struct Places {
   void for_runs(int64_t begin, int64_t end, const Function& function) const {
     if (lines() == 1) return function(begin * column, end - begin);
     for (int64_t i = begin; i < end;) {
-      const int64_t line = i / columns, x = i - line * columns, slice = line / rows,
-                    n = slice / planes;
+      const int64_t line = quotient(i, columns), x = i - line * columns,
+                    slice = quotient(line, rows), n = quotient(slice, planes);
       const int64_t some = std::min(columns - x, end - i);
       function(n * image + (slice - n * planes) * plane + (line - slice * rows) * row + x * column,
                some);
@@ -114,26 +114,47 @@ void copy_part(Computed<Stored>* to, int64_t to_row, const Matrix<const Stored>&
   });
 }
 
-// Requests a share of a part of a matrix from memory, ahead of its copying.
+// Requests a part of a matrix from memory, ahead of its copying: a share of its rows at a time.
 template <class Stored>
-void prefetch_part(const Matrix<const Stored>& matrix, int64_t group, int64_t row, int64_t rows,
-                   int64_t column, int64_t columns, int64_t share, int64_t shares) {
-  if (matrix.columns.column != 1) {
-    if (matrix.rows.column != 1) return;
-    return prefetch_part(matrix.flipped(), group, column, columns, row, rows, share, shares);
+class Requests {
+ public:
+  // Nothing, unless the elements of rows or of columns are neighbours in memory.
+  Requests(const Matrix<const Stored>& matrix, int64_t group, int64_t row, int64_t rows,
+           int64_t column, int64_t columns, int64_t shares) {
+    const bool is_flipped = matrix.columns.column != 1;
+    if (is_flipped && matrix.rows.column != 1) return;
+    matrix_ = is_flipped ? matrix.flipped() : matrix;
+    matrix_.data += group * matrix.group;
+    row_ = is_flipped ? column : row, end_ = row_ + (is_flipped ? columns : rows);
+    column_ = is_flipped ? row : column, columns_ = is_flipped ? rows : columns;
+    pace_ = ceil_div((end_ - row_) << kFraction, shares);
+    position_ = row_ << kFraction;
   }
-  constexpr int64_t kLine = 64 / sizeof(Stored);
-  const Stored* data = matrix.data + group * matrix.group;
-  const int64_t first = rows * share / shares, last = rows * (share + 1) / shares;
-  matrix.rows.for_runs(row + first, row + last, [&](int64_t row_offset, int64_t high) {
-    matrix.columns.for_runs(column, column + columns, [&](int64_t offset, int64_t wide) {
-      const Stored* from = data + row_offset + offset;
-      for (int64_t y = 0; y < high; ++y, from += matrix.rows.column) {
-        for (int64_t x = 0; x < wide; x += kLine) __builtin_prefetch(from + x);
-      }
+
+  // Requests the next share.
+  void next() {
+    position_ += pace_;
+    const int64_t last = std::min(end_, position_ >> kFraction);
+    if (row_ >= last) return;
+    constexpr int64_t kLine = 64 / sizeof(Stored);
+    matrix_.rows.for_runs(row_, last, [&](int64_t row_offset, int64_t high) {
+      matrix_.columns.for_runs(column_, column_ + columns_, [&](int64_t offset, int64_t wide) {
+        const Stored* from = matrix_.data + row_offset + offset;
+        for (int64_t y = 0; y < high; ++y, from += matrix_.rows.column) {
+          for (int64_t x = 0; x < wide; x += kLine) __builtin_prefetch(from + x);
+        }
+      });
     });
-  });
-}
+    row_ = last;
+  }
+
+ private:
+  static constexpr int kFraction = 16;  // bits of a fraction of a row
+
+  Matrix<const Stored> matrix_{};
+  int64_t row_ = 0, end_ = 0, column_ = 0, columns_ = 0;
+  int64_t pace_ = 0, position_ = 0;  // the rows of a share, and those up to here, with fractions
+};
 
 template <class Stored>
 class MatrixProduct {
@@ -201,38 +222,74 @@ class MatrixProduct {
   };
 
   // --- Packing ---
-  // The left matrix has, for each block of rows, blocks of `depth` columns. If a row's columns are
-  // neighbours in memory, these have parts of kPitch columns, of which rows lie kPitch apart. Or
-  // else they have register tiles of rows, of which columns lie kApart apart. The right matrix has
-  // panels of kTileChannels columns.
+  // The left matrix has, for each block of rows, blocks of `depth` columns, and these have register
+  // tiles of rows. If a row's columns are neighbours in memory, a tile has a cache line of each of
+  // its rows after the other. Or else its columns lie kApart apart. The right matrix has panels of
+  // kTileChannels columns.
 
   static constexpr int64_t kApart = 16;
   static_assert(kTilePositions <= kApart);
 
+  // Elements of a register tile of rows, for so many columns.
+  int64_t tile_elements(int64_t columns) const {
+    return is_pitched_ ? ceil_div(columns, kLine<T>) * kLine<T> * kTilePositions : kApart * columns;
+  }
+
   // Elements of a block of rows, for so many columns.
   int64_t left_elements(int64_t rows, int64_t columns) const {
-    return is_pitched_ ? rows * ceil_div(columns, kPitch) * kPitch
-                       : ceil_div(rows, kTilePositions) * kApart * columns;
+    return ceil_div(rows, kTilePositions) * tile_elements(columns);
+  }
+
+  // Copies some columns of a row, from column `x` of its register tile on.
+  static void copy_to_lines(T* row, int64_t x, const Stored* from, int64_t columns,
+                            int64_t stride) {
+    constexpr int64_t kNext = kLine<T> * kTilePositions;
+    const int64_t rest = x % kLine<T>;
+    row += x / kLine<T> * kNext;
+    if (rest) {
+      const int64_t some = std::min(kLine<T> - rest, columns);
+      copy_row(row + rest, from, some, stride);
+      row += kNext, from += some * stride, columns -= some;
+    }
+    if constexpr (std::is_same_v<Stored, T>) {
+      for (; stride == 1 && columns >= kLine<T>; row += kNext) {
+        for (int v = 0; v < kLine<T>; v += kLanes<T>) store(row + v, load(from + v));
+        from += kLine<T>, columns -= kLine<T>;
+      }
+    }
+    for (; columns > 0; row += kNext) {
+      const int64_t some = std::min(kLine<T>, columns);
+      copy_row(row, from, some, stride);
+      from += some * stride, columns -= some;
+    }
   }
 
   void pack_left(T* to, const Block& block, int64_t k, int64_t steps) const {
     constexpr int64_t kSome = 16;  // read together, while what is read stays in the L1 cache
-    const int64_t rows = block.rows;
+    const Parts pieces(block.rows, kTilePositions);
     if (is_pitched_) {
-      for (int64_t row = 0; row < rows; row += kSome) {
-        for (int64_t i = 0; i < steps; i += kPitch) {
-          copy_part(to + i * rows + row * kPitch, kPitch, left, block.group, block.m + row,
-                    std::min(kSome, rows - row), k + i, std::min(kPitch, steps - i));
-        }
+      const Stored* data = left.data + block.group * left.group;
+      for (int64_t piece = 0; piece < pieces.count(); ++piece, to += tile_elements(steps)) {
+        const int64_t row = block.m + pieces.begin(piece);
+        T* place = to;
+        left.rows.for_runs(row, row + pieces.size(piece), [&](int64_t row_offset, int64_t high) {
+          int64_t x = 0;
+          left.columns.for_runs(k, k + steps, [&](int64_t offset, int64_t wide) {
+            const Stored* from = data + row_offset + offset;
+            for (int64_t y = 0; y < high; ++y, from += left.rows.column) {
+              copy_to_lines(place + y * kLine<T>, x, from, wide, left.columns.column);
+            }
+            x += wide;
+          });
+          place += high * kLine<T>;
+        });
       }
       return;
     }
-    const int64_t pieces = ceil_div(rows, kTilePositions);
     for (int64_t i = 0; i < steps; i += kSome) {
-      for (int64_t piece = 0; piece < pieces; ++piece) {
-        const int64_t row = rows * piece / pieces;
+      for (int64_t piece = 0; piece < pieces.count(); ++piece) {
         copy_part(to + (piece * steps + i) * kApart, kApart, left.flipped(), block.group, k + i,
-                  std::min(kSome, steps - i), block.m + row, rows * (piece + 1) / pieces - row);
+                  std::min(kSome, steps - i), block.m + pieces.begin(piece), pieces.size(piece));
       }
     }
   }
@@ -393,7 +450,7 @@ class MatrixProduct {
     const int64_t rows = block.rows;
     int32_t* offsets = scratch.offsets.template take<int32_t>(steps_);
     for (int64_t i = 0; i < steps_; ++i) {
-      offsets[i] = int32_t(is_pitched_         ? i / kPitch * rows * kPitch + i % kPitch
+      offsets[i] = int32_t(is_pitched_ ? tile_elements(i / kLine<T> * kLine<T>) + i % kLine<T>
                            : is_left_in_place_ ? i * left.columns.column
                                                : i * kApart);
     }
@@ -403,38 +460,53 @@ class MatrixProduct {
     const int64_t* places = list_rows(result, block, scratch.rows);
     const int64_t* beside =
         residual.data ? list_rows(residual, block, scratch.residual_rows) : nullptr;
-    const auto multiplies = is_pitched_ ? multiply_for<T, kPitch> : multiply_for<T, 1>;
+    const auto multiplies = is_pitched_ ? multiply_for<T, kLine<T>> : multiply_for<T, 1>;
     const auto copies =
-        is_pitched_ ? multiply_for<T, kPitch, 1, true> : multiply_for<T, 1, 1, true>;
-    const int64_t pieces = ceil_div(rows, kTilePositions);
+        is_pitched_ ? multiply_for<T, kLine<T>, 1, true> : multiply_for<T, 1, 1, true>;
+    const Parts pieces(rows, kTilePositions);
     for (int64_t k = 0; k == 0 || k < k_; k += depth_) {  // once even if there is nothing to add
       const int64_t deep = std::min(depth_, k_ - k);
       const bool ends = k + depth_ >= k_;
       const T* from = left_of(block, k, deep, scratch);
       const Panels by = right_of(block, k, deep, scratch);
-      int64_t calls = 0;
-      const int64_t all_calls = panels * pieces * std::max<int64_t>(1, ceil_div(deep, steps_));
+      const int64_t calls = panels * pieces.count() * std::max<int64_t>(1, ceil_div(deep, steps_));
+      const Block& next = ends ? after : block;
+      const int64_t next_k = ends ? 0 : k + depth_, next_deep = std::min(depth_, k_ - next_k);
+      Requests<Stored> lefts(left, next.group, next.m, shares_left ? 0 : next.rows, next_k,
+                             next_deep, calls);
+      Requests<Stored> rights(right, next.group, next_k, next_deep, next.n,
+                              shares_right ? 0 : next.columns, calls);
       for (int64_t i = 0; i < panels; ++i) {
         const Panel panel = panel_of(block, i * kTileChannels<T>);
+        const bool is_finished = is_finished_by_sums(panel);
         T* to = sums + (waits ? i * rows * kTileChannels<T> : 0);
+        if constexpr (std::is_same_v<Stored, T>) {
+          if (is_finished) {
+            to = result.data + block.group * result.group + panel.results[0].offset + places[0];
+          }
+        }
+        const int64_t stride = is_finished ? result.rows.column : kTileChannels<T>;
         for (int64_t step = 0; step == 0 || step < deep; step += steps_) {
           const int64_t steps = std::min(steps_, deep - step);
           PanelPart part{by.first + i * by.apart + step * kTileChannels<T>, kTileChannels<T>,
                          nullptr};
           if (is_right_in_place_) part = part_in_place(block, panel, k + step, steps, scratch);
-          for (int64_t piece = 0; piece < pieces; ++piece) {
-            const int64_t row = rows * piece / pieces, some = rows * (piece + 1) / pieces - row;
-            T* of_tile = to + row * kTileChannels<T>;
-            prefetch(ends ? after : block, ends ? 0 : k + depth_, calls++, all_calls);
-            const T* left_part = is_pitched_         ? from + step * rows + row * kPitch
-                                 : is_left_in_place_ ? from + step * left.columns.column + row
-                                                     : from + (piece * deep + step) * kApart;
-            if (ends && step + steps_ >= deep) prefetch_tile(block, panel, row, some, places);
+          const bool is_last = ends && step + steps_ >= deep;
+          for (int64_t piece = 0; piece < pieces.count(); ++piece) {
+            const int64_t row = pieces.begin(piece), some = pieces.size(piece);
+            T* of_tile = to + row * stride;
+            lefts.next(), rights.next();
+            const T* left_part = is_left_in_place_
+                                     ? from + step * left.columns.column + row
+                                     : from + piece * tile_elements(deep) + tile_elements(step);
+            if (is_finished ? k + step == 0 : is_last) {
+              prefetch_tile(block, panel, row, some, places);
+            }
             (part.copy ? copies : multiplies)(some, panel.columns)(
-                left_part, offsets, steps, part.first, part.pace, of_tile, kTileChannels<T>,
-                k + step == 0, 0, part.copy);
+                left_part, offsets, steps, part.first, part.pace, of_tile, stride, k + step == 0, 0,
+                part.copy);
             if (part.copy) part = {part.copy, kTileChannels<T>, nullptr};
-            if (ends && step + steps_ >= deep) {
+            if (is_last && !is_finished) {
               finish_tile(block, panel, row, some, of_tile, places, beside);
             }
           }
@@ -443,15 +515,10 @@ class MatrixProduct {
     }
   }
 
-  // Requests a share of what a block will pack, while the one before is multiplied.
-  void prefetch(const Block& block, int64_t k, int64_t share, int64_t shares) const {
-    const int64_t steps = std::min(depth_, k_ - k);
-    if (!shares_left) {
-      prefetch_part(left, block.group, block.m, block.rows, k, steps, share, shares);
-    }
-    if (!shares_right) {
-      prefetch_part(right, block.group, k, steps, block.n, block.columns, share, shares);
-    }
+  // Whether a panel is added up where its result is: nothing remains to be done to its sums.
+  bool is_finished_by_sums(const Panel& panel) const {
+    return std::is_same_v<Stored, T> && is_whole(panel) && result.rows.lines() == 1 && !bias &&
+           !residual.data && epilogue.activation == kIdentity;
   }
 
   // Requests what a register tile will write, while it is multiplied.

@@ -15,7 +15,32 @@
 
 namespace fastconv::cpu {
 
-inline int64_t ceil_div(int64_t number, int64_t by) { return (number + by - 1) / by; }
+// A quotient of numbers that are not negative. Many CPUs divide 64 bits three times as slowly
+// as 32.
+inline int64_t quotient(int64_t number, int64_t by) {
+  const bool is_short = (number | by) >> 32 == 0;
+  return is_short ? int64_t(uint32_t(number) / uint32_t(by)) : number / by;
+}
+
+inline int64_t ceil_div(int64_t number, int64_t by) { return quotient(number + by - 1, by); }
+
+// As few parts of an axis as there can be, of at most `most` elements: all about equal, the longer
+// ones first. A loop over register tiles asks for parts, so these come without divisions.
+class Parts {
+ public:
+  Parts(int64_t count, int64_t most)
+      : count_(ceil_div(count, most)),
+        least_(quotient(count, std::max<int64_t>(count_, 1))),
+        longer_(count - least_ * count_) {}
+
+  int64_t count() const { return count_; }
+  int64_t begin(int64_t part) const { return part * least_ + std::min(part, longer_); }
+  int64_t size(int64_t part) const { return least_ + (part < longer_); }
+
+ private:
+  int64_t count_, least_;
+  int64_t longer_;  // how many parts have one element more
+};
 
 // The size of parts of an axis: at most `most`, all about equal, and so many of them that threads
 // have equal shares of the tasks, of which there are `others` for each part.

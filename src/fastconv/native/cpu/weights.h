@@ -250,11 +250,10 @@ class DirectWeightGrad {
     }
     for (int64_t p = first; p < last; ++p) {
       for (const Run& run : runs_) {
-        const int64_t positions = run.count * part.depth,
-                      parts = ceil_div(positions, kTilePositions);
-        for (int64_t n = 0; n < parts; ++n) {
-          const int64_t i = positions * n / parts, count = positions * (n + 1) / parts - i;
-          multiply_piece(p, run, i, count, input + i);
+        const Parts parts(run.count * part.depth, kTilePositions);
+        for (int64_t n = 0; n < parts.count(); ++n) {
+          const int64_t i = parts.begin(n);
+          multiply_piece(p, run, i, parts.size(n), input + i);
         }
       }
     }
