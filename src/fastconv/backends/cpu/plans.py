@@ -178,7 +178,7 @@ def _pointwise_plan(problem: Problem, which: Pass, channels_last: bool, itemsize
         channels = read if which == "input_grad" else written
         if channels_last:
             rows, columns = _share(pixels, 112, 14), _share(channels, 512, panel)
-        elif pixels > 4 * panel:
+        elif pixels > 8 * panel:
             depth = 128
             rows = _share(channels, 512, 14)
             most = min(512, max(4 * panel, _SUMS // rows))

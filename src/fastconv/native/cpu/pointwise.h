@@ -373,7 +373,7 @@ class MatrixProduct {
   // Whether the left matrix's columns are read where they are. Those that lie a multiple of so many
   // bytes apart would replace one another in caches.
   bool is_left_read_in_place() const {
-    constexpr int64_t kMultiple = 8192;
+    constexpr int64_t kMultiple = 2048;
     const Matrix<const Stored> flipped = left.flipped();
     const int64_t bytes = flipped.rows.column * int64_t(sizeof(Stored));
     return has_rows(flipped) && flipped.columns.lines() == 1 && bytes % kMultiple != 0 &&
