@@ -515,10 +515,13 @@ class MatrixProduct {
     }
   }
 
-  // Whether a panel is added up where its result is: nothing remains to be done to its sums.
+  // Whether a panel is added up where its result is: nothing remains to be done to its sums. Rows
+  // that lie a multiple of so many bytes apart would replace one another in caches between chains.
   bool is_finished_by_sums(const Panel& panel) const {
-    return std::is_same_v<Stored, T> && is_whole(panel) && result.rows.lines() == 1 && !bias &&
-           !residual.data && epilogue.activation == kIdentity;
+    constexpr int64_t kMultiple = 2048;
+    const bool stays = k_ <= steps_ || result.rows.column * int64_t(sizeof(T)) % kMultiple != 0;
+    return std::is_same_v<Stored, T> && stays && is_whole(panel) && result.rows.lines() == 1 &&
+           !bias && !residual.data && epilogue.activation == kIdentity;
   }
 
   // Requests what a register tile will write, while it is multiplied.
