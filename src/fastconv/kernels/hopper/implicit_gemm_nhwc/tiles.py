@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Gpu
@@ -35,11 +36,9 @@ CONSUMERS = (1, 2, 3, 4)  # choices of consumer warpgroups
 MOST_BLOCKS = 4  # per SM
 # Estimates: fitted to 768 measured tiles of ResNet-50's layers and others on an H200, in cycles of
 # 1.755 GHz. See docs/kernels/hopper-implicit-gemm-nhwc.md.
-# Bytes per cycle of an SM: shared memory that MMAs read, L2 and DRAM if all SMs load.
+# Bytes per cycle of an SM: shared memory that MMAs read, DRAM if all SMs load.
 SHARED_BYTES = 128.0
-CACHE_BYTES = 91.0
 MEMORY_BYTES = 21.0
-LATENCY = 960.0  # cycles of a load
 # Cycles of TMA in im2col mode for a pixel's 128 bytes, for 64 bytes and more, and for fewer.
 PIXEL_CYCLES = 2.75
 HALF_PIXEL_CYCLES = 6.0
@@ -52,6 +51,19 @@ SINGLY_STORED_BYTES = 33.0
 PATCH_STORED_BYTES = 3.5
 OVERLAP_LOSS = 0.5  # how much of the shorter of computing and loading is not hidden
 START_CYCLES = 1500.0  # of a launch
+
+
+class Loads(NamedTuple):
+    """What loads cost."""
+
+    cache_bytes: float  # bytes per cycle of an SM from the L2 cache, if all SMs load
+    latency: float  # cycles of a load
+
+
+# Among tiles, as fitted to 330 measured ones; and against other kernels, for an image of a large
+# batch, as those kernels' estimates were fitted.
+TILE_LOADS = Loads(67.5, 1360.0)
+IMAGE_LOADS = Loads(91.0, 960.0)
 
 
 @dataclass(frozen=True)
@@ -142,18 +154,20 @@ class Tile:
             return PATCH_STORED_BYTES
         return SINGLY_STORED_BYTES if self.buffers * self.joined == 1 else STORED_BYTES
 
-    def _tile_cycles(self, blocks: float) -> float:
+    def _tile_cycles(self, blocks: float, latency: float) -> float:
         """Cycles of a tile on an SM that runs ``blocks`` blocks."""
         busy, loaded, stored = self._work
         under_way = (self.stages - 1) * (self.stage_bytes - 16)
-        loading = loaded / under_way * LATENCY / blocks
+        loading = loaded / under_way * latency / blocks
         return TILE_CYCLES + max(busy, loading) + stored / self._stored_bytes
 
-    def _cycles(self, rounds: float, blocks: float, tiles: float, images: float) -> float:
+    def _cycles(
+        self, rounds: float, blocks: float, tiles: float, images: float, loads: Loads
+    ) -> float:
         """Cycles of an SM for ``rounds`` rounds of tiles: ``tiles`` tiles of ``images`` images."""
-        cached = tiles * self._work[1] / CACHE_BYTES
+        cached = tiles * self._work[1] / loads.cache_bytes
         memory = images * self.layer.image_bytes / MEMORY_BYTES
-        computed = rounds * self._tile_cycles(blocks)
+        computed = rounds * self._tile_cycles(blocks, loads.latency)
         return limits.together(computed, max(cached, memory), loss=OVERLAP_LOSS)
 
     def cycles(self, sms: int) -> float:
@@ -162,7 +176,7 @@ class Tile:
         tiles = self.tiles(batch)
         blocks = min(self.blocks, ceil_div(tiles, sms))
         rounds = ceil_div(tiles, sms * blocks) * blocks
-        cycles = self._cycles(rounds, blocks, tiles / sms, batch / sms)
+        cycles = self._cycles(rounds, blocks, tiles / sms, batch / sms, TILE_LOADS)
         return START_CYCLES + cycles
 
     @lazy
@@ -170,7 +184,7 @@ class Tile:
         """Cycles of one SM for an image of a large batch."""
         residues, positions = prod(self.layer.residues), prod(self.layer.positions)
         tiles = residues * self.column_tiles * positions / self.rows
-        return self._cycles(tiles, self.blocks, tiles, 1.0)
+        return self._cycles(tiles, self.blocks, tiles, 1.0, IMAGE_LOADS)
 
     @property
     def _stores(self) -> Iterator[tuple[int, int, int]]:
