@@ -19,7 +19,9 @@ from fastconv.kernels.family import (
 )
 from fastconv.kernels.hopper.im2col import SPAN, Layer, input_map, layer_of
 from fastconv.kernels.hopper.implicit_gemm_nhwc.tiles import (
+    MOST_COUNTED,
     ROWS,
+    WARP_ROWS,
     Tile,
     image_cycles,
     tiles_of,
@@ -41,6 +43,11 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
     layer, batch = tile.layer, tile.layer.problem.batch
     tiles = tile.tiles(batch)
     blocks = min(tiles, gpu.sm_count * tile.blocks)
+    shares = 0
+    if tile.gives_statistics:  # a block's tiles have the same channels
+        counted = WARP_ROWS * tile.row_tiles(batch)
+        shares = max(1, blocks // tile.column_tiles, ceil_div(counted, MOST_COUNTED))
+        blocks = shares * tile.column_tiles
     # A block's tile numbers, with the one beyond its last tile, have to fit 32 bits.
     if max(tiles + blocks, batch * prod(layer.positions) + tile.rows) >= 2**31:
         size = " by ".join(map(str, layer.positions))
@@ -59,6 +66,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
             "output",
             batch,
             *layer.operands.residuals,
+            *(("statistics",) if tile.gives_statistics else ()),
         ),
         early=True,
     )
@@ -81,6 +89,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         choice=tile.name,
         packs=int(layer.packs),
         cycles=tile.cycles(gpu.sm_count),
+        shares=shares,
     )
 
 
@@ -153,4 +162,5 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "aligned_bias": layer.operands.aligned_bias,
         "ties_to_even": layer.operands.scalar == "float",
         **epilogue_constants(layer.operands.epilogue),
+        **({"statistics": True} if tile.gives_statistics else {}),
     }

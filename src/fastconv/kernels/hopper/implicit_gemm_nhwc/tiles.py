@@ -17,10 +17,12 @@ from fastconv.kernels.hopper import block
 from fastconv.kernels.hopper.im2col import SPAN, Layer
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import limits
+from fastconv.problem import NO_EPILOGUE
 
 ROWS = 64  # M of a consumer warpgroup
 MMA_SPAN = 32  # bytes of K of an MMA
-WARP_BYTES = 16 * SPAN  # of a box that a warp stores: 16 positions
+WARP_ROWS = 16  # positions of a tile that a warp has
+WARP_BYTES = WARP_ROWS * SPAN  # of a box that a warp stores
 # Pipeline stages: the most; enough to prefer more staging buffers or resident weights; the fewest.
 MOST_STAGES = 8
 ENOUGH_STAGES = 4
@@ -29,6 +31,8 @@ BARRIER_BYTES = 16  # of the mbarrier of resident weights, rounded up
 # Registers of a thread beside its accumulators: with TMA stores, and if pixels are stored singly.
 OTHER_REGISTERS = 30
 SCATTER_REGISTERS = 46
+STATISTICS_REGISTERS = 6  # of a thread that adds up statistics, for each box of channels
+MOST_COUNTED = 1 << 16  # positions that a warp adds up: see batchnorm/plan.py
 COLUMNS = (64, 128, 192, 256)  # choices of N; or all of a layer's channels, if they are fewer
 COLUMN_STEP = 16  # N of a layer with few channels is a multiple of this
 CONSUMERS = (1, 2, 3, 4)  # choices of consumer warpgroups
@@ -109,7 +113,18 @@ class Tile:
     @property
     def registers(self) -> int:
         """Registers that a thread needs."""
-        return self.columns // 2 + (OTHER_REGISTERS if self.layer.dense else SCATTER_REGISTERS)
+        needed = self.columns // 2 + (OTHER_REGISTERS if self.layer.dense else SCATTER_REGISTERS)
+        if self.gives_statistics:
+            needed += STATISTICS_REGISTERS * ceil_div(self.columns, self.layer.depth)
+        return needed
+
+    @property
+    def gives_statistics(self) -> bool:
+        """Whether the kernel leaves statistics of its output: it is asked for them, and can."""
+        operands = self.layer.operands
+        forward = self.layer.dense and not self.layer.transposed
+        plain = operands.scalar_bytes == 2 and operands.epilogue == NO_EPILOGUE
+        return operands.statistics and forward and plain
 
     def row_tiles(self, batch: int) -> int:
         return ceil_div(batch * prod(self.layer.positions), self.rows)

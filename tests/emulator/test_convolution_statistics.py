@@ -1,0 +1,149 @@
+"""Statistics that a convolution's kernel leaves of its outputs, for batch normalization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchnorm_cases import EPS
+from emulator import driver, precompile
+from emulator.faults import Fault, with_fault
+from emulator.pass_cases import Conv, PassCase, Planner, Tensors, new_output, some, tensors_read
+from emulator.test_hopper_halo import FEW, ONE
+from emulator.test_hopper_implicit_gemm_nhwc import CUBE, TYPES, forward, with_tile
+from fastconv.kernels import planner
+from fastconv.kernels.batchnorm import plan as batchnorm
+from fastconv.kernels.batchnorm.plan import Normalization, Statistics
+from fastconv.kernels.family import Declined, Gpu, Operands, Plan
+from fastconv.kernels.gpus import H200
+from fastconv.problem import Problem
+from workspaces import workspace
+
+
+@dataclass(frozen=True)
+class Giving:
+    """A planner of the same plans, which also leave statistics."""
+
+    planner: Planner
+
+    @property
+    def __name__(self) -> str:
+        return self.planner.__name__
+
+    def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        return self.planner(problem, replace(operands, statistics=True), gpu)
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a pass has left: its output and the statistics of each share."""
+
+    output: Tensor
+    statistics: Tensor | None  # (share, (mean, squared deviations, count), channel)
+
+    @property
+    def merged(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean, variance and count of each channel, in float64."""
+        assert self.statistics is not None
+        mean, squares, count = self.statistics.double().unbind(1)
+        total = count.sum(0)
+        whole = (mean * count).sum(0) / total
+        squares = squares + count * (mean - whole) ** 2
+        return whole, squares.sum(0) / total, total
+
+
+def left_by(case: PassCase, tensors: Tensors, plan: Plan | None = None) -> Left:
+    """Runs a pass with outputs, workspace and statistics that hold NaN before."""
+    plan = plan or case.plan
+    output = new_output(case)
+    named = {**tensors_read(case, tensors), "output": output, **workspace(plan)}
+    statistics = None
+    if plan.shares:
+        statistics = torch.full((plan.shares, 3, output.shape[1]), torch.nan)
+        named["statistics"] = statistics
+    driver.run_both_orders(plan.launches, named)
+    return Left(output, statistics)
+
+
+def by_channel(output: Tensor) -> Tensor:
+    return output.double().movedim(1, 0).flatten(1)
+
+
+def check(case: PassCase, tensors: Tensors | None = None, plan: Plan | None = None) -> Left:
+    """Compares statistics with those of the stored outputs, and these with the pass without."""
+    tensors = Tensors.random(case) if tensors is None else tensors
+    given = left_by(case, tensors, plan)
+    outputs = by_channel(given.output)
+    mean, variance, count = given.merged
+    assert (count == outputs.shape[1]).all()
+    exact_mean, exact = outputs.mean(1), outputs.var(1, correction=0)
+    rounding = torch.finfo(torch.float32).eps
+    # Of each share, the mean is rounded to float32, and the sums of its deviations are.
+    assert ((mean - exact_mean).abs() <= 2 * rounding * (exact_mean.abs() + exact.sqrt())).all()
+    shifts = (rounding * exact_mean) ** 2
+    assert ((variance - exact).abs() <= 64 * rounding * exact + 4 * shifts).all()
+    return given
+
+
+def case_of(planner: Planner, conv: Conv, dtype: torch.dtype, gpu: Gpu = FEW) -> PassCase:
+    return PassCase(conv, Giving(planner), dtype=dtype, channels_last=True, gpu=gpu)
+
+
+# 630 positions are tiles of several images, of which the last one ends within a warp's rows.
+ROWS = (18, 40, 5, 7)
+TILES = (
+    (1, 64, 1), (1, 64, 3), (1, 128, 1), (1, 128, 2), (1, 192, 1), (1, 256, 1), (2, 64, 1),
+    (2, 128, 1), (3, 64, 1), (3, 128, 1), (4, 64, 1),
+)  # fmt: skip
+CASES = [
+    # Every tile: all channels in one column of tiles, in two, and in two of which one has a part.
+    *(
+        case_of(
+            with_tile(forward, *tile), Conv("tile", ROWS, (columns, 40, 1, 1)), TYPES[number % 2]
+        )
+        for number, tile in enumerate(TILES)
+        for columns in (tile[1], 2 * tile[1], tile[1] + 8)
+    ),
+    # One column of tiles, of fewer channels than a box, and of boxes that are no whole ones.
+    *(
+        case_of(forward, Conv("few", (9, 24, 6, 7), (columns, 24, 3, 3), (1, 1), (1,) * 4), dtype)
+        for columns, dtype in ((8, TYPES[0]), (24, TYPES[1]), (72, TYPES[0]), (152, TYPES[1]))
+    ),
+    # A single block has all tiles of its channels; fewer positions than a warp has; one for each
+    # image; as many as a tile has.
+    case_of(with_tile(forward, 2, 128), Conv("one SM", ROWS, (256, 40, 1, 1)), TYPES[0], ONE),
+    case_of(with_tile(forward, 3, 128), Conv("5", (1, 16, 1, 5), (128, 16, 1, 1)), TYPES[0]),
+    case_of(with_tile(forward, 1, 64), Conv("70", (70, 16, 1, 1), (64, 16, 1, 1)), TYPES[1]),
+    case_of(with_tile(forward, 2, 64), Conv("128", (2, 16, 8, 8), (64, 16, 1, 1)), TYPES[0], ONE),
+    # Strides, dilations and volumes.
+    case_of(
+        with_tile(forward, 3, 128),
+        Conv("3x3 down", (7, 24, 15, 14), (136, 24, 3, 3), (2, 2), (1,) * 4), TYPES[0],
+    ),
+    case_of(with_tile(forward, 2, 64), CUBE, TYPES[0], ONE),
+]  # fmt: skip
+RUN = some(CASES, one_in=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    plain = [replace(case, planner=case.planner.planner) for case in RUN]  # type: ignore[attr-defined]
+    precompile({one.kernel for case in (*RUN, *plain) for one in case.plan.launches})
+
+
+def _name(case: PassCase) -> str:
+    return f"{case} {case.conv.weight[0]} channels {case.plan.choice}"
+
+
+@pytest.mark.parametrize("case", RUN, ids=_name)
+def test_statistics_are_those_of_the_outputs(case: PassCase) -> None:
+    """Channels differ in size by up to 2^12; outputs have the bits of a pass without statistics."""
+    tensors = Tensors.random(case)
+    sizes = 2.0 ** (torch.arange(case.conv.weight[0]) % 13 - 6)
+    tensors.weight.mul_(sizes.view(-1, *(1,) * (tensors.weight.dim() - 1)))
+    given = check(case, tensors)
+    plain = replace(case, planner=case.planner.planner)  # type: ignore[attr-defined]
+    assert torch.equal(left_by(plain, tensors).output, given.output)
