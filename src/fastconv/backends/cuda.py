@@ -178,6 +178,7 @@ class Need(NamedTuple):
     aligned_bias: bool
     device: int  # the GPU's index
     switch: Switch
+    statistics: bool = False  # see Operands; launches have one more tensor, STATISTICS
 
 
 def need(
@@ -278,6 +279,7 @@ REGIONS = 2
 CONV_TENSORS = (
     "input", "weight", "bias", "residual", "output", "scratch", "input_copy", "output_copy"
 )  # fmt: skip
+STATISTICS = "statistics"
 TENSORS: dict[Pass, tuple[str, ...]] = {
     planner.forward: CONV_TENSORS,
     planner.input_grad: CONV_TENSORS,
@@ -296,6 +298,7 @@ class Ready(NamedTuple):
     packs: int  # see Plan.packs
     # Where regions of the workspace begin; nothing for launches that name none.
     regions: tuple[int, int] | tuple[()] = ()
+    shares: int = 0  # see Plan.shares
 
     def run(self, *tensors: Tensor | None) -> None:
         """Launches the kernels; tensors are in the order of the pass's names for them."""
@@ -388,11 +391,13 @@ def _ready(need: Need) -> Ready:
         plan = pool.claim(need) or planned(need)
     device = torch.device("cuda", need.device)
     names = TENSORS[need.plan]
-    prepared = launch.load_launches(plan.launches, device, names)
+    given = (*names, STATISTICS) if need.statistics else names
+    prepared = launch.load_launches(plan.launches, device, given)
     _note_made(need)
     _latest.need = None if need.plan is planner.weight_grad else need
     first, second = plan.offsets(names[-REGIONS:])
-    return Ready(prepared, plan.scratch_bytes, plan.family, plan.packs, (first, second))
+    regions = (first, second)
+    return Ready(prepared, plan.scratch_bytes, plan.family, plan.packs, regions, plan.shares)
 
 
 before_layer: Callable[[Need], None] | None = None
@@ -463,7 +468,7 @@ def planned(need: Need, on: Gpu | None = None) -> Plan:
 
 def operands_for(need: Need) -> Operands:
     """Returns what the planner of a pass has to know of the tensors."""
-    return operands_of(
+    operands = operands_of(
         need.dtype,
         need.input_channels_last,
         need.output_channels_last,
@@ -474,6 +479,7 @@ def operands_for(need: Need) -> Operands:
         need.epilogue,
         need.aligned_bias,
     )
+    return replace(operands, statistics=need.statistics)
 
 
 def _check_sizes(problem: Problem) -> None:

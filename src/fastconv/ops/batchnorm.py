@@ -107,12 +107,13 @@ def _wanted(results: tuple[Tensor, ...]) -> list[Tensor | None]:
 # --- On a GPU -------------------------------------------------------------------------------------
 
 
-def ready_forward(given: Arguments) -> Ready:
+def ready_forward(given: Arguments, shares: int = 0) -> Ready:
     """Returns the launches of a call whose tensors lie as kernels take them.
 
-    Those of x's size have its layout, and all others are contiguous.
+    Those of x's size have its layout, and all others are contiguous. With ``shares``, that many of
+    the statistics of x are given in place of the workspace (``Plan.shares``).
     """
-    return launches.ready(forward_need(given, alignment_of(given.x, given.residual)))
+    return launches.ready(forward_need(given, alignment_of(given.x, given.residual), shares))
 
 
 def ready_output(given: OutputArguments) -> Ready:
