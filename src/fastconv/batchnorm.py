@@ -19,7 +19,7 @@ from fastconv.functional import conv1d, conv2d, conv3d, raise_unfit
 from fastconv.geometry import Activation, IntOrPair, LayerPadding, PaddingLike, activation_of
 from fastconv.layers import PaddingMode
 from fastconv.modules import Conv1d, Conv2d, Conv3d
-from fastconv.ops import batchnorm_schema
+from fastconv.ops import batchnorm_schema, hooks
 from fastconv.problem import Epilogue
 
 
@@ -210,6 +210,8 @@ def conv_bn_act(
         output = convolution(
             input, weight, bias, stride, padding, dilation, groups, precision=precision
         )
+        if not torch.compiler.is_compiling():
+            hooks.block_convolved()
         return batch_norm_act(
             output, running_mean, running_var, norm_weight, norm_bias, training, momentum, eps,
             activation=activation, residual=residual, num_batches_tracked=num_batches_tracked,

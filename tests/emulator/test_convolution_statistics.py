@@ -17,9 +17,9 @@ from emulator.test_hopper_implicit_gemm_nhwc import CUBE, TYPES, forward, with_t
 from fastconv.kernels import planner
 from fastconv.kernels.batchnorm import plan as batchnorm
 from fastconv.kernels.batchnorm.plan import Normalization, Statistics
-from fastconv.kernels.family import Declined, Gpu, Operands, Plan
+from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.gpus import H200
-from fastconv.problem import Problem
+from fastconv.problem import Epilogue, Problem
 from workspaces import workspace
 
 
@@ -147,3 +147,153 @@ def test_statistics_are_those_of_the_outputs(case: PassCase) -> None:
     given = check(case, tensors)
     plain = replace(case, planner=case.planner.planner)  # type: ignore[attr-defined]
     assert torch.equal(left_by(plain, tensors).output, given.output)
+
+
+TILED = case_of(with_tile(forward, 2, 128), Conv("tiled", ROWS, (136, 40, 1, 1)), TYPES[0])
+
+
+def test_means_of_ten_thousand_deviations() -> None:
+    """Biases decide on the outputs, of which there are a few numbers near each of them."""
+    tensors = Tensors.random(TILED)
+    tensors.bias.copy_(10.0 ** (torch.arange(136) % 6 - 1))
+    given = check(TILED, tensors)
+    outputs = by_channel(given.output)
+    spread = outputs.std(1) / outputs.mean(1).abs()
+    assert (spread == 0).any()
+    assert ((spread > 0) & (spread < 1e-3)).any()
+    equal = spread == 0
+    assert given.statistics is not None
+    assert (given.statistics[:, 1][:, equal] == 0).all()
+    assert (given.statistics[:, 0][:, equal].double() == outputs[equal, 0]).all()
+
+
+def test_a_first_output_unlike_all_others() -> None:
+    """Differences are counted from an output that is far from the mean."""
+    tensors = Tensors.random(TILED)
+    tensors.input[0, :, 0, 0] *= 256
+    check(TILED, tensors)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=["NaN", "infinity"])
+def test_channels_depend_on_themselves_alone(value: float) -> None:
+    plain = left_by(TILED, tensors := Tensors.random(TILED)).statistics
+    tensors.bias[[3, 64, 128]] = value
+    tensors.bias[70] *= 2.0**10
+    odd = left_by(TILED, tensors).statistics
+    assert plain is not None
+    assert odd is not None
+    others = [channel for channel in range(136) if channel not in (3, 64, 70, 128)]
+    assert torch.equal(plain[:, :, others], odd[:, :, others])
+    assert odd[:, :2, [3, 64, 128]].isnan().all()
+
+
+def test_normalization_by_statistics_of_the_convolution() -> None:
+    """The output, statistics and running statistics are those of float64."""
+    case, channels = TILED, 136
+    given = left_by(case, Tensors.random(case))
+    images, _, *plane = given.output.shape
+    norm = Normalization(
+        "fastconv::bfloat16", 2, "float", images, channels, plane[0] * plane[1], True, "relu"
+    )
+    assert given.statistics is not None
+    made = batchnorm.forward(
+        norm, Statistics(EPS, 0.1, "float", given.statistics.shape[0]), case.gpu
+    )
+    assert [one.kernel.entry for one in made.launches] == [
+        "batchnorm_finish_statistics", "batchnorm_apply"
+    ]  # fmt: skip
+    assert made.scratch_bytes == 0
+    tensors = {
+        "x": given.output, "scratch": given.statistics,
+        "weight": torch.rand(channels) + 0.5, "bias": torch.randn(channels),
+        "running_mean": torch.randn(channels), "running_var": torch.rand(channels) + 1,
+        "mean": torch.full((channels,), torch.nan), "invstd": torch.full((channels,), torch.nan),
+        "y": torch.full_like(given.output, torch.nan),
+    }  # fmt: skip
+    of_running = [tensors[name].double() for name in ("running_mean", "running_var")]
+    expected = torch.nn.functional.batch_norm(
+        given.output.double(), *of_running, tensors["weight"].double(), tensors["bias"].double(),
+        True, 0.1, EPS,
+    ).relu()  # fmt: skip
+    driver.run_both_orders(made.launches, tensors)
+    torch.testing.assert_close(tensors["y"].double(), expected, rtol=2**-8, atol=1e-5)
+    for name, exact in zip(("running_mean", "running_var"), of_running, strict=True):
+        torch.testing.assert_close(tensors[name].double(), exact, rtol=1e-6, atol=1e-6)
+
+
+# --- Plans ----------------------------------------------------------------------------------------
+
+
+def _planned(conv: Conv, direction: str = "forward", gpu: Gpu = H200, **fields: object) -> Plan:
+    strides = torch.empty(conv.weight, device="meta").to(memory_format=torch.channels_last).stride()
+    operands = Operands("fastconv::bfloat16", 2, True, True, strides, True, statistics=True)
+    made: Plan = getattr(planner, direction)(conv.problem, replace(operands, **fields), gpu)
+    return made
+
+
+LARGE = Conv("large", (64, 256, 14, 14), (2048, 256, 1, 1))
+
+
+def test_blocks_have_one_column_of_tiles() -> None:
+    for sms in (1, 3, 7, 132):
+        made = _planned(LARGE, gpu=replace(H200, sm_count=sms))
+        columns = dict(made.launches[-1].kernel.constants)["tile_columns"]
+        assert isinstance(columns, int)
+        assert made.launches[-1].grid[0] == made.shares * (2048 // columns)
+        plain = _planned(LARGE, gpu=replace(H200, sm_count=sms), statistics=False)
+        assert plain.shares == 0
+        assert "statistics" not in plain.launches[-1].tensors
+
+
+def test_warps_add_up_a_bounded_number_of_outputs() -> None:
+    many = Conv("many", (2**14, 8, 64, 64), (64, 8, 1, 1))
+    made = _planned(many, gpu=ONE)
+    consumers = dict(made.launches[-1].kernel.constants)["consumers"]
+    assert isinstance(consumers, int)
+    assert 2**26 / made.shares / (4 * consumers) <= 2**16
+    assert made.shares > 4
+
+
+@pytest.mark.parametrize(
+    ("direction", "fields"),
+    [
+        ("forward", {"scalar": "float", "scalar_bytes": 4, "precision": "tf32"}),
+        ("forward", {"epilogue": Epilogue("relu")}),
+        ("forward", {"epilogue": Epilogue(residual=True)}),
+        ("forward", {"input_channels_last": False, "output_channels_last": False}),
+        ("forward", {"aligned": False}),
+        ("input_grad", {}),
+    ],
+    ids=str,
+)
+def test_others_leave_none(direction: str, fields: dict[str, object]) -> None:
+    made = _planned(LARGE, direction, **fields)
+    assert made.shares == 0
+    assert all("statistics" not in one.tensors for one in made.launches)
+    assert made == _planned(LARGE, direction, statistics=False, **fields)
+
+
+# --- Faults ---------------------------------------------------------------------------------------
+
+FILE = "hopper/implicit_gemm_nhwc/statistics.cuh"
+FAULTS = {
+    "rows behind the last": Fault(FILE, "if (rows == kWarpRows) {", "if (rows > 0) {"),
+    "the neighbour's channels": Fault(FILE, "lane % 4 * 4)", "lane % 2 * 4)"),
+    "the other box's rows": Fault(FILE, "row * C::joined + box % C::joined", "row * C::joined"),
+    "each tile's own shift": Fault(FILE, "if (is_first) first", "first"),
+    "the first warps alone": Fault(FILE, "warp < kConsumerWarps; ++warp", "warp < 4; ++warp"),
+    "no meeting of warps": Fault(FILE, "warpgroups_sync<kConsumers>(kConsumers);", ""),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found(name: str) -> None:
+    """All accesses are in bounds: results differ from float64, or between orders of warps."""
+    tensors = Tensors.random(FAULTY)
+    with pytest.raises(AssertionError):
+        check(FAULTY, tensors, with_fault(FAULTY.plan, FAULTS[name]))
+
+
+FAULTY = case_of(
+    with_tile(forward, 2, 128), Conv("faulty", (18, 16, 5, 7), (128, 16, 1, 1)), TYPES[0], ONE
+)

@@ -193,11 +193,17 @@ inline Normalized run(Norm call) {
   } else {
     const at::DataPtr scratch = workspace(entry->scratch_bytes, made.y);
     const void* const working = call.shares ? call.statistics : scratch.get();
-    const std::array addresses = {
-        address_of(call.x),       address_of(call.residual),     address_of(call.weight),
-        address_of(call.bias),    address_of(call.running_mean), address_of(call.running_var),
-        address_of(call.batches), address_of(made.mean),         address_of(made.invstd),
-        address_of(made.y),       uintptr_t(working)};
+    const std::array addresses = {address_of(call.x),
+                                  address_of(call.residual),
+                                  address_of(call.weight),
+                                  address_of(call.bias),
+                                  address_of(call.running_mean),
+                                  address_of(call.running_var),
+                                  address_of(call.batches),
+                                  address_of(made.mean),
+                                  address_of(made.invstd),
+                                  address_of(made.y),
+                                  uintptr_t(working)};
     start_all(*entry, 0, addresses, stream_of(call.x.device()));
   }
   if (call.training) {

@@ -63,8 +63,15 @@ inline Results run(const Call& call) {
   const All addresses =
       call.pass == kWeightGrad
           ? All{from, by, to, address_of(results.bias_grad), working, copied, other}
-          : All{from,   by,    address_of(third), address_of(residual), to, working,
-                copied, other, uintptr_t(results.statistics.get())};
+          : All{from,
+                by,
+                address_of(third),
+                address_of(residual),
+                to,
+                working,
+                copied,
+                other,
+                uintptr_t(results.statistics.get())};
   start_all(*entry, kept ? entry->packs : 0, addresses, stream);
   if (keeps && !kept) {
     Packed packed{entry, second.storage().getWeakStorageImpl(), version, std::move(scratch)};

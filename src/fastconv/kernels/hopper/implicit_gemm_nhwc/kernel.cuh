@@ -63,8 +63,7 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[kAccumulators], const
 
 __device__ __forceinline__ void consume(const Shared& shared, const TensorMap& map,
                                         const Scalar* bias, Scalar* output, const Walk& walk,
-                                        int batch, const Epilogue<C>& epilogue,
-                                        float* statistics) {
+                                        int batch, const Epilogue<C>& epilogue, float* statistics) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   Ring ring(0);
   Sums sums;

@@ -85,9 +85,8 @@ struct ChannelSums {
 struct Deviations {
   float mean, squares;
 };
-static_assert(!kGivesStatistics ||
-                  kBoxes * kBoxColumns * static_cast<int>(sizeof(Deviations)) <=
-                      C::buffers * kStagedBytes,
+static_assert(!kGivesStatistics || kBoxes * kBoxColumns * static_cast<int>(sizeof(Deviations)) <=
+                                       C::buffers * kStagedBytes,
               "statistics of a warp lie in its staging buffers");
 
 template <class T>
@@ -120,8 +119,7 @@ __device__ __forceinline__ void merge(const Shared& shared, const Walk& walk, fl
     for (int warp = 0; warp < kConsumerWarps; ++warp) {
       const int rows = rows_of_block(walk, warp);
       if (rows == 0) break;  // nor have the warps behind it
-      const Deviations own =
-          reinterpret_cast<const Deviations*>(shared.staged(warp, 0))[channel];
+      const Deviations own = reinterpret_cast<const Deviations*>(shared.staged(warp, 0))[channel];
       if (warp == 0) mean = own.mean;
       const float difference = own.mean - mean, weighted = static_cast<float>(rows) * difference;
       count += static_cast<float>(rows);

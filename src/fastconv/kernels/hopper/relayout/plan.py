@@ -45,9 +45,7 @@ def channels_last(operands: Operands) -> Operands:
     if operands.epilogue.residual:
         raise Declined("channels-last copies of a residual")
     # Batch normalization of contiguous tensors computes its own statistics.
-    return replace(
-        operands, input_channels_last=True, output_channels_last=True, statistics=False
-    )
+    return replace(operands, input_channels_last=True, output_channels_last=True, statistics=False)
 
 
 def image_cycles(problem: Problem, operands: Operands) -> float:
