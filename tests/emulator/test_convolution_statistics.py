@@ -72,9 +72,11 @@ def by_channel(output: Tensor) -> Tensor:
     return output.double().movedim(1, 0).flatten(1)
 
 
-def check(case: PassCase, tensors: Tensors | None = None, plan: Plan | None = None) -> Left:
-    """Compares statistics with those of the stored outputs, and these with the pass without."""
-    tensors = Tensors.random(case) if tensors is None else tensors
+def check(case: PassCase, tensors: Tensors, plan: Plan | None = None, loss: float = 1.0) -> Left:
+    """Compares statistics with those of the stored outputs.
+
+    ``loss`` is how far the first output of a warp is from the mean, in deviations or more.
+    """
     given = left_by(case, tensors, plan)
     outputs = by_channel(given.output)
     mean, variance, count = given.merged
@@ -82,9 +84,10 @@ def check(case: PassCase, tensors: Tensors | None = None, plan: Plan | None = No
     exact_mean, exact = outputs.mean(1), outputs.var(1, correction=0)
     rounding = torch.finfo(torch.float32).eps
     # Of each share, the mean is rounded to float32, and the sums of its deviations are.
-    assert ((mean - exact_mean).abs() <= 2 * rounding * (exact_mean.abs() + exact.sqrt())).all()
-    shifts = (rounding * exact_mean) ** 2
-    assert ((variance - exact).abs() <= 64 * rounding * exact + 4 * shifts).all()
+    shifts = exact_mean.abs() + loss * exact.sqrt()
+    assert ((mean - exact_mean).abs() <= 2 * rounding * shifts).all()
+    bound = 64 * rounding * loss**2 * exact + 4 * (rounding * exact_mean) ** 2
+    assert ((variance - exact).abs() <= bound).all()
     return given
 
 
@@ -153,8 +156,9 @@ TILED = case_of(with_tile(forward, 2, 128), Conv("tiled", ROWS, (136, 40, 1, 1))
 
 
 def test_means_of_ten_thousand_deviations() -> None:
-    """Biases decide on the outputs, of which there are a few numbers near each of them."""
+    """Biases decide on the outputs, of which there are one to a few numbers near each of them."""
     tensors = Tensors.random(TILED)
+    tensors.weight.mul_(0.11)
     tensors.bias.copy_(10.0 ** (torch.arange(136) % 6 - 1))
     given = check(TILED, tensors)
     outputs = by_channel(given.output)
@@ -171,7 +175,7 @@ def test_a_first_output_unlike_all_others() -> None:
     """Differences are counted from an output that is far from the mean."""
     tensors = Tensors.random(TILED)
     tensors.input[0, :, 0, 0] *= 256
-    check(TILED, tensors)
+    check(TILED, tensors, loss=32)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=["NaN", "infinity"])

@@ -23,7 +23,7 @@ import fastconv
 from fastconv import native
 from fastconv.batchnorm import bn_act, conv_of_bn_act
 from fastconv.ops import batchnorm_schema
-from fastconv.ops.entries import NormEntry, make_entry
+from fastconv.ops.entries import WITH_STATISTICS, NormEntry, make_entry
 from native.driver import Driver, Trouble
 from native.helpers import Host, noted_warnings
 
@@ -118,7 +118,8 @@ class TestResults:
     def test_sequences_and_volumes(self, host: Host, axes: int, last: bool) -> None:
         check_same(lambda operands: operands.block(), torch.float32, last, axes)
         check_same(lambda operands: operands.block(residual=None), torch.bfloat16, last, axes)
-        assert host.operators == ["forward", FORWARD, BACKWARD, "input_grad", "weight_grad"] * 2
+        others = [FORWARD, BACKWARD, "input_grad", "weight_grad"]
+        assert host.operators == ["forward", *others, WITH_STATISTICS, *others]
 
     @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -161,7 +162,7 @@ class TestResults:
                 return operands.block()
 
         check_same(block, torch.float32, last)
-        assert host.operators == ["forward", FORWARD, BACKWARD, "input_grad", "weight_grad"]
+        assert host.operators == [WITH_STATISTICS, FORWARD, BACKWARD, "input_grad", "weight_grad"]
 
         def norm(operands: Operands) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16):
@@ -732,7 +733,7 @@ class TestLaunches:
 class TestStatistics:
     """A convolution in 16 bits leaves statistics, and the normalization takes them."""
 
-    CONV, SHARES = "forward_with_statistics", 5
+    SHARES = 5
 
     @pytest.fixture(autouse=True)
     def _launched(self, host: Host, driver: Driver) -> None:
@@ -742,7 +743,7 @@ class TestStatistics:
         def answer(name: str, *args: Any) -> Any:
             entry = make_entry(name, *args)
             is_norm = isinstance(entry, NormEntry)
-            if name not in (self.CONV, FORWARD):
+            if name not in (WITH_STATISTICS, FORWARD):
                 return entry
             tensors = tuple(("tensor", number) for number in range(11 if is_norm else 9))
             launch = (0xF0 + is_norm, (5, 6, 7), 64, 0, False, tensors)
@@ -770,7 +771,7 @@ class TestStatistics:
         assert norm[10] == statistics
         assert statistics
         (*_, shares) = host.asked[1]
-        assert host.operators == [self.CONV, FORWARD]
+        assert host.operators == [WITH_STATISTICS, FORWARD]
         assert shares == self.SHARES
 
     def test_convolutions_that_leave_none(self, host: Host) -> None:
@@ -787,7 +788,7 @@ class TestStatistics:
         input, weight, bias, *_ = operands.leaves
         for _ in range(2):
             operands.block()
-        assert host.operators == [self.CONV, FORWARD]
+        assert host.operators == [WITH_STATISTICS, FORWARD]
         fastconv.conv2d(input, weight, bias)
         operands.norm(residual=None, activation="relu")
         assert host.operators[2:] == ["forward", FORWARD]
@@ -799,7 +800,7 @@ class TestStatistics:
     def test_under_autocast(self, host: Host) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             Operands(torch.float32).block()
-        assert host.operators == [self.CONV, FORWARD]
+        assert host.operators == [WITH_STATISTICS, FORWARD]
 
     def test_forms_are_recorded_without(self, host: Host) -> None:
         """Bundles have the operator, which the block's convolution is an instance of."""

@@ -12,7 +12,9 @@ from torch._subclasses import FakeTensorMode
 
 import fastconv
 from conftest import Loads
+from fastconv import native
 from fastconv.backends import cuda
+from fastconv.backends.batchnorm import launches
 from fastconv.jit import pool
 from fastconv.kernels import planner
 from fastconv.kernels.family import Operands
@@ -159,6 +161,37 @@ def test_autocast_and_memory_format(loads: Loads) -> None:
     assert {one.dtype for one in found.passes} == {torch.bfloat16}
     kernels = [dict(kernel.constants) for kernel in loads if kernel.entry != "pack"]
     assert {constants["Scalar"] for constants in kernels} == {"fastconv::bfloat16"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_convolutions_of_blocks(loads: Loads, dtype: torch.dtype) -> None:
+    """On the native host path they leave statistics in 16 bits, which normalizations take."""
+    block = fastconv.ConvBNAct2d(64, 128, 1, dtype=dtype)
+    alone = fastconv.Conv2d(64, 128, 1, dtype=dtype)
+    block, alone = (one.to(memory_format=torch.channels_last) for one in (block, alone))
+
+    def network(x: Tensor) -> Tensor:
+        y = block(x)
+        return fastconv.batch_norm_act(alone(x), None, None, training=True) + y
+
+    input = torch.empty(8, 64, 40, 40, dtype=dtype).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        asked = needs_of(network, (input,), {})
+    convolutions = [need for need in asked if isinstance(need, cuda.Need)]
+    shares = [need.of.shares for need in asked if isinstance(need, launches.Need)]
+    if dtype == torch.bfloat16 and native.conv_bn_act is not None:
+        assert sorted(need.statistics for need in convolutions) == [False, True]
+        (given,) = (need for need in convolutions if need.statistics)
+        assert shares == [cuda.planned(given).shares, 0]
+        assert shares[0] > 0
+    else:
+        assert [need.statistics for need in convolutions] == [False]
+        assert shares == [0, 0]
+    fastconv.prepare(network, input)
+    before = cuda._ready.cache_info().misses
+    for need in convolutions:
+        cuda.ready(need)
+    assert cuda._ready.cache_info().misses == before
 
 
 def test_epilogues(loads: Loads) -> None:
