@@ -4604,13 +4604,18 @@ __device__ __forceinline__ Matrix matrix(const void* start, int leading, int str
          static_cast<Matrix>(stride >> 4) << 32;
 }
 
-// A descriptor with 128-byte swizzle, for TMA boxes at multiples of 1024 bytes. K-major operand: 8
-// rows of 128 bytes are contiguous, `stride` bytes lie between such groups, and `leading` is
-// unused; adding bytes / 16 moves along K within the 128 bytes. MN-major operand (see wgmma): 8
-// places along K by 128 bytes are contiguous, `stride` bytes lie between neighbours along K, and
-// `leading` bytes between neighbours along M or N.
+// A descriptor with a swizzle of kSpan (32, 64 or 128) bytes, for TMA boxes at multiples of 8 kSpan
+// bytes. K-major operand: 8 rows of kSpan bytes are contiguous, `stride` bytes lie between such
+// groups, and `leading` is unused; adding bytes / 16 moves along K within a row. MN-major operand
+// (see wgmma): 8 places along K by kSpan bytes are contiguous, `stride` bytes lie between
+// neighbours along K, and `leading` bytes between neighbours along M or N. The swizzle is a
+// function of the address in shared memory, so an MN-major operand may begin at any row of a box,
+// and `stride` and `leading` may be any number of rows.
+template <int kSpan = 128>
 __device__ __forceinline__ Matrix swizzled_matrix(const void* start, int leading, int stride) {
-  return matrix(start, leading, stride) | 1ull << 62;
+  static_assert(kSpan == 32 || kSpan == 64 || kSpan == 128, "spans of wgmma's swizzles");
+  constexpr unsigned long long kCode = kSpan == 128 ? 1 : kSpan == 64 ? 2 : 3;
+  return matrix(start, leading, stride) | kCode << 62;
 }
 
 // --- Clusters: thread blocks that share their shared memory (DSMEM) ------------------------------

@@ -25,7 +25,7 @@ import fastconv
 import nvrtc as other_nvrtc
 from exported_launches import compile_by_nvcc, compile_by_nvrtc, kernels_of, launches
 from exports import SMALL, all_layers, exported, narrow, small
-from fastconv.exporter import plans
+from fastconv.exporter import file, plans
 from fastconv.exporter.file import PARTS
 from fastconv.kernels import ampere, depthwise, family, gpus, hopper
 from fastconv.kernels.gpus import GPUS
@@ -90,6 +90,13 @@ def test_files_can_be_executed_among_other_names(name: str) -> None:
     assert {key: names[key] for key in others} == others
     weights = [name for name in names["ModelNew"]().state_dict() if name.endswith("weight")]
     assert len(weights) == (5 if name == "layers" else 1)
+
+
+def test_a_source_that_another_one_includes_is_there_once() -> None:
+    kernels = [f"hopper/wgrad_implicit_gemm/{name}.cuh" for name in ("kernel", "halo_kernel")]
+    names = re.findall(r'^SOURCES\["(.*)"\] = ', file._device_code(kernels), re.MULTILINE)
+    assert len(names) == len(set(names)) > len(kernels)
+    assert names[:2] == kernels
 
 
 def test_parts_have_no_names_in_common() -> None:

@@ -8,6 +8,7 @@ import shutil
 from itertools import cycle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,9 @@ from exported_launches import compare, compile_by_nvcc, compile_by_nvrtc, emulat
 from exports import REFERENCE, all_layers, exported, exported_layers
 from fastconv import cli
 from fastconv.exporter import ExportError, plans
+from fastconv.kernels.hopper import passes
+from fastconv.kernels.hopper.passes import _boxes_on_copies
+from fastconv.kernels.hopper.wgrad_implicit_gemm.plan import HALO_SOURCE
 from fastconv.problem import Padding, Problem
 from fastconv.workloads import parse_shape
 
@@ -261,6 +265,20 @@ def test_tuned_results_in_16_bits(dtype: str) -> None:
     kind = getattr(torch, dtype)
     compare(module, module.ModelNew().to(kind), torch.randn(shape).to(kind), 1e-2)
     assert "hopper" in {source.split("/")[0] for source in sources}
+
+
+def test_tuned_results_of_boxes() -> None:
+    """A weight gradient on channels-last copies has tensor maps of regions of the workspace."""
+
+    def free(*asked: Any) -> Any:
+        return 0.0, _boxes_on_copies(*asked)[1]
+
+    layer, shape = "nn.Conv3d(8, 16, (3, 2, 3), stride=(1, 1, 2), padding=1)", (2, 8, 3, 5, 11)
+    with mock.patch.object(passes, "_WEIGHT_GRADS_OF_VOLUMES", (free,)):
+        module = exported_file.load(exported_layers(layer, shape, "float16"))
+    sources = emulate(module, "sm_90a", 227)
+    compare(module, module.ModelNew().half(), torch.randn(shape).half(), 1e-2)
+    assert {"hopper/relayout/kernel.cuh", HALO_SOURCE} <= set(sources)
 
 
 # --- Device code ----------------------------------------------------------------------------------

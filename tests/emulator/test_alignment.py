@@ -83,6 +83,8 @@ sm_90a/1 input_grad*gemm bfloat16 nhwc/nhwc: 2x24x8x8 32x24x1x1 stride=2,2
 sm_90a/2 forward*gemm tf32 nchw/nchw: 1x40x1x64 48x40x1x1
 sm_90a/1 input_grad*gemm tf32 nchw/nchw: 1x16x8x8 24x16x1x1 stride=2,2
 sm_90a/1 weight_grad*gemm bfloat16 nhwc/nhwc bias: 2x64x6x6 64x64x3x3 padding=1,1
+sm_90a/1 weight_grad*boxes bfloat16 nhwc/nhwc bias: 2x40x5x9 24x40x3x3 padding=1,1
+sm_90a/1 weight_grad*turned float16 nhwc/nhwc plain: 1x24x5x9 40x24x2x3 padding=0,1
 sm_90a/1 weight_grad*gemm tf32 nchw/nchw bias: 2x16x8x8 64x16x1x1
 sm_90a/4 weight_grad*gemm float32 nchw/nchw: 1x8x12x12 64x8x1x1
 sm_90a/1 weight_grad* bfloat16 nchw/nchw bias: 2x16x4x16 64x16x3x3 padding=1,1

@@ -288,6 +288,24 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "pixels of another residue",
+        "sm_90a/1 weight_grad*boxes bfloat16 nhwc/nhwc bias: 2x16x4x19 24x16x2x3 stride=1,2",
+        Fault(
+            "hopper/wgrad_implicit_gemm/halo.cuh",
+            "return start + box_of(tap) * box_distance + column * span;",
+            "return start + column * span;",
+        ),
+    ),
+    Mutant(
+        "the row of the tap before",
+        "sm_90a/2 weight_grad*boxes float16 nhwc/nhwc: 2x8x7x9 8x8x3x3 padding=1,1",
+        Fault(
+            "hopper/wgrad_implicit_gemm/load.cuh",
+            "C::padding_top + block.row * C::dilation_height;",
+            "C::padding_top + (block.row - (block.row > 0)) * C::dilation_height;",
+        ),
+    ),
+    Mutant(
         "a column too far: the next row's",
         "sm_90a/1 forward*gemm tf32 nchw/nchw: 2x8x6x9 8x8x3x3 padding=1,1",
         Fault(

@@ -19,6 +19,7 @@ from fastconv.kernels import hopper, planner, tuned
 from fastconv.kernels.family import Gpu, Plan
 from fastconv.kernels.gpus import H200, rates
 from fastconv.kernels.hopper.wgrad_implicit_gemm.halo import HaloTile
+from fastconv.kernels.hopper.wgrad_implicit_gemm.halo import tiles_of as tiles_of_boxes
 from fastconv.kernels.hopper.wgrad_implicit_gemm.plan import boxed_layer_of, tiles_of
 from fastconv.kernels.planner import Pass, Planner
 from fastconv.problem import Problem
@@ -211,6 +212,18 @@ def test_planning_many_taps_takes_no_time() -> None:
     problem = make_problem((4, 11, 405, 822), (84, 11, 23, 150))
     operands = make_operands(problem, "bfloat16")
     assert calls(lambda: planner.weight_grad(problem, operands, H200)) < 500_000
+
+
+def test_planning_boxes_of_volumes_takes_no_time() -> None:
+    """There are 2500 tiles for 27 taps of so many channels, and as many with exchanged roles."""
+    problem = Problem.of(
+        (2, 512, 16, 32, 32), (512, 512, 3, 3, 3), (1,) * 3, (1,) * 6, (1,) * 3, 1
+    )  # fmt: skip
+    operands = replace(
+        make_operands(DENSE, "bfloat16", True), weight_strides=_weight_strides(problem, True)
+    )
+    tiles_of_boxes.cache_clear()
+    assert calls(lambda: planner.weight_grad(problem, operands, H200)) < 1_000_000
 
 
 @pytest.mark.parametrize(("gpu", "family"), [(H200, "hopper"), (A100, "ampere"), (T4, "direct")])

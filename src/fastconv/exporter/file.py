@@ -153,9 +153,10 @@ def _heading(title: str) -> str:
 
 def _device_code(kernels: Sequence[str]) -> str:
     """The dictionary SOURCES: the kernels, and after them the headers that they include."""
-    headers = {name: None for kernel in kernels for name in _headers(kernel)}
+    headers = [name for kernel in kernels for name in _headers(kernel)]
+    names = dict.fromkeys([*kernels, *headers])  # a kernel may include another one
     parts = ["SOURCES = {}"]
-    parts += [f'SOURCES["{name}"] = r"""\n{_device_text(name)}"""' for name in (*kernels, *headers)]
+    parts += [f'SOURCES["{name}"] = r"""\n{_device_text(name)}"""' for name in names]
     return "\n\n".join(parts) + "\n"
 
 

@@ -66,7 +66,7 @@ class HaloTile(Tile):
     @property
     def name(self) -> str:
         rows, columns = self.patch
-        along = 1 if is_upright(self.layer) else self.mma_taps * self.pieces
+        along = 1 if self.layer.upright else self.mma_taps * self.pieces
         taps = f"{self.kernel_planes}x{self.kernel_rows}x{along} taps"
         return (
             f"{self.rows} by {taps} of {self.chunks} times {self.box_channels} channels "
@@ -82,13 +82,13 @@ class HaloTile(Tile):
     @lazy
     def pieces(self) -> int:
         """Units of a kernel row, or of a column if there is only one."""
-        if is_upright(self.layer):
+        if self.layer.upright:
             return self.kernel_rows // self.mma_taps
         return ceil_div(self.layer.problem.kernel_size[1], self.mma_taps)
 
     @property
     def tile_units(self) -> int:
-        rows = 1 if is_upright(self.layer) else self.kernel_rows
+        rows = 1 if self.layer.upright else self.kernel_rows
         return self.kernel_planes * rows * self.chunks // self.mma_chunks * self.pieces
 
     @lazy
@@ -96,7 +96,7 @@ class HaloTile(Tile):
         """Units of a consumer."""
         return ceil_div(self.tile_units, self.column_groups)
 
-    @property
+    @lazy
     def columns(self) -> int:
         return self.mma_columns * self.units * self.column_groups
 
@@ -126,10 +126,8 @@ class HaloTile(Tile):
     @lazy
     def all_rows(self) -> int:
         """Rows of the input from the first that a patch reads at a tile's taps to the last."""
-        vertical = self.layer.problem.axes[-2]
-        return (
-            (self.patch[0] - 1) * vertical.stride + (self.kernel_rows - 1) * vertical.dilation + 1
-        )
+        stride, dilation = self.layer.problem.stride[0], self.layer.problem.dilation[0]
+        return (self.patch[0] - 1) * stride + (self.kernel_rows - 1) * dilation + 1
 
     @lazy
     def split_rows(self) -> bool:
@@ -144,20 +142,21 @@ class HaloTile(Tile):
     @lazy
     def boxes(self) -> int:
         """Boxes of the input in a stage: for each chunk, as many as taps have residues."""
-        horizontal = self.layer.problem.axes[-1]
-        taps = range(horizontal.kernel_size)
-        return self.chunks * len({tap * horizontal.dilation % horizontal.stride for tap in taps})
+        problem = self.layer.problem
+        stride, dilation = problem.stride[1], problem.dilation[1]
+        taps = range(problem.kernel_size[1]) if stride > 1 else range(1)
+        return self.chunks * len({tap * dilation % stride for tap in taps})
 
     @lazy
     def box(self) -> tuple[int, int, int]:
         """Planes, rows and columns of a box of the input."""
-        depth, horizontal = self.layer.problem.depth, self.layer.problem.axes[-1]
-        dilation = 1 if depth is None else depth.dilation
-        along = 1 if is_upright(self.layer) else self.pieces * self.mma_taps
+        problem = self.layer.problem
+        depth = 1 if problem.depth is None else problem.depth.dilation
+        along = 1 if self.layer.upright else self.pieces * self.mma_taps
         return (
-            (self.kernel_planes - 1) * dilation + 1,
+            (self.kernel_planes - 1) * depth + 1,
             self.patch[0] * self.kernel_rows if self.split_rows else self.all_rows,
-            self.patch[1] + (along - 1) * horizontal.dilation // horizontal.stride,
+            self.patch[1] + (along - 1) * problem.dilation[1] // problem.stride[1],
         )
 
     @lazy
@@ -186,12 +185,15 @@ class HaloTile(Tile):
         each = (groups * at_launch - PRODUCER_REGISTERS) // self.consumers // 8 * 8
         return min(each, MOST_REGISTERS)
 
-    def fitted(self, gpu: Gpu) -> HaloTile | None:
+    @property
+    def has_registers(self) -> bool:
+        """Whether a block's threads have the registers that they need, whatever the patch."""
         if self.gives_registers and self.needed_registers > self.consumer_registers:
-            return None
+            return False
         at_launch = block.most_registers(1, self.threads)
-        if self.mma_columns // 2 + WGMMA_REGISTERS > at_launch:
-            return None
+        return self.mma_columns // 2 + WGMMA_REGISTERS <= at_launch
+
+    def fitted(self, gpu: Gpu) -> HaloTile | None:
         if max(*self.box, self._box_extent) > MOST_BOX:
             return None
         room = gpu.shared_budget(self.blocks) - self.shared_bytes
@@ -302,11 +304,6 @@ def patch_count(layer: Layer, patch: tuple[int, int]) -> int:
     return problem.batch * planes * prod(sides)
 
 
-def is_upright(layer: Layer) -> bool:
-    """Whether an MMA's taps are those of a column, because the kernel has only one."""
-    return layer.problem.kernel_size[1] == 1 < layer.problem.kernel_size[0]
-
-
 @lru_cache(maxsize=64)
 def tiles_of(layer: Layer, gpu: Gpu) -> tuple[HaloTile, ...]:
     """All tiles that fit.
@@ -332,7 +329,7 @@ def tiles_of(layer: Layer, gpu: Gpu) -> tuple[HaloTile, ...]:
 def _cuts(layer: Layer) -> Iterator[HaloTile]:
     """Ways to cut the weights into tiles, for any patch."""
     kernel_planes, kernel_rows = _kernel(layer)
-    upright = is_upright(layer)
+    upright = layer.upright
     for channels in CHANNELS:
         if channels >= 2 * layer.group_in > CHANNELS[0]:
             continue
@@ -357,18 +354,18 @@ def _cuts(layer: Layer) -> Iterator[HaloTile]:
                     mma_chunks=together,
                 )
                 idle = tile.rows >= layer.group_out + ROWS or groups[1] > tile.tile_units
-                if not idle and tile.units <= MOST_UNITS:
+                if not idle and tile.units <= MOST_UNITS and tile.has_registers:
                     yield tile
 
 
 def _units(layer: Layer, channels: int) -> list[tuple[int, int]]:
     """Taps and chunks of this many channels in an MMA: neighbouring taps, unless strided."""
-    vertical, horizontal = layer.problem.axes[-2:]
-    if horizontal.stride > 1 and not is_upright(layer):
+    rows, columns = layer.problem.kernel_size
+    if layer.problem.stride[1] > 1 and not layer.upright:
         chunks = shares(ceil_div(layer.group_in, channels))
         widths = range(LEAST_COLUMNS, MOST_COLUMNS + 1)
         return [(1, many) for many in chunks if many * channels in widths] or [(1, chunks[-1])]
-    all_taps = (vertical if is_upright(layer) else horizontal).kernel_size
+    all_taps = rows if layer.upright else columns
     return [(taps, 1) for taps in shares(all_taps) if taps * channels <= MOST_COLUMNS][-2:]
 
 

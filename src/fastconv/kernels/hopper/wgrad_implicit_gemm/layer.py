@@ -63,6 +63,12 @@ class Layer:
         """Whether the input is one matrix: all images of a pointwise layer, or copied planes."""
         return self.input_copied and not self.boxed and (not self.pixels or self.pixels.flat)
 
+    @lazy
+    def upright(self) -> bool:
+        """Whether the kernel is a column, so that MMAs of boxes have taps of it, not of a row."""
+        rows, columns = self.problem.kernel_size
+        return columns == 1 < rows
+
     @property
     def taps(self) -> int:
         return prod(self.problem.weight_shape[2:])

@@ -78,10 +78,10 @@ struct UnitStarts {
 };
 
 // Multiplies a step of boxes with a halo: every unit at every place along K.
-template <class Halo>
+template <bool kHasBias, class Halo>
 __device__ __forceinline__ void multiply_boxes(Accumulators& acc, const Shared& shared, int stage,
                                                const Place& place, const UnitStarts<Halo>& units,
-                                               bool has_bias, bool accumulate) {
+                                               bool accumulate) {
   const Matrix rows = swizzled_matrix(shared.rows(stage) + place.row_group * kBoxBytes, kBoxBytes,
                                       Halo::grad_stride);
   const Matrix columns =
@@ -95,7 +95,7 @@ __device__ __forceinline__ void multiply_boxes(Accumulators& acc, const Shared& 
                                columns + units.at[i] + Halo::offset(k) / 16, accumulate || k > 0);
     }
   }
-  if (has_bias) {
+  if constexpr (kHasBias) {
 #pragma unroll
     for (int k = 0; k < kMmas; ++k) {
       multiply_ones(Operand{}, acc.bias[0], rows + Halo::grad_offset(k) / 16, shared,
@@ -106,21 +106,35 @@ __device__ __forceinline__ void multiply_boxes(Accumulators& acc, const Shared& 
 }
 
 // Multiplies steps [first, end) of a tile whose boxes have a halo.
-template <class Halo>
+template <bool kHasBias, class Halo>
 __device__ __forceinline__ void multiply_steps_of_boxes(Accumulators& acc, const Shared& shared,
                                                         Ring& ring, int first, int end,
-                                                        const Place& place, bool has_bias) {
-  const UnitStarts<Halo> units(place);
+                                                        const Place& place,
+                                                        const UnitStarts<Halo>& units) {
   int previous = -1;
   for (int step = first; step < end; ++step, ring.advance()) {
     barrier_wait(shared.full(ring.stage), ring.parity);
-    multiply_boxes<Halo>(acc, shared, ring.stage, place, units, has_bias, step > first);
+    multiply_boxes<kHasBias>(acc, shared, ring.stage, place, units, step > first);
     wgmma_wait<1>();
     if (previous >= 0 && place.lane == 0) barrier_arrive(shared.empty(previous));
     previous = ring.stage;
   }
   wgmma_wait<0>();
   if (place.lane == 0) barrier_arrive(shared.empty(previous));
+}
+
+// The same, with or without the bias. Each has a loop of its own: a branch around the MMAs by ones
+// would make the compiler wait for every MMA before the next.
+template <class Halo>
+__device__ __forceinline__ void multiply_steps_of_boxes(Accumulators& acc, const Shared& shared,
+                                                        Ring& ring, int first, int end,
+                                                        const Place& place, bool has_bias) {
+  const UnitStarts<Halo> units(place);
+  if (C::bias && has_bias) {
+    multiply_steps_of_boxes<true>(acc, shared, ring, first, end, place, units);
+  } else {
+    multiply_steps_of_boxes<false>(acc, shared, ring, first, end, place, units);
+  }
 }
 
 template <int kCount>

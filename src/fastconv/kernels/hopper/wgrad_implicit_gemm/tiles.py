@@ -129,12 +129,12 @@ class Tile:
     def flush_steps(self) -> int:
         return FLUSH_MMAS * self.layer.mma_depth // self.depth
 
-    @property
+    @lazy
     def group_tiles(self) -> int:
         """Tiles of a group, which has its own blocks: as few as possible."""
         return self.count // gcd(self.count, self.grid)
 
-    @property
+    @lazy
     def group_blocks(self) -> int:
         return self.grid // gcd(self.count, self.grid)
 
@@ -143,7 +143,7 @@ class Tile:
         """Whether no block has steps of several tiles."""
         return self.group_tiles == 1
 
-    @property
+    @lazy
     def most_runs(self) -> int:
         """The most tiles of which a block has steps."""
         if self.is_even:
@@ -151,7 +151,7 @@ class Tile:
         steps = ceil_div(self.group_tiles * self.steps, self.group_blocks)
         return (steps - 1) // self.steps + 2
 
-    @property
+    @lazy
     def is_whole(self) -> bool:
         """Whether each block has whole tiles, and writes their weights."""
         return self.group_blocks == 1 and self.steps <= self.flush_steps
@@ -161,7 +161,7 @@ class Tile:
         """Whether accumulators go to a workspace, and a second launch reduces them."""
         return self.cluster == 1 and not self.is_whole
 
-    @property
+    @lazy
     def run_bytes(self) -> int:
         """Bytes of a run's accumulators."""
         return self.rows * 4 * (self.columns + self.layer.sums_bias)
