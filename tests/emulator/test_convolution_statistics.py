@@ -283,10 +283,10 @@ def test_others_leave_none(direction: str, fields: dict[str, object]) -> None:
 
 FILE = "hopper/implicit_gemm_nhwc/statistics.cuh"
 FAULTS = {
-    "rows behind the last": Fault(FILE, "if (rows == kWarpRows) {", "if (rows > 0) {"),
+    "positions behind the last": Fault(FILE, "if (outputs == (1u << kWarpRows) - 1) {", "if (1) {"),
     "the neighbour's channels": Fault(FILE, "lane % 4 * 4)", "lane % 2 * 4)"),
     "the other box's rows": Fault(FILE, "row * C::joined + box % C::joined", "row * C::joined"),
-    "each tile's own shift": Fault(FILE, "if (is_first) first", "first"),
+    "each tile's own shift": Fault(FILE, "if (before == 0) first", "first"),
     "the first warps alone": Fault(FILE, "warp < kConsumerWarps; ++warp", "warp < 4; ++warp"),
     "no meeting of warps": Fault(FILE, "warpgroups_sync<kConsumers>(kConsumers);", ""),
 }

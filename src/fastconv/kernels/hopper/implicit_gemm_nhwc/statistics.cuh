@@ -29,16 +29,11 @@ constexpr bool kGivesStatistics = false;
 
 constexpr int kWarpRows = 16;  // positions of a tile that a warp has
 
-// The positions of a warp in the tile from `row` on.
-__device__ __forceinline__ int rows_of(int row, int warp, int positions) {
-  return max(0, min(kWarpRows, positions - row - kWarpRows * warp));
-}
-
-// The positions of a warp in all tiles of the block, of which only the last one may lack some.
-__device__ __forceinline__ int rows_of_block(const Walk& walk, int warp) {
-  const int first = static_cast<int>(blockIdx.x), step = static_cast<int>(gridDim.x);
-  const int before = (walk.tiles - 1 - first) / step;
-  return kWarpRows * before + rows_of(walk.tile(first + before * step).row, warp, walk.positions);
+// Which of a warp's positions of a tile are outputs, a bit for each.
+__device__ __forceinline__ unsigned outputs_of(const Tile& tile, int positions, int warp,
+                                               int lane) {
+  const int position = tile.row + kWarpRows * warp + lane;
+  return __ballot_sync(~0u, lane < kWarpRows && position < positions);
 }
 
 // Sums of differences from the first output that the warp has of a channel, and of their squares.
@@ -47,8 +42,18 @@ __device__ __forceinline__ int rows_of_block(const Walk& walk, int warp) {
 template <class T>
 struct ChannelSums {
   using Pair = Vector<T, 2>;
+  unsigned outputs = 0;  // the warp's rows of the current tile that count, a bit for each
+  int before = 0;        // how many counted in the tiles before
   Pair first[kBoxes] = {};
   float sum[kBoxes][2] = {}, squares[kBoxes][2] = {};
+
+  // The outputs of all tiles.
+  __device__ __forceinline__ int count() const { return before + __popc(outputs); }
+
+  __device__ __forceinline__ void begin_tile(unsigned rows) {
+    before = count();
+    outputs = rows;
+  }
 
   // A lane's channels of a staged row.
   __device__ __forceinline__ static Pair staged_pair(const unsigned char* staged, int box, int row,
@@ -67,31 +72,36 @@ struct ChannelSums {
     }
   }
 
-  // Adds the first `rows` rows of a box that the whole warp has staged.
-  __device__ __forceinline__ void add_box(int box, const unsigned char* staged, int rows,
-                                          bool is_first, int lane) {
-    if (is_first) first[box] = staged_pair(staged, box, 0, lane);
-    if (rows == kWarpRows) {
+  // Adds the outputs of a box that the whole warp has staged.
+  __device__ __forceinline__ void add_box(int box, const unsigned char* staged, int lane) {
+    if (outputs == 0) return;
+    if (before == 0) first[box] = staged_pair(staged, box, __ffs(outputs) - 1, lane);
+    if (outputs == (1u << kWarpRows) - 1) {
 #pragma unroll
       for (int row = 0; row < kWarpRows; ++row) add(box, staged_pair(staged, box, row, lane));
     } else {
 #pragma unroll 1
-      for (int row = 0; row < rows; ++row) add(box, staged_pair(staged, box, row, lane));
+      for (unsigned rest = outputs; rest != 0; rest &= rest - 1) {
+        add(box, staged_pair(staged, box, __ffs(rest) - 1, lane));
+      }
     }
   }
 };
 
-// What a warp leaves of a channel in its staging buffers, for all warps of the block.
+// What a warp leaves in its staging buffers for all warps of the block, of each channel and at last
+// how many outputs it has added up.
 struct Deviations {
   float mean, squares;
 };
-static_assert(!kGivesStatistics || kBoxes * kBoxColumns * static_cast<int>(sizeof(Deviations)) <=
-                                       C::buffers * kStagedBytes,
+constexpr int kCountAt = kBoxes * kBoxColumns * static_cast<int>(sizeof(Deviations));
+static_assert(!kGivesStatistics ||
+                  kCountAt + static_cast<int>(sizeof(int)) <= C::buffers * kStagedBytes,
               "statistics of a warp lie in its staging buffers");
 
 template <class T>
-__device__ __forceinline__ void leave(const ChannelSums<T>& sums, Deviations* target, int count,
-                                      int lane) {
+__device__ __forceinline__ void leave(const ChannelSums<T>& sums, unsigned char* target, int lane) {
+  const int count = sums.count();
+  if (lane == 0) *reinterpret_cast<int*>(target + kCountAt) = count;
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
     Deviations both[2];
@@ -107,7 +117,7 @@ __device__ __forceinline__ void leave(const ChannelSums<T>& sums, Deviations* ta
 }
 
 // Merges the statistics of a block's warps, in their order, as differences from the first one's
-// mean. The first warp has rows of every tile.
+// mean. The first warp has outputs in every tile.
 __device__ __forceinline__ void merge(const Shared& shared, const Walk& walk, float* statistics,
                                       int thread) {
   const int column = walk.tile(static_cast<int>(blockIdx.x)).column;
@@ -117,12 +127,13 @@ __device__ __forceinline__ void merge(const Shared& shared, const Walk& walk, fl
   for (int channel = thread; channel < channels; channel += 32 * kConsumerWarps) {
     float mean = 0.0f, sum = 0.0f, squares = 0.0f, count = 0.0f;
     for (int warp = 0; warp < kConsumerWarps; ++warp) {
-      const int rows = rows_of_block(walk, warp);
-      if (rows == 0) break;  // nor have the warps behind it
-      const Deviations own = reinterpret_cast<const Deviations*>(shared.staged(warp, 0))[channel];
+      const unsigned char* const left = shared.staged(warp, 0);
+      const int outputs = *reinterpret_cast<const int*>(left + kCountAt);
+      if (outputs == 0) continue;
+      const Deviations own = reinterpret_cast<const Deviations*>(left)[channel];
       if (warp == 0) mean = own.mean;
-      const float difference = own.mean - mean, weighted = static_cast<float>(rows) * difference;
-      count += static_cast<float>(rows);
+      const float difference = own.mean - mean, weighted = static_cast<float>(outputs) * difference;
+      count += static_cast<float>(outputs);
       sum += weighted;
       squares += fma(weighted, difference, own.squares);
     }
@@ -139,8 +150,7 @@ __device__ __forceinline__ void store_statistics(const ChannelSums<T>& sums, con
                                                  const Walk& walk, float* statistics, int warp,
                                                  int lane) {
   __syncwarp();
-  leave(sums, reinterpret_cast<Deviations*>(shared.staged(warp, 0)), rows_of_block(walk, warp),
-        lane);
+  leave(sums, shared.staged(warp, 0), lane);
   warpgroups_sync<kConsumers>(kConsumers);
   merge(shared, walk, statistics, 32 * warp + lane);
 }
@@ -149,6 +159,7 @@ __device__ __forceinline__ void store_statistics(const ChannelSums<T>& sums, con
 struct NoSums {
   template <class... All>
   __device__ __forceinline__ void add_box(const All&...) {}
+  __device__ __forceinline__ void begin_tile(unsigned) {}
 };
 template <class... All>
 __device__ __forceinline__ void store_statistics(const NoSums&, const All&...) {}

@@ -223,8 +223,10 @@ __device__ __forceinline__ void store_tile(const float (&acc)[kAccumulators], co
                                            const TensorMap& map, Scalar* output, const Tile& tile,
                                            int batch, int warp, int lane,
                                            const Epilogue<C>& epilogue, Sums& sums) {
-  const int row = tile.row + 16 * warp, rows = rows_of(tile.row, warp, batch * kPositions);
-  const bool is_first = tile.row / kTileRows == static_cast<int>(blockIdx.x) / kColumnTiles;
+  const int row = tile.row + 16 * warp;
+  if constexpr (kGivesStatistics) {
+    sums.begin_tile(outputs_of(tile, batch * kPositions, warp, lane));
+  }
   const Place place = C::dense ? 0 : place_of(row + lane % 16, tile, batch);
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
@@ -251,7 +253,7 @@ __device__ __forceinline__ void store_tile(const float (&acc)[kAccumulators], co
       if (lane == 0) store_boxes(map, column, row, staged);
       bulk_store_commit();
 #pragma unroll
-      for (int i = 1 - C::joined; i <= 0; ++i) sums.add_box(box + i, staged, rows, is_first, lane);
+      for (int i = 1 - C::joined; i <= 0; ++i) sums.add_box(box + i, staged, lane);
     } else {
       __syncwarp();
       if constexpr (kPatches) {

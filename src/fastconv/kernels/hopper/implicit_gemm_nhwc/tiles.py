@@ -119,6 +119,11 @@ class Tile:
         return needed
 
     @property
+    def left_bytes(self) -> int:
+        """Bytes of statistics that a warp leaves in its staging buffers (``statistics.cuh``)."""
+        return 8 * round_up(self.columns, self.layer.depth) + 4
+
+    @property
     def gives_statistics(self) -> bool:
         """Whether the kernel leaves statistics of its output: it is asked for them, and can."""
         operands = self.layer.operands
@@ -203,6 +208,8 @@ class Tile:
         if self.registers > block.most_registers(self.blocks, self.threads):
             return None
         for resident, (buffers, joined, fewest) in product((True, False), self._stores):
+            if self.gives_statistics and self.left_bytes > buffers * joined * WARP_BYTES:
+                continue
             if resident and not (self.layer.dense and self.column_tiles == 1):
                 continue  # tiles read different weights
             tile = replace(self, buffers=buffers, joined=joined, resident=resident)
