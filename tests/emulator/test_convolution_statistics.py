@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from random import Random
 
 import pytest
 import torch
 from torch import Tensor
 
 from batchnorm_cases import EPS
+from effort import ALL
 from emulator import driver, precompile
 from emulator.faults import Fault, with_fault
 from emulator.pass_cases import Conv, PassCase, Planner, Tensors, new_output, some, tensors_read
@@ -258,6 +260,24 @@ def test_warps_add_up_a_bounded_number_of_outputs() -> None:
     assert isinstance(consumers, int)
     assert 2**26 / made.shares / (4 * consumers) <= 2**16
     assert made.shares > 4
+
+
+def test_statistics_do_not_decide_on_the_kernel() -> None:
+    """Kernels add up in other orders. Tiles of a kernel may differ: they give the same bits."""
+    draw = Random(1)
+    for _ in range(150 if ALL else 20):
+        channels = [8 * draw.randint(1, 2 ** draw.randint(0, 7)) for _ in range(2)]
+        size, kernel = draw.randint(3, 60), draw.choice((1, 1, 3, 5))
+        conv = Conv(
+            "drawn", (draw.randint(1, 64), channels[0], size, size),
+            (channels[1], channels[0], kernel, kernel), (draw.choice((1, 1, 2)),) * 2,
+            (kernel // 2,) * 4,
+        )  # fmt: skip
+        given, plain = _planned(conv), _planned(conv, statistics=False)
+        kernels = [[one.kernel.source for one in made.launches] for made in (given, plain)]
+        assert kernels[0] == kernels[1]
+        named = "statistics" in given.launches[-1].tensors
+        assert named == (given.shares > 0) == ("implicit_gemm_nhwc" in kernels[0][-1])
 
 
 @pytest.mark.parametrize(

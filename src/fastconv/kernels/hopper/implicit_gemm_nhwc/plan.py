@@ -25,6 +25,7 @@ from fastconv.kernels.hopper.implicit_gemm_nhwc.tiles import (
     Tile,
     image_cycles,
     tiles_of,
+    without_statistics,
 )
 from fastconv.kernels.planning.launches import MOST_PACK_BLOCKS, PACK_THREADS
 
@@ -34,8 +35,12 @@ SOURCE = "hopper/implicit_gemm_nhwc/kernel.cuh"
 
 
 def plans(layer: Layer, gpu: Gpu, most: int) -> list[Plan]:
-    """The ``most`` plans with the fewest estimated cycles. All give the same bits."""
-    return [plan(tile, gpu) for tile in tiles_of(layer, gpu)[:most]]
+    """The ``most`` plans with the fewest estimated cycles. All give the same bits.
+
+    They leave no statistics if no tile has registers for them.
+    """
+    found = tiles_of(layer, gpu) or tiles_of(without_statistics(layer), gpu)
+    return [plan(tile, gpu) for tile in found[:most]]
 
 
 def plan(tile: Tile, gpu: Gpu) -> Plan:

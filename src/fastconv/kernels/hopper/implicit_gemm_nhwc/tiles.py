@@ -233,8 +233,16 @@ def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
 
 
 def image_cycles(layer: Layer, gpu: Gpu) -> float:
-    """Cycles of one SM for an image of a large batch, with the best tile for that."""
-    return min(tile.image_cycles for tile in _tiles(layer, gpu))
+    """Cycles of one SM for an image of a large batch, with the best tile for that.
+
+    Statistics do not count: they must not decide which kernel adds up the sums.
+    """
+    return min(tile.image_cycles for tile in _tiles(without_statistics(layer), gpu))
+
+
+def without_statistics(layer: Layer) -> Layer:
+    """The layer of a pass that does not leave statistics."""
+    return replace(layer, operands=replace(layer.operands, statistics=False))
 
 
 @lru_cache(maxsize=64)
