@@ -163,6 +163,7 @@ def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measures ceilings with tiny matrices and copies: their values do not matter in tests."""
     monkeypatch.setitem(limits.MATRIX_SIDE, "cpu", 32)
     monkeypatch.setitem(limits.COPY_BYTES, "cpu", 1 << 16)
+    monkeypatch.setattr(limits, "RATE_SECONDS", 0.0)
     monkeypatch.setattr(limits, "HASHED_BYTES", 1 << 12)
     monkeypatch.setattr(row_timing, "CPU_CACHE_BYTES", 1 << 10)
     monkeypatch.setattr(timing, "WARM_UP_MS", 0.0)

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from _fastconv_command import parser
-from fastconv import cli, jit
+from fastconv import cli, jit, native
 from fastconv.bench import (
     configurations,
     environment,
@@ -269,6 +270,30 @@ def test_a_busy_cpu_is_reported_beside_the_figures(
 
 def test_the_share_of_processors_is_measured() -> None:
     assert 0 <= limits._processor_share() <= 1
+
+
+@pytest.mark.parametrize(
+    ("rate", "arithmetic"), [(5e10, limits.MULTIPLY_ADDS), (None, limits.MATRIX_PRODUCTS)]
+)
+def test_a_cpus_arithmetic(
+    monkeypatch: pytest.MonkeyPatch, rate: float | None, arithmetic: str
+) -> None:
+    """It is the library's rate of multiply-adds, where there is a library."""
+    monkeypatch.setattr(native, "multiply_add_rate", lambda dtype, seconds: rate)
+    cases = [
+        Case(FOUNDING[0], "forward", dtype, precision, "nchw")
+        for dtype, precision in (("float32", "ieee"), ("float16", None), ("float64", None))
+    ]
+    found = limits.measure(cases, torch.device("cpu"))
+    assert found.arithmetic == arithmetic
+    assert found.tflops.keys() == {case.mode for case in cases}
+    if rate is not None:
+        assert {*found.tflops.values()} == {rate * 1e-12}
+    said = report.ceilings(Results({}, found, []))
+    assert ("TFLOP/s of multiply-adds" in said) == (rate is not None)
+    quiet = replace(found, processor_share=None)  # this machine may be busy
+    other = Ceilings(dict.fromkeys(found.tflops, 1e-9), found.copy_tb_s, arithmetic="another")
+    assert not limits.doubts(quiet, other), "rates of unlike arithmetic are not compared"
 
 
 def test_a_machine_that_changes_is_reported(

@@ -81,7 +81,7 @@ CASES = [*_with_epilogues(_storing() if ALL else map(corpus.case_of, LINES.split
 REPAIRED = [
     replace(corpus.case_of(line), epilogue=Epilogue("gelu", residual=True))
     for line in (
-        "sm_90a/1 forward* tf32 nchw/nchw: 1x16x2x201 10x16x2x1",
+        "sm_90a/1 forward* tf32 nchw/nchw: 1x16x2x201 40x16x2x1",
         "sm_86/1 forward* tf32 nchw/nhwc: 1x1x5x149 96x1x4x4 stride=4,4",
     )
 ]

@@ -319,6 +319,19 @@ class TestPlans:
         assert entries.make_entry("forward", *some, None, *how).cpu_plan is None
 
 
+def test_the_rate_of_multiply_adds() -> None:
+    serving = native.conv2d, native.batch_norm_act, native.conv_bn_act
+    double = native.multiply_add_rate(torch.float64, 0.1)
+    single = native.multiply_add_rate(torch.float32, 0.1)
+    assert double is not None
+    assert single is not None
+    assert 1e8 < 1.2 * double < single, "vectors have twice as many lanes of float32"
+    functions = native.conv2d, native.batch_norm_act, native.conv_bn_act
+    assert functions == serving, "a measurement changes nothing for other calls"
+    with mock.patch.dict(os.environ, FASTCONV_NATIVE="0"):
+        assert native.multiply_add_rate(torch.float32, 0.1) is None
+
+
 class TestFeatures:
     def test_features_of_the_first_cpu(self, tmp_path: Path) -> None:
         """They are in the library's key: a cache folder may be shared by unlike machines."""

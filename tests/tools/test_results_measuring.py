@@ -23,6 +23,8 @@ from fastconv.bench.network_results import NetworkRow
 from fastconv.bench.networks import NetworkCase
 from fastconv.bench.results import Results, Row
 from fastconv.kernels import planner
+from fastconv.kernels.family import Kernel
+from fastconv.kernels.gpus import H200
 from fastconv.timing import Effort
 from fastconv.workloads import Workload, parse_shape
 from results import __main__ as command
@@ -92,6 +94,19 @@ def test_no_time_at_all(folder: Path) -> None:
     with pytest.raises(Late):
         _measure(folder, seconds=0.0)
     assert not (folder / "layers.json").exists()
+
+
+def test_kernels_in_the_cache_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that ends soon still measures a section whose kernels are compiled."""
+    kernels = [Kernel(f"{i}.cuh", "entry", ()) for i in range(9)]
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    in_cache: list[Kernel] = []
+    monkeypatch.setattr(layers, "cached_cubin", lambda one, _: b"" if one in in_cache else None)
+    assert layers._compile_seconds(kernels, H200) == 5 * layers.COMPILE_SECONDS
+    in_cache += kernels[:8]
+    assert layers._compile_seconds(kernels, H200) == layers.COMPILE_SECONDS
+    in_cache += kernels[8:]
+    assert layers._compile_seconds(kernels, H200) == 0
 
 
 @pytest.mark.parametrize("end", [SystemExit, KeyboardInterrupt])

@@ -10,14 +10,14 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from fastconv import jit
+from fastconv import jit, native
 from fastconv.bench import mma_rate
 from fastconv.bench.cases import DTYPES, STEP, Case
 from fastconv.bench.contestants import settings
@@ -36,18 +36,22 @@ HASHED_BYTES = 4 << 20  # A few milliseconds of work, during which the interpret
 BUSY = 0.8  # If threads get less than this share of processor time, the machine is busy.
 CHANGED = 0.3  # If a ceiling changes by more than this share during a run, the machine is busy.
 MMA_FAMILY = "ampere"  # The family of kernels that use the mma.sync instruction.
+MATRIX_PRODUCTS = "matrix products"  # large ones by PyTorch
+MULTIPLY_ADDS = "multiply-adds"  # of a CPU's registers, by the native library
+RATE_SECONDS = 0.2  # A rate of multiply-adds is measured for this long.
 COMPUTE = "compute"  # The name of the limit that a case's mode has.
 WGMMA_FAMILY = "hopper"  # Its kernels use wgmma, as PyTorch's matrix products do on such GPUs.
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The highest measured rates of the machine: matrix products, copies, ``mma.sync``."""
+    """The highest measured rates of the machine: arithmetic, copies, ``mma.sync``."""
 
-    tflops: dict[str, float]  # of a large matrix product by PyTorch, by mode
+    tflops: dict[str, float]  # of what ``arithmetic`` says, by mode
     copy_tb_s: float  # of a large copy, bytes read and written
     processor_share: float | None = None  # the share of time that busy threads get; None on GPUs
     mma_tflops: dict[str, float] = field(default_factory=dict)  # by "tf32", "float16", "bfloat16"
+    arithmetic: str = MATRIX_PRODUCTS  # what ``tflops`` were measured with
 
 
 @dataclass(frozen=True)
@@ -75,9 +79,12 @@ def measure(cases: Iterable[Case], device: torch.device) -> Ceilings:
     modes = {case.mode: (case.torch_dtype, case.precision) for case in cases}
     if device.type == "cuda" and any(dtype is torch.float32 for dtype, _ in modes.values()):
         modes |= {"float32 tf32": (torch.float32, "tf32"), "float16": (torch.float16, None)}
-    tflops = {mode: _matrix_tflops(*how, device) for mode, how in modes.items()}
     share = _processor_share() if device.type == "cpu" else None
-    return Ceilings(tflops, _copy_tb_s(device), share, _mma_tflops(device))
+    tflops = _multiply_add_tflops(modes) if device.type == "cpu" else None
+    arithmetic = MATRIX_PRODUCTS if tflops is None else MULTIPLY_ADDS
+    if tflops is None:
+        tflops = {mode: _matrix_tflops(*how, device) for mode, how in modes.items()}
+    return Ceilings(tflops, _copy_tb_s(device), share, _mma_tflops(device), arithmetic)
 
 
 def doubts(before: Ceilings | None, after: Ceilings | None) -> list[str]:
@@ -114,7 +121,7 @@ def _pairs(before: Ceilings, after: Ceilings) -> list[tuple[str, float, float]]:
             ("mma.sync ", before.mma_tflops, after.mma_tflops),
         )
         for mode in old
-        if mode in new
+        if mode in new and before.arithmetic == after.arithmetic
     ]
     return [*found, ("copy TB/s", before.copy_tb_s, after.copy_tb_s)]
 
@@ -205,6 +212,18 @@ def multiplied_in(dtype: torch.dtype) -> torch.dtype:
     ceiling.
     """
     return torch.float32 if dtype.itemsize == 2 else dtype
+
+
+def _multiply_add_tflops(
+    modes: Mapping[str, tuple[torch.dtype, str | None]],
+) -> dict[str, float] | None:
+    """The rates of a CPU's multiply-adds; None without the native library, or for complex modes."""
+    types = {mode: multiplied_in(dtype) for mode, (dtype, _) in modes.items()}
+    if not all(dtype.is_floating_point for dtype in types.values()):
+        return None
+    rates = {one: native.multiply_add_rate(one, RATE_SECONDS) for one in {*types.values()}}
+    found = {mode: rates[dtype] for mode, dtype in types.items()}
+    return {mode: rate * 1e-12 for mode, rate in found.items() if rate is not None} or None
 
 
 def _cpu_tflops(dtype: torch.dtype) -> float:

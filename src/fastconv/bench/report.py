@@ -156,7 +156,9 @@ def ceilings(results: Results) -> str:
     mma_sync = f"; mma.sync {', '.join(kinds)} TFLOP/s" if kinds else ""
     copy = results.ceilings.copy_tb_s
     compiled = f"; kernels compiled in {results.build_s:.1f} s" if results.build_s else ""
-    return f"ceilings: {', '.join(matrices)} TFLOP/s{mma_sync}; copy {copy:.3g} TB/s{compiled}"
+    of = results.ceilings.arithmetic
+    how = "" if of == limits.MATRIX_PRODUCTS else f" of {of}"
+    return f"ceilings: {', '.join(matrices)} TFLOP/s{how}{mma_sync}; copy {copy:.3g} TB/s{compiled}"
 
 
 def _on_cpu(mode: str) -> str:

@@ -39,6 +39,7 @@ __all__ = [
     "load_if_built",
     "make",
     "make_deployed",
+    "multiply_add_rate",
     "recorded_forms",
     "register",
     "serve_operators",
@@ -297,6 +298,29 @@ def load_if_built() -> None:
         _load_if_possible()
     elif conv2d is _require and (build.is_built() or not in_the_way()):
         _load_required()
+
+
+def multiply_add_rate(dtype: torch.dtype, seconds: float) -> float | None:
+    """Measures a CPU's multiply-adds in registers, in float32 or float64.
+
+    The library is loaded for this if it is built, but ``fastconv``'s functions do not begin to call
+    it.
+
+    Returns:
+        The operations a second of all of PyTorch's threads together, or None where the library is
+        not built, does not load, or is not wanted.
+    """
+    if wanted() is False:
+        return None
+    try:
+        with _lock:
+            if not build.is_built():
+                return None
+            load()
+    except (OSError, RuntimeError):  # RuntimeError: Unavailable
+        return None
+    rate: float = _module.multiply_add_rate(dtype is torch.float64, seconds)
+    return rate
 
 
 def serve_operators(on: bool) -> None:

@@ -85,6 +85,13 @@ inline void in_this_thread(int64_t count, cpu::Parallel::Body body, void* contex
   if (count > 0) body(context, 0, count);
 }
 
+// The threads that PyTorch's operators would run in.
+inline cpu::Parallel all_threads() {
+  const bool is_alone = at::in_parallel_region() || !OpenMp::of_pytorch().exists();
+  const int64_t threads = is_alone ? 1 : at::get_num_threads();
+  return threads == 1 ? cpu::Parallel(in_this_thread) : cpu::Parallel(parallel_for, threads);
+}
+
 // How to run a pass: work of a few microseconds is not worth waking other threads. Depthwise
 // layers take longer for a product, as they use each element that they read for few of them.
 template <class Pass>
@@ -94,11 +101,8 @@ cpu::Parallel threads_for(const Pass& pass, const CpuPlan& plan) {
                           double(pass.planes.outputs * pass.planes.taps) *
                           double(pass.rows.outputs * pass.rows.taps) *
                           double(pass.columns.outputs * pass.columns.taps);
-  const bool is_alone = at::in_parallel_region() || !OpenMp::of_pytorch().exists();
-  const int64_t threads = is_alone ? 1 : at::get_num_threads();
   const bool is_short = products * (plan.kernel == cpu::kDepthwise ? 8 : 1) < kLeast;
-  return threads == 1 || is_short ? cpu::Parallel(in_this_thread)
-                                  : cpu::Parallel(parallel_for, threads);
+  return is_short ? cpu::Parallel(in_this_thread) : all_threads();
 }
 
 inline cpu::Type cpu_type(const Tensor& tensor) {

@@ -188,6 +188,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("serve_operators", [](bool on) { serving = on; });
   module.def(
       "freeze", [](bool is_so) { store.freeze(is_so); }, py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "multiply_add_rate",
+      [](bool is_double, double seconds) {
+        return fastconv::cpu::multiply_add_rate(
+            is_double ? fastconv::cpu::kFloat64 : fastconv::cpu::kFloat32, all_threads(), seconds);
+      },
+      py::call_guard<py::gil_scoped_release>());
   module.def("bypass", [](bool on) { bypassed = on; });
   module.def("serve_norms", &serve_norms);
   module.attr("call") = function_of<call_from_python>("call");

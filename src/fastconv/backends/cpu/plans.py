@@ -38,9 +38,11 @@ _SCRATCH_BYTES = 8 << 20
 _USUAL_L2_BYTES = 256 << 10
 # The written channels for which vectors of channels are well filled: those of half a tile.
 _FEWEST_CHANNELS = 16
+# The input channels of a weight gradient's task: five register tiles of the widest vectors.
+_MOST_INPUTS = 70
 # The positions of a pass for which it pays to pack weights that are channels-last: measured with
 # 512 channels, on a Xeon with AVX-512.
-_FEWEST_POSITIONS = 128
+_FEWEST_POSITIONS = 48
 # Images are taken together up to so many positions: then their weights, which come from beyond the
 # L2 cache, are multiplied often enough to pay for the way.
 _POSITIONS = 400
@@ -196,7 +198,7 @@ def _weight_grad_plan(
     rows: Axis, columns: Axis, depth: int, channels: int, itemsize: int
 ) -> CpuPlan | str:
     taps = rows.taps * columns.taps
-    some, most = min(depth, 56), min(channels, 128)
+    some, most = min(depth, _MOST_INPUTS), min(channels, 128)
     while taps * some * _up(most, 32) * itemsize > _SCRATCH_BYTES // 4 and most > 32:
         most = _up(most // 2, 32)
     if taps * some * _up(most, 32) * itemsize > _SCRATCH_BYTES // 2:

@@ -50,11 +50,14 @@ void stage_vectors(T* to, const T* source, const std::array<int64_t, 4>& strides
     const bool exists = top <= y && y < bottom;
     const int64_t begin = exists ? left : columns.length, end = exists ? right : begin;
     const T* from = source + rows.index(0, y) * strides[2] + columns.index(0, 0) * strides[3];
-    for (int64_t x = 0; x < columns.length; ++x, to += kLanes<T>) {
+    for (int64_t x = 0; x < begin; ++x) store(to + x * kLanes<T>, Vector<T>{});
+    for (int64_t x = begin; x < end; ++x) {
       // Pixels lie further apart than CPUs foresee; behind a row's last one is mostly the next row.
       __builtin_prefetch(from + (x + kAhead) * strides[3]);
-      store(to, begin <= x && x < end ? load(from + x * strides[3]) : Vector<T>{});
+      store(to + x * kLanes<T>, load(from + x * strides[3]));
     }
+    for (int64_t x = end; x < columns.length; ++x) store(to + x * kLanes<T>, Vector<T>{});
+    to += columns.length * kLanes<T>;
   }
 }
 
@@ -80,7 +83,8 @@ void stage_planes(Computed<Stored>* to, const Stored* source, const std::array<i
                           bottom - top, columns.size);
     }
   }
-  stage_pixels(to, kLanes<T>, source, strides, planes, row_window, column_window);
+  stage_pixels(to, Pieces{kLanes<T>, kLanes<T>, 0}, source, strides, planes, row_window,
+               column_window);
 }
 
 // The outputs for which all taps read elements that exist: from `begin` to before `end`.
@@ -551,15 +555,15 @@ class DepthwiseWeightGrad {
   // Rows of vectors: the gradient's, and what the first tap reads for them.
   struct Rows {
     const T *grad, *input;
-    int64_t grad_row, input_row, input_step;  // strides
+    int64_t grad_row, grad_step, input_row, input_step;  // strides
     int64_t rows, columns;
   };
 
   using Sum = void (*)(const Rows&, const int64_t*, Vector<T>*);
 
-  template <int... kIndex>
+  template <bool kIsStaged, int... kIndex>
   static Sum sum_for(int64_t taps, std::integer_sequence<int, kIndex...>) {
-    static constexpr Sum kFound[] = {sum_taps<kIndex + 1>...};
+    static constexpr Sum kFound[] = {sum_taps<kIndex + 1, kIsStaged>...};
     return kFound[taps - 1];
   }
 
@@ -569,20 +573,24 @@ class DepthwiseWeightGrad {
     const int64_t groups = ceil_div(taps, kMostTaps);
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t first = taps * group / groups, some = taps * (group + 1) / groups - first;
-      sum_for(some, kAll)(rows, offsets + first, sums + first);
+      const Sum sum =
+          rows.grad_step == kLanes<T> ? sum_for<true>(some, kAll) : sum_for<false>(some, kAll);
+      sum(rows, offsets + first, sums + first);
     }
   }
 
   // With few taps there are more chains for each, as an addition waits for the one before.
-  template <int kTaps>
+  template <int kTaps, bool kIsStaged>
   static void sum_taps(const Rows& rows, const int64_t* offsets, Vector<T>* sums) {
-    constexpr int kChains = kTaps == 1 ? 4 : kTaps <= 4 ? 2 : 1;
+    constexpr int kChains = kTaps == 1 ? 4 : kTaps <= 4 ? 2 : 1, kAhead = 12;
     Vector<T> chains[kChains][kTaps] = {};
     const T *grad = rows.grad, *input = rows.input;
     for (int64_t y = 0; y < rows.rows; ++y, grad += rows.grad_row, input += rows.input_row) {
       int64_t x = 0;
       const auto add = [&](int chain, int64_t at) {
-        const Vector<T> by = load(grad + at * kLanes<T>);
+        const int64_t step = kIsStaged ? kLanes<T> : rows.grad_step;
+        if (!kIsStaged) __builtin_prefetch(grad + (at + kAhead) * step);
+        const Vector<T> by = load(grad + at * step);
         const T* from = input + at * rows.input_step;
 #pragma GCC unroll 16
         for (int tap = 0; tap < kTaps; ++tap) chains[chain][tap] += by * load(from + offsets[tap]);
@@ -609,17 +617,26 @@ class DepthwiseWeightGrad {
         const Axis rows = read_by(pass_.rows, y, high), columns = read_by(pass_.columns, x, wide);
         T* inputs = scratch.stage.take<T>(rows.outputs * columns.outputs * kLanes<T>);
         stage_planes(inputs, input, pass_.input.strides, planes, rows, columns);
-        T* grads = scratch.grad.take<T>(high * wide * kLanes<T>);
         const auto& g = pass_.grad.strides;
-        stage_planes(grads, grad + y * g[2] + x * g[3], g, planes, Axis{high, high, 1, 1, 1, 0},
+        const Stored* from = grad + y * g[2] + x * g[3];
+        if constexpr (std::is_same_v<Stored, T>) {
+          // A gradient of which vectors are read once, and that has no padding, needs no stage.
+          if (g[1] == 1 && planes == kLanes<T> && taps() <= kMostTaps) {
+            add_tile(inputs, columns.outputs, from, g[2], g[3], high, wide, sums, scratch);
+            continue;
+          }
+        }
+        T* grads = scratch.grad.take<T>(high * wide * kLanes<T>);
+        stage_planes(grads, from, g, planes, Axis{high, high, 1, 1, 1, 0},
                      Axis{wide, wide, 1, 1, 1, 0});
-        add_tile(inputs, columns.outputs, grads, high, wide, sums, scratch);
+        add_tile(inputs, columns.outputs, grads, wide * kLanes<T>, kLanes<T>, high, wide, sums,
+                 scratch);
       }
     }
   }
 
-  void add_tile(const T* input, int64_t pitch, const T* grad, int64_t high, int64_t wide,
-                Vector<T>* sums, DepthwiseScratch& scratch) const {
+  void add_tile(const T* input, int64_t pitch, const T* grad, int64_t grad_row, int64_t grad_step,
+                int64_t high, int64_t wide, Vector<T>* sums, DepthwiseScratch& scratch) const {
     const auto &rows = pass_.rows, &columns = pass_.columns;
     int64_t* offsets = scratch.offsets.take<int64_t>(taps());
     for (int64_t p = 0, tap = 0; p < rows.taps; ++p) {
@@ -629,9 +646,10 @@ class DepthwiseWeightGrad {
     }
     const int64_t most = std::max<int64_t>(1, kSteps / wide);  // rows in one chain
     for (int64_t y = 0; y < high; y += most) {
-      const Rows some{grad + y * wide * kLanes<T>,
+      const Rows some{grad + y * grad_row,
                       input + y * rows.step * pitch * kLanes<T>,
-                      wide * kLanes<T>,
+                      grad_row,
+                      grad_step,
                       rows.step * pitch * kLanes<T>,
                       columns.step * kLanes<T>,
                       std::min(most, high - y),

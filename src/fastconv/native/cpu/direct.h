@@ -11,100 +11,10 @@
 // one another, kPitch elements after those of the pixel before.
 #pragma once
 
-#include <atomic>
-
-#include "epilogue.h"
 #include "multiply.h"
+#include "pack.h"
 
 namespace fastconv::cpu {
-
-// Whether a pass stages pixels: with few channels, most of a pixel would be gaps.
-inline bool stages_pixels(const Gather& pass) {
-  return pass.source.strides[1] == 1 && pass.depth >= 16;
-}
-
-// The weights in the order in which they are multiplied: for each group and each tile of channels,
-// (read channels, tap rows, tap columns, channels), with zeros for channels that do not exist.
-// Where pixels are staged, each block of read channels has its taps first. Tap planes follow one
-// another as if each had read channels of its own.
-template <class Stored>
-class PackedWeights {
- public:
-  using T = Computed<Stored>;
-
-  PackedWeights(const Gather& pass, const Parallel& parallel)
-      : taps_(pass.rows.taps * pass.columns.taps),
-        depth_(pass.depth),
-        tile_elements_(pass.planes.taps * depth_ * taps_ * kTileChannels<T>),
-        tiles_(ceil_div(pass.channels, kTileChannels<T>)),
-        memory_(buffer_.take<T>(pass.groups * tiles_ * tile_elements_)) {
-    // A part is a share of a tile's read channels, so that few tiles are packed in parallel, too.
-    const int64_t share = stages_pixels(pass)
-                              ? std::min(pass.blocks.depth, pass.depth)
-                              : std::max<int64_t>(1, 4096 / std::max<int64_t>(taps_, 1));
-    const int64_t shares = ceil_div(pass.depth, share), all = shares * pass.planes.taps;
-    parallel(pass.groups * tiles_ * all, [&](int64_t begin, int64_t end) {
-      for (int64_t part = begin; part < end; ++part) {
-        const int64_t first = part % shares * share, plane = part / shares % pass.planes.taps;
-        const int64_t last = std::min(pass.depth, first + share);
-        T* to = const_cast<T*>(of(part / all / tiles_, part / all % tiles_, plane, first));
-        pack(pass, part / all, plane, first, last, to);
-        if (pass.needs_finite_weights &&
-            !fastconv::cpu::are_finite(to, (last - first) * taps_ * kTileChannels<T>)) {
-          are_finite = false;
-        }
-      }
-    });
-  }
-
-  std::atomic<bool> are_finite = true;  // checked where the pass needs it
-
-  // The weights of a tile of channels, from a read channel of a tap plane on.
-  const T* of(int64_t group, int64_t tile, int64_t plane, int64_t first) const {
-    return memory_ + (group * tiles_ + tile) * tile_elements_ +
-           (plane * depth_ + first) * taps_ * kTileChannels<T>;
-  }
-
- private:
-  void pack(const Gather& pass, int64_t place, int64_t plane, int64_t first, int64_t last, T* to) {
-    const int64_t group = place / tiles_, channel = place % tiles_ * kTileChannels<T>;
-    const int64_t count = std::min<int64_t>(kTileChannels<T>, pass.channels - channel);
-    const auto& s = pass.weights.strides;
-    const Stored* from = static_cast<const Stored*>(pass.weights.data) + group * s[0] +
-                         channel * s[1] + first * s[2] + plane * pass.weights.plane;
-    const bool in_order = s[4] == 1 && s[3] == pass.columns.taps && s[2] == taps_;
-    if constexpr (std::is_same_v<Stored, T>) {
-      if (in_order && !stages_pixels(pass)) {  // steps follow one another in memory
-        return copy_transposed(to, kTileChannels<T>, from, s[1], count, kTileChannels<T>,
-                               (last - first) * taps_);
-      }
-    }
-    // How far steps of neighbouring read channels lie apart, and those of neighbouring taps.
-    const int64_t depth = last - first;
-    const int64_t of_channel = stages_pixels(pass) ? kTileChannels<T> : taps_ * kTileChannels<T>,
-                  of_tap = stages_pixels(pass) ? depth * kTileChannels<T> : kTileChannels<T>;
-    for (int64_t p = 0; p < pass.rows.taps; ++p) {
-      for (int64_t q = 0; q < pass.columns.taps; ++q, to += of_tap) {
-        const Stored* tap = from + p * s[3] + q * s[4];
-        if constexpr (std::is_same_v<Stored, T>) {
-          if (s[2] == 1) {
-            copy_transposed(to, of_channel, tap, s[1], count, kTileChannels<T>, depth);
-            continue;
-          }
-        }
-        for (int64_t c = 0; c < depth; ++c) {
-          T* step = to + c * of_channel;
-          copy_row(step, tap + c * s[2], count, s[1]);
-          std::fill(step + count, step + kTileChannels<T>, T());
-        }
-      }
-    }
-  }
-
-  int64_t taps_, depth_, tile_elements_, tiles_;
-  Buffer buffer_;
-  T* memory_;
-};
 
 // A thread's buffers.
 struct Scratch {
@@ -126,7 +36,7 @@ class DirectGather {
  public:
   using T = Computed<Stored>;
 
-  DirectGather(const Gather& pass, const Parallel& parallel)
+  DirectGather(const Gather& pass, const PackedWeights<Stored>& weights)
       : pass_(pass),
         row_phases_(pass.rows),
         column_phases_(pass.columns),
@@ -134,11 +44,10 @@ class DirectGather {
         pitch_(!is_pixels_                                               ? 1
                : std::min(pass.depth, pass.blocks.depth) <= kNarrowPitch ? kNarrowPitch
                                                                          : kPitch),
-        weights_(pass, parallel),
+        weights_(weights),
         epilogue_{pass.activation, T(pass.slope)} {}
 
-  bool run(const Parallel& parallel) const {
-    if (!weights_.are_finite) return false;
+  void run(const Parallel& parallel) const {
     const int64_t images = pass_.blocks.images,
                   tiles = ceil_div(pass_.images, images) * pass_.planes.outputs * pass_.groups;
     const int64_t channels = share_of_channels(tiles, parallel.threads()),
@@ -174,12 +83,20 @@ class DirectGather {
         compute(tile, scratch);
       }
     });
-    return true;
   }
 
  private:
   struct Tile {
     int64_t image, images, plane, group, row, rows, column, columns, channel, channels;
+  };
+
+  // A row of outputs of an image of a tile.
+  struct Line {
+    int64_t image = 0, row = 0;
+
+    Line next(int64_t rows) const {
+      return row + 1 < rows ? Line{image, row + 1} : Line{image + 1, 0};
+    }
   };
 
   // The written channels of a task: where positions are few, threads share weights and not images.
@@ -224,7 +141,7 @@ class DirectGather {
         for (int64_t n = 0; n < tile.images; ++n) {
           T* to = staged + n * of_image;
           if (is_pixels_) {
-            stage_pixels(to, pitch_, source + n * s[0], s, some, rows, columns);
+            stage_pixels(to, Pieces{pitch_, pitch_, 0}, source + n * s[0], s, some, rows, columns);
           } else {
             stage(to, layout, source + n * s[0], s, some, rows, columns);
           }
@@ -259,41 +176,69 @@ class DirectGather {
     const int64_t channel = tile.channel + c,
                   channels = std::min<int64_t>(kTileChannels<T>, tile.channels - c);
     const T* right = weights_.of(tile.group, channel / kTileChannels<T>, block.plane, block.first);
-    const int64_t pieces = ceil_div(tile.columns, kTilePositions), most = part_of(block.steps);
-    const auto multiplies = pitch_ == kPitch         ? multiply_for<T, kPitch>
-                            : pitch_ == kNarrowPitch ? multiply_for<T, kNarrowPitch>
-                                                     : multiply_for<T, 1>;
+    const int64_t pieces = ceil_div(tile.columns, kTilePositions),
+                  most = part_of(block.steps, most_steps(block));
+    const bool has_pairs = 2 * tile.columns <= kTilePositions;
+    // Where a line of the tile starts in the stage.
+    const auto start_of = [&](const Line& line) {
+      return line.image * block.image + line.row * block.row * pitch_;
+    };
     // Once even without steps, where nothing is added up.
     for (int64_t step = 0; step == 0 || step < block.steps; step += most) {
       const int64_t steps = std::min(most, block.steps - step);
       const bool is_first = block.is_first && step == 0,
                  is_last = block.is_last && step + most >= block.steps;
       T* to = sums;
-      for (int64_t line = 0; line < tile.images * tile.rows; ++line) {
-        const int64_t n = line / tile.rows, y = line - n * tile.rows;
+      for (Line line; line.image < tile.images;) {
+        const Line next = line.next(tile.rows);
+        const int64_t lines = has_pairs && next.image < tile.images ? 2 : 1, start = start_of(line),
+                      jump = start_of(next) - start;
         for (int64_t piece = 0; piece < pieces; ++piece) {
           const int64_t x = tile.columns * piece / pieces,
                         positions = tile.columns * (piece + 1) / pieces - x;
-          multiplies(positions, channels)(
-              block.staged + n * block.image + (y * block.row + x) * pitch_, block.offsets + step,
-              steps, right + step * kTileChannels<T>, kTileChannels<T>, to, kTileChannels<T>,
-              is_first);
-          if (is_last) finish_tile(tile, channel, channels, n, y, x, positions, to);
-          to += positions * kTileChannels<T>;
+          function_for(lines, positions, channels)(
+              block.staged + start + x * pitch_, block.offsets + step, steps,
+              right + step * kTileChannels<T>, kTileChannels<T>, to, kTileChannels<T>, is_first,
+              jump, nullptr);
+          for (int64_t i = 0; i < lines; ++i, to += positions * kTileChannels<T>) {
+            if (is_last) finish_tile(tile, channel, channels, i ? next : line, x, positions, to);
+          }
         }
+        line = lines > 1 ? next.next(tile.rows) : next;
       }
     }
   }
 
+  // Rows of many channels need more of the L1 cache, beside weights, than pixels and large kernels.
+  int64_t most_steps(const Block<T>& block) const {
+    constexpr int64_t kManyTaps = 64;
+    const int64_t taps = pass_.rows.taps * pass_.columns.taps;
+    return is_pixels_ || taps > kManyTaps || block.steps <= kLongSteps ? kLongSteps : kSteps;
+  }
+
+  Multiply<T> function_for(int64_t lines, int64_t positions, int64_t channels) const {
+    if (lines == 1) {
+      const auto found = pitch_ == kPitch         ? multiply_for<T, kPitch>
+                         : pitch_ == kNarrowPitch ? multiply_for<T, kNarrowPitch>
+                                                  : multiply_for<T, 1>;
+      return found(positions, channels);
+    }
+    const auto found = pitch_ == kPitch         ? multiply_for<T, kPitch, 2>
+                       : pitch_ == kNarrowPitch ? multiply_for<T, kNarrowPitch, 2>
+                                                : multiply_for<T, 1, 2>;
+    return found(positions, channels);
+  }
+
   // Adds the bias to a register tile's sums, and stores them.
-  void finish_tile(const Tile& tile, int64_t channel, int64_t channels, int64_t n, int64_t y,
-                   int64_t x, int64_t positions, T* sums) const {
+  void finish_tile(const Tile& tile, int64_t channel, int64_t channels, const Line& line, int64_t x,
+                   int64_t positions, T* sums) const {
     const int64_t whole = tile.group * pass_.channels + channel;
     const auto place = [&](const Images& images) {
       const auto& s = images.strides;
       Stored* data = static_cast<Stored*>(images.data);
-      return data ? data + (tile.image + n) * s[0] + whole * s[1] + (tile.row + y) * s[2] +
-                        (tile.column + x) * s[3] + tile.plane * images.plane
+      return data ? data + (tile.image + line.image) * s[0] + whole * s[1] +
+                        (tile.row + line.row) * s[2] + (tile.column + x) * s[3] +
+                        tile.plane * images.plane
                   : nullptr;
     };
     Stored* to = place(pass_.target);
@@ -346,8 +291,20 @@ class DirectGather {
   Phases row_phases_, column_phases_;
   bool is_pixels_;
   int64_t pitch_;  // elements between neighbouring positions of a stage
-  PackedWeights<Stored> weights_;
+  const PackedWeights<Stored>& weights_;
   Epilogue<T> epilogue_;
 };
+
+// Computes passes that write different rows and columns of one result. Returns false if weights are
+// not finite where they need to be.
+template <class Stored>
+bool gather_directly(const std::vector<Gather>& passes, const Parallel& parallel) {
+  const std::vector<PackedWeights<Stored>> weights(passes.begin(), passes.end());
+  if (!WeightPacker<Stored>(passes, weights).run(parallel)) return false;
+  for (size_t i = 0; i < passes.size(); ++i) {
+    DirectGather<Stored>(passes[i], weights[i]).run(parallel);
+  }
+  return true;
+}
 
 }  // namespace fastconv::cpu

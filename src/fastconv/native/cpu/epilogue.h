@@ -52,11 +52,12 @@ void scatter_some(Stored* to, int64_t stride, Vector<Computed<Stored>> vector, i
   for (int64_t i = 0; i < count; ++i) to[i * stride] = rounded<Stored>(vector[i]);
 }
 
-// Finishes a vector of sums, and stores `count` of its lanes.
+// Finishes a vector of sums, and stores `count` of its lanes. A call would take as long as that.
 template <class Stored>
-void finish(Vector<Computed<Stored>> sum, const Epilogue<Computed<Stored>>& epilogue,
-            const Stored* residual, int64_t residual_stride, Stored* to, int64_t stride,
-            int64_t count) {
+[[gnu::always_inline]] inline void finish(Vector<Computed<Stored>> sum,
+                                          const Epilogue<Computed<Stored>>& epilogue,
+                                          const Stored* residual, int64_t residual_stride,
+                                          Stored* to, int64_t stride, int64_t count) {
   if (residual) sum += gather_some(residual, residual_stride, count);
   scatter_some(to, stride, epilogue.applied(sum), count);
 }

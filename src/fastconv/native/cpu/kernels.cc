@@ -9,6 +9,7 @@
 #include "depthwise.h"
 #include "direct.h"
 #include "pointwise.h"
+#include "rate.h"
 #include "weights.h"
 
 namespace fastconv::cpu {
@@ -56,14 +57,14 @@ bool gather(Kernel kernel, const std::vector<Gather>& passes, const Parallel& pa
     if (kernel == kDepthwise && !DepthwiseChannels<Stored>::takes(passes[0])) {
       return DepthwisePlanes<Stored>(passes).run(parallel);
     }
-    for (const Gather& one : passes) {
-      const Gather pass = moved<Stored>(one);
+    std::vector<Gather> all;
+    for (const Gather& one : passes) all.push_back(moved<Stored>(one));
+    if (kernel == kDirect) return gather_directly<Stored>(all, parallel);
+    for (const Gather& pass : all) {
       if (kernel == kDepthwise) {
         DepthwiseChannels<Stored>(pass).run(parallel);
-      } else if (kernel == kPointwise) {
+      } else {
         product_of<Stored>(pass).run(parallel);
-      } else if (!DirectGather<Stored>(pass, parallel).run(parallel)) {
-        return false;
       }
     }
     return true;
@@ -82,6 +83,11 @@ void weight_grad(Kernel kernel, const WeightGrad& pass, const Parallel& parallel
         return product_of<Stored>(pass).run(parallel);
     }
   });
+}
+
+double multiply_add_rate(Type type, const Parallel& parallel, double seconds) {
+  return type == kFloat64 ? multiply_add_rate<double>(parallel, seconds)
+                          : multiply_add_rate<float>(parallel, seconds);
 }
 
 }  // namespace fastconv::cpu

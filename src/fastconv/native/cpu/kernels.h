@@ -131,4 +131,8 @@ bool gather(Kernel kernel, const std::vector<Gather>& passes, const Parallel& pa
 
 void weight_grad(Kernel kernel, const WeightGrad& pass, const Parallel& parallel);
 
+// The operations a second of multiply-adds in registers, of all threads together and in the type
+// that numbers of a type are multiplied in. The measurement takes about so many seconds.
+double multiply_add_rate(Type type, const Parallel& parallel, double seconds);
+
 }  // namespace fastconv::cpu

@@ -2,7 +2,8 @@
 //
 //   sums[p][c] += left[offsets[step] + p * pitch] * right[step * pace + c], over all steps
 //
-// Sums of neighbouring positions lie `stride` elements apart.
+// Sums of neighbouring positions lie `stride` elements apart. Where positions are few, a tile has
+// two lines of them, which lie `jump` elements apart.
 //
 // A step is a tap and a read channel in passes that gather, where p is an output column; it is a
 // pixel in weight gradients, where p is a channel of the input. Numbers of `left` are broadcast,
@@ -30,11 +31,12 @@ constexpr int kTileChannels = kTileVectors * kLanes<T>;
 // are added to one another.
 constexpr int64_t kSteps = 128;
 
-// The longest chain of direct kernels, whose steps are cut into equal parts.
+// The longest chain of direct kernels.
 constexpr int64_t kLongSteps = 160;
 
-inline int64_t part_of(int64_t steps) {
-  const int64_t parts = (steps + kLongSteps - 1) / kLongSteps;
+// The size of as few equal parts of at most so many steps as there can be.
+inline int64_t part_of(int64_t steps, int64_t most) {
+  const int64_t parts = (steps + most - 1) / most;
   return parts > 1 ? (steps + parts - 1) / parts : std::max<int64_t>(steps, 1);
 }
 
@@ -43,26 +45,33 @@ constexpr int64_t kPitch = 64;
 // The same where no more than so many channels are.
 constexpr int64_t kNarrowPitch = 32;
 
-template <class T, int kPositions, int kVectors, int kApart>
+// A call may copy what it reads of `right`, so that other calls find it next to one another.
+template <class T, int kPositions, int kVectors, int kApart, int kLines, bool kCopies>
 void multiply(const T* left, const int32_t* offsets, int64_t steps, const T* right, int64_t pace,
-              T* sums, int64_t stride, bool is_first) {
-  Vector<T> chain[kPositions][kVectors] = {};
+              T* sums, int64_t stride, bool is_first, int64_t jump, T* copy) {
+  constexpr int kAll = kLines * kPositions, kAhead = 16;
+  Vector<T> chain[kAll][kVectors] = {};
   for (int64_t step = 0; step < steps; ++step) {
     const T* from = left + offsets[step];
     Vector<T> factors[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       factors[v] = load(right + step * pace + v * kLanes<T>);
+      if constexpr (kCopies) {
+        __builtin_prefetch(right + (step + kAhead) * pace + v * kLanes<T>);
+        store(copy + step * kTileChannels<T> + v * kLanes<T>, factors[v]);
+      }
     }
 #pragma GCC unroll 32
-    for (int p = 0; p < kPositions; ++p) {
-      const Vector<T> number = broadcast(from[p * kApart]);
+    for (int p = 0; p < kAll; ++p) {
+      const Vector<T> number =
+          broadcast(p < kPositions ? from[p * kApart] : from[jump + (p - kPositions) * kApart]);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) chain[p][v] += number * factors[v];
     }
   }
 #pragma GCC unroll 32
-  for (int p = 0; p < kPositions; ++p) {
+  for (int p = 0; p < kAll; ++p) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       T* total = sums + p * stride + v * kLanes<T>;
@@ -72,20 +81,21 @@ void multiply(const T* left, const int32_t* offsets, int64_t steps, const T* rig
 }
 
 template <class T>
-using Multiply = void (*)(const T*, const int32_t*, int64_t, const T*, int64_t, T*, int64_t, bool);
+using Multiply = void (*)(const T*, const int32_t*, int64_t, const T*, int64_t, T*, int64_t, bool,
+                          int64_t, T*);
 
-template <class T, int kVectors, int kApart, int... kIndex>
+template <class T, int kVectors, int kApart, int kLines, bool kCopies, int... kIndex>
 constexpr Multiply<T> multiply_of(int positions, std::integer_sequence<int, kIndex...>) {
-  constexpr Multiply<T> found[] = {multiply<T, kIndex + 1, kVectors, kApart>...};
+  constexpr Multiply<T> found[] = {multiply<T, kIndex + 1, kVectors, kApart, kLines, kCopies>...};
   return found[positions - 1];
 }
 
-// The function for this many positions and channels of a tile.
-template <class T, int kApart = 1>
+// The function for this many positions of a line and channels of a tile.
+template <class T, int kApart = 1, int kLines = 1, bool kCopies = false>
 Multiply<T> multiply_for(int64_t positions, int64_t channels) {
-  constexpr auto kAll = std::make_integer_sequence<int, kTilePositions>();
-  return channels > kLanes<T> ? multiply_of<T, 2, kApart>(int(positions), kAll)
-                              : multiply_of<T, 1, kApart>(int(positions), kAll);
+  constexpr auto kAll = std::make_integer_sequence<int, kTilePositions / kLines>();
+  return channels > kLanes<T> ? multiply_of<T, 2, kApart, kLines, kCopies>(int(positions), kAll)
+                              : multiply_of<T, 1, kApart, kLines, kCopies>(int(positions), kAll);
 }
 
 }  // namespace fastconv::cpu

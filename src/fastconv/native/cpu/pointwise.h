@@ -160,9 +160,11 @@ class MatrixProduct {
     m_ = result.rows.count(), n_ = result.columns.count(), k_ = left.columns.count();
     blocks.rows =
         balanced(m_, blocks.rows, groups * ceil_div(n_, blocks.columns), parallel.threads());
-    depth_ = ceil_div(blocks.depth, kSteps) * kSteps;
+    steps_ = k_ <= kLongSteps ? kLongSteps : kSteps;
+    depth_ = ceil_div(blocks.depth, steps_) * steps_;
     is_pitched_ = left.columns.column == 1;
-    is_left_in_place_ = !is_pitched_ && is_read_in_place(left.flipped(), 8192);
+    is_left_in_place_ = !is_pitched_ && is_left_read_in_place();
+    is_right_in_place_ = !shares_right && is_right_read_in_place();
     if (is_left_in_place_) shares_left = false;
     Buffer left_buffer, right_buffer;
     if (shares_left) share_left(left_buffer, parallel);
@@ -246,9 +248,34 @@ class MatrixProduct {
       for (int64_t x = 0; x < columns; x += kTileChannels<T>, panel += apart) {
         const int64_t wide = std::min<int64_t>(kTileChannels<T>, columns - x);
         if (wide < kTileChannels<T>) std::fill(panel, panel + high * kTileChannels<T>, T());
+        if (copy_rows(panel, group, k + i, high, n + x, wide)) continue;
         copy_part(panel, kTileChannels<T>, right, group, k + i, high, n + x, wide);
       }
     }
+  }
+
+  // Whether a panel of the right matrix is whole and its columns follow one another in memory.
+  bool is_in_line(int64_t n, int64_t columns) const {
+    const int64_t line = right.columns.columns;
+    return columns == kTileChannels<T> && n % line + columns <= line && has_rows(right);
+  }
+
+  // An element of the right matrix.
+  const T* in_line(int64_t group, int64_t k, int64_t n) const {
+    const T* found = at(right, group, k, 0);
+    right.columns.for_runs(n, n + 1, [&](int64_t offset, int64_t) { found += offset; });
+    return found;
+  }
+
+  // Copies some rows of a panel, if its columns follow one another.
+  bool copy_rows(T* panel, int64_t group, int64_t k, int64_t rows, int64_t n, int64_t wide) const {
+    if (!is_in_line(n, wide)) return false;
+    const T* from = in_line(group, k, n);
+    for (int64_t y = 0; y < rows; ++y, from += right.rows.column, panel += kTileChannels<T>) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kTileChannels<T>; v += kLanes<T>) store(panel + v, load(from + v));
+    }
+    return true;
   }
 
   void share_left(Buffer& buffer, const Parallel& parallel) {
@@ -281,13 +308,28 @@ class MatrixProduct {
   }
 
   // Whether register tiles read a matrix where it is: rows of neighbours, of which one step reads
-  // some. Rows that lie a multiple of so many bytes apart would replace one another in caches.
-  static bool is_read_in_place(const Matrix<const Stored>& matrix, int64_t multiple) {
-    const Places &rows = matrix.rows, &columns = matrix.columns;
-    const int64_t bytes = rows.column * int64_t(sizeof(Stored));
-    return std::is_same_v<Stored, T> && columns.column == 1 && columns.lines() == 1 &&
-           rows.lines() == 1 && (multiple == 0 || bytes % multiple != 0) &&
-           bytes * kSteps < int64_t(1) << 31;
+  // some.
+  static bool has_rows(const Matrix<const Stored>& matrix) {
+    return std::is_same_v<Stored, T> && matrix.columns.column == 1 && matrix.rows.lines() == 1;
+  }
+
+  // Whether the left matrix's columns are read where they are. Those that lie a multiple of so many
+  // bytes apart would replace one another in caches.
+  bool is_left_read_in_place() const {
+    constexpr int64_t kMultiple = 8192;
+    const Matrix<const Stored> flipped = left.flipped();
+    const int64_t bytes = flipped.rows.column * int64_t(sizeof(Stored));
+    return has_rows(flipped) && flipped.columns.lines() == 1 && bytes % kMultiple != 0 &&
+           bytes * kLongSteps < int64_t(1) << 31;
+  }
+
+  // Whether register tiles read the right matrix where it is. Where rows lie so apart that a
+  // block's would replace one another in caches, these are packed together.
+  bool is_right_read_in_place() const {
+    constexpr int64_t kMultiple = 1024;
+    const int64_t bytes = right.rows.column * int64_t(sizeof(Stored));
+    return has_rows(right) && right.columns.columns >= 4 * kTileChannels<T> &&
+           (blocks.rows <= 2 * kTilePositions || bytes % kMultiple != 0);
   }
 
   static const T* at(const Matrix<const Stored>& matrix, int64_t group, int64_t row,
@@ -304,45 +346,66 @@ class MatrixProduct {
     return to;
   }
 
-  // Where panels of a block are: the first one, how far apart panels are, and their rows.
+  // Where panels of a block are that have been packed: the first one, and how far they are apart.
   struct Panels {
     const T* first;
-    int64_t apart, pace;
+    int64_t apart;
   };
 
   Panels right_of(const Block& block, int64_t k, int64_t steps, TaskScratch& scratch) const {
+    if (is_right_in_place_) return {};
     if (shares_right) {
       const int64_t panels = ceil_div(n_, kTileChannels<T>), panel = block.n / kTileChannels<T>;
       return {shared_right_ + ((block.group * panels + panel) * k_ + k) * kTileChannels<T>,
-              k_ * kTileChannels<T>, kTileChannels<T>};
-    }
-    if (block.columns % kTileChannels<T> == 0 &&
-        is_read_in_place(right, block.rows > 2 * kTilePositions ? 1024 : 0)) {
-      return {at(right, block.group, k, block.n), kTileChannels<T>, right.rows.column};
+              k_ * kTileChannels<T>};
     }
     const int64_t apart = steps * kTileChannels<T>;
     T* to = scratch.grad.template take<T>(ceil_div(block.columns, kTileChannels<T>) * apart);
     pack_right(to, apart, block.group, block.n, block.columns, k, steps);
-    return {to, apart, kTileChannels<T>};
+    return {to, apart};
+  }
+
+  // A part of a panel: where it is, how far its rows are apart, and where to copy it, or null.
+  struct PanelPart {
+    const T* first;
+    int64_t pace;
+    T* copy;
+  };
+
+  // A part of a panel that is read in place. Its rows lie so far apart that they would replace one
+  // another in the L1 cache, so the first of several register tiles copies them.
+  PanelPart part_in_place(const Block& block, const Panel& panel, int64_t k, int64_t steps,
+                          TaskScratch& scratch) const {
+    T* copy = scratch.grad.template take<T>(steps_ * kTileChannels<T>);
+    if constexpr (std::is_same_v<Stored, T>) {
+      if (is_in_line(panel.n, panel.columns)) {
+        return {in_line(block.group, k, panel.n), right.rows.column,
+                block.rows > kTilePositions ? copy : nullptr};
+      }
+    }
+    pack_right(copy, 0, block.group, panel.n, panel.columns, k, steps);
+    return {copy, kTileChannels<T>, nullptr};
   }
 
   // --- Multiplying ---
 
   void compute(const Block& block, const Block& after, TaskScratch& scratch) const {
     const int64_t rows = block.rows;
-    int32_t* offsets = scratch.offsets.template take<int32_t>(kSteps);
-    for (int64_t i = 0; i < kSteps; ++i) {
+    int32_t* offsets = scratch.offsets.template take<int32_t>(steps_);
+    for (int64_t i = 0; i < steps_; ++i) {
       offsets[i] = int32_t(is_pitched_         ? i / kPitch * rows * kPitch + i % kPitch
                            : is_left_in_place_ ? i * left.columns.column
                                                : i * kApart);
     }
     const int64_t panels = ceil_div(block.columns, kTileChannels<T>);
-    const bool waits = k_ > kSteps;
+    const bool waits = k_ > steps_;
     T* sums = scratch.sums.template take<T>((waits ? panels : 1) * rows * kTileChannels<T>);
     const int64_t* places = list_rows(result, block, scratch.rows);
     const int64_t* beside =
         residual.data ? list_rows(residual, block, scratch.residual_rows) : nullptr;
     const auto multiplies = is_pitched_ ? multiply_for<T, kPitch> : multiply_for<T, 1>;
+    const auto copies =
+        is_pitched_ ? multiply_for<T, kPitch, 1, true> : multiply_for<T, 1, 1, true>;
     const int64_t pieces = ceil_div(rows, kTilePositions);
     for (int64_t k = 0; k == 0 || k < k_; k += depth_) {  // once even if there is nothing to add
       const int64_t deep = std::min(depth_, k_ - k);
@@ -350,13 +413,15 @@ class MatrixProduct {
       const T* from = left_of(block, k, deep, scratch);
       const Panels by = right_of(block, k, deep, scratch);
       int64_t calls = 0;
-      const int64_t all_calls = panels * pieces * std::max<int64_t>(1, ceil_div(deep, kSteps));
+      const int64_t all_calls = panels * pieces * std::max<int64_t>(1, ceil_div(deep, steps_));
       for (int64_t i = 0; i < panels; ++i) {
         const Panel panel = panel_of(block, i * kTileChannels<T>);
         T* to = sums + (waits ? i * rows * kTileChannels<T> : 0);
-        for (int64_t step = 0; step == 0 || step < deep; step += kSteps) {
-          const int64_t steps = std::min(kSteps, deep - step);
-          const T* right_part = by.first + i * by.apart + step * by.pace;
+        for (int64_t step = 0; step == 0 || step < deep; step += steps_) {
+          const int64_t steps = std::min(steps_, deep - step);
+          PanelPart part{by.first + i * by.apart + step * kTileChannels<T>, kTileChannels<T>,
+                         nullptr};
+          if (is_right_in_place_) part = part_in_place(block, panel, k + step, steps, scratch);
           for (int64_t piece = 0; piece < pieces; ++piece) {
             const int64_t row = rows * piece / pieces, some = rows * (piece + 1) / pieces - row;
             T* of_tile = to + row * kTileChannels<T>;
@@ -364,9 +429,12 @@ class MatrixProduct {
             const T* left_part = is_pitched_         ? from + step * rows + row * kPitch
                                  : is_left_in_place_ ? from + step * left.columns.column + row
                                                      : from + (piece * deep + step) * kApart;
-            multiplies(some, panel.columns)(left_part, offsets, steps, right_part, by.pace, of_tile,
-                                            kTileChannels<T>, k + step == 0);
-            if (ends && step + kSteps >= deep) {
+            if (ends && step + steps_ >= deep) prefetch_tile(block, panel, row, some, places);
+            (part.copy ? copies : multiplies)(some, panel.columns)(
+                left_part, offsets, steps, part.first, part.pace, of_tile, kTileChannels<T>,
+                k + step == 0, 0, part.copy);
+            if (part.copy) part = {part.copy, kTileChannels<T>, nullptr};
+            if (ends && step + steps_ >= deep) {
               finish_tile(block, panel, row, some, of_tile, places, beside);
             }
           }
@@ -383,6 +451,17 @@ class MatrixProduct {
     }
     if (!shares_right) {
       prefetch_part(right, block.group, k, steps, block.n, block.columns, share, shares);
+    }
+  }
+
+  // Requests what a register tile will write, while it is multiplied.
+  void prefetch_tile(const Block& block, const Panel& panel, int64_t row, int64_t rows,
+                     const int64_t* places) const {
+    if (!is_whole(panel)) return;
+    const Stored* to = result.data + block.group * result.group + panel.results[0].offset;
+    for (int64_t r = row; r < row + rows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kTileVectors; ++v) __builtin_prefetch(to + places[r] + v * kLanes<T>, 1);
     }
   }
 
@@ -424,6 +503,21 @@ class MatrixProduct {
       }
     }
     Stored* to = result.data + block.group * result.group;
+    if constexpr (std::is_same_v<Stored, T>) {
+      if (is_whole(panel) && !residual.data && epilogue.activation == kIdentity) {
+        to += panel.results[0].offset;
+        for (int64_t r = row; r < row + rows; ++r, sums += kTileChannels<T>) {
+          const Vector<T> of_row =
+              added && has_row_bias ? broadcast(added[block.m + r]) : Vector<T>{};
+#pragma GCC unroll 4
+          for (int v = 0; v < kTileVectors; ++v) {
+            store(to + places[r] + v * kLanes<T>,
+                  load(sums + v * kLanes<T>) + of_columns[v] + of_row);
+          }
+        }
+        return;
+      }
+    }
     for (int64_t r = row; r < row + rows; ++r, sums += kTileChannels<T>) {
       const Vector<T> of_row =
           added && has_row_bias ? broadcast(widened(added[block.m + r])) : Vector<T>{};
@@ -437,10 +531,15 @@ class MatrixProduct {
     }
   }
 
+  // Whether a panel's columns are as many as there can be, and neighbours in the result's memory.
+  bool is_whole(const Panel& panel) const {
+    return panel.runs == 1 && result.columns.column == 1 && panel.columns == kTileChannels<T>;
+  }
+
   void store_row(Vector<T>* totals, const Panel& panel, Stored* to, const Stored* beside) const {
     const int64_t stride = result.columns.column, other_stride = residual.columns.column;
     if constexpr (std::is_same_v<Stored, T>) {
-      if (panel.runs == 1 && stride == 1 && panel.columns == kTileChannels<T> && !beside) {
+      if (is_whole(panel) && !beside) {
 #pragma GCC unroll 4
         for (int v = 0; v < kTileVectors; ++v) {
           store(to + panel.results[0].offset + v * kLanes<T>, epilogue.applied(totals[v]));
@@ -463,8 +562,9 @@ class MatrixProduct {
   }
 
   int64_t m_ = 0, n_ = 0, k_ = 0;
+  int64_t steps_ = kSteps;  // the longest chain of additions
   int64_t depth_ = kSteps;  // columns of the left matrix that are packed together
-  bool is_pitched_ = false, is_left_in_place_ = false;
+  bool is_pitched_ = false, is_left_in_place_ = false, is_right_in_place_ = false;
   T *shared_left_ = nullptr, *shared_right_ = nullptr;
 };
 

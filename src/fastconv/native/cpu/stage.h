@@ -182,14 +182,52 @@ void stage(Computed<Stored>* to, const Layout& layout, const Stored* source,
   }
 }
 
-// Copies a tile's pixels as (pixels, channels), with zeros up to `pitch` channels and where an
-// index lies outside of the tensor.
+// Copies a pixel's channels, with zeros up to `pitch`.
 template <class Stored>
-void stage_pixels(Computed<Stored>* to, int64_t pitch, const Stored* source,
+void copy_pixel(Computed<Stored>* to, int64_t pitch, const Stored* from, int64_t channels,
+                int64_t stride) {
+  using T = Computed<Stored>;
+  if constexpr (std::is_same_v<Stored, T>) {
+    if (stride == 1) {
+      int64_t c = 0;
+      for (; c + kLanes<T> <= channels; c += kLanes<T>) store(to + c, load(from + c));
+      for (; c < pitch; c += kLanes<T>) {
+        const int64_t some = std::max<int64_t>(channels - c, 0);
+        store_some(to + c, load_some(from + c, some), pitch - c);
+      }
+      return;
+    }
+  }
+  copy_row(to, from, channels, stride);
+  std::fill(to + channels, to + pitch, T());
+}
+
+// How pixels are staged: channels in pieces of up to `wide`, and each piece as (pixels, channels).
+struct Pieces {
+  int64_t wide, pitch;  // channels of a piece, and elements between neighbouring pixels
+  int64_t apart;        // elements between pieces
+};
+
+// Copies a tile's pixels, with zeros where an index lies outside of the tensor. What follows a
+// piece's channels up to the pitch are zeros, or the next piece's first channels.
+template <class Stored>
+void stage_pixels(Computed<Stored>* to, const Pieces& pieces, const Stored* source,
                   const std::array<int64_t, 4>& strides, int64_t channels, const Window& rows,
                   const Window& columns) {
   using T = Computed<Stored>;
-  const int64_t channel_stride = strides[1];
+  const int64_t wide = pieces.wide, pitch = pieces.pitch, apart = pieces.apart;
+  const int64_t channel_stride = strides[1], step = strides[3] * columns.axis->step;
+  const auto for_pieces = [&](T* place, const auto& function) {
+    for (int64_t c = 0; c < channels; c += wide, place += apart) {
+      function(place, c, std::min(pitch, channels - c));
+    }
+  };
+  if (channel_stride != 1 && channels > wide) {  // a piece after the other: rows are read in order
+    return for_pieces(to, [&](T* place, int64_t c, int64_t some) {
+      stage_pixels(place, {pitch, pitch, 0}, source + c * channel_stride, strides, some, rows,
+                   columns);
+    });
+  }
   for (const int64_t row_phase : rows.phases->phases) {
     for (const int64_t column_phase : columns.phases->phases) {
       const auto [top, bottom] = rows.existing(row_phase);
@@ -197,22 +235,28 @@ void stage_pixels(Computed<Stored>* to, int64_t pitch, const Stored* source,
       for (int64_t y = 0; y < rows.length; ++y, to += columns.length * pitch) {
         const bool exists = top <= y && y < bottom && left < right;
         const int64_t begin = exists ? left : columns.length, end = exists ? right : begin;
-        std::fill(to, to + begin * pitch, T());
-        std::fill(to + end * pitch, to + columns.length * pitch, T());
+        if (begin > 0 || end < columns.length) {
+          for_pieces(to, [&](T* row, int64_t, int64_t) {
+            std::fill(row, row + begin * pitch, T());
+            std::fill(row + end * pitch, row + columns.length * pitch, T());
+          });
+        }
         if (!exists) continue;
-        const int64_t step = strides[3] * columns.axis->step;
         const Stored* from = source + rows.index(row_phase, y) * strides[2] +
                              columns.index(column_phase, begin) * strides[3];
-        T* row = to + begin * pitch;
         if constexpr (std::is_same_v<Stored, T>) {
           if (step == 1 && channel_stride != 1) {
-            copy_transposed(row, pitch, from, channel_stride, channels, pitch, end - begin);
+            for_pieces(to + begin * pitch, [&](T* row, int64_t c, int64_t some) {
+              copy_transposed(row, pitch, from + c * channel_stride, channel_stride, some, pitch,
+                              end - begin);
+            });
             continue;
           }
         }
-        for (int64_t x = 0; x < end - begin; ++x, row += pitch) {
-          copy_row(row, from + x * step, channels, channel_stride);
-          std::fill(row + channels, row + pitch, T());
+        for (int64_t x = begin; x < end; ++x, from += step) {
+          for_pieces(to + x * pitch, [&](T* pixel, int64_t c, int64_t some) {
+            copy_pixel(pixel, pitch, from + c * channel_stride, some, channel_stride);
+          });
         }
       }
     }

@@ -64,8 +64,8 @@ inline uint16_t mask_of(int64_t count) { return uint16_t((1u << count) - 1); }
 // The first `count` lanes from memory, and zeros in the others.
 template <class T>
 inline Vector<T> load_some(const T* from, int64_t count) {
-  if (count >= kLanes<T>) return load(from);
 #if defined(__AVX512F__)
+  if (count >= kLanes<T>) return load(from);
   if constexpr (sizeof(T) == 4) {
     return Vector<T>(_mm512_maskz_loadu_epi32(mask_of(count), from));
   } else {
@@ -73,7 +73,11 @@ inline Vector<T> load_some(const T* from, int64_t count) {
   }
 #else
   Vector<T> vector{};
-  std::memcpy(&vector, from, size_t(count) * sizeof(T));
+  if (count >= kLanes<T>) {
+    vector = load(from);
+  } else {
+    std::memcpy(&vector, from, size_t(count) * sizeof(T));
+  }
   return vector;
 #endif
 }
@@ -118,14 +122,29 @@ inline void transpose(Vector<T>* rows) {
 
 // Whether no number is infinite or NaN: zero times such a number is NaN.
 template <class T>
-inline bool are_finite(const T* numbers, int64_t count) {
-  Vector<T> products{};
-  for (int64_t i = 0; i < count; i += kLanes<T>) {
-    products += load_some(numbers + i, count - i) * Vector<T>{};
+class Finiteness {
+ public:
+  void add(const T* numbers, int64_t count) {
+    for (int64_t i = 0; i < count; i += kLanes<T>) {
+      products_ += load_some(numbers + i, count - i) * Vector<T>{};
+    }
   }
-  bool are = true;
-  for (int lane = 0; lane < kLanes<T>; ++lane) are = are && products[lane] == T();
-  return are;
+
+  bool holds() const {
+    bool does = true;
+    for (int lane = 0; lane < kLanes<T>; ++lane) does = does && products_[lane] == T();
+    return does;
+  }
+
+ private:
+  Vector<T> products_{};
+};
+
+template <class T>
+inline bool are_finite(const T* numbers, int64_t count) {
+  Finiteness<T> found;
+  found.add(numbers, count);
+  return found.holds();
 }
 
 // Copies a matrix's rows as columns. Rows and columns lie `from_row` and `to_row` apart. Rows from
@@ -138,7 +157,9 @@ inline void copy_transposed(T* to, int64_t to_row, const T* from, int64_t from_r
     const int64_t high = rows - y, written = padded - y;
     int64_t x = 0;
     if (high >= kBlock) {
-      for (; x + kBlock <= columns; x += kBlock) {
+      // The last of several blocks overlaps the one before.
+      for (; x < columns && columns >= kBlock; x += kBlock) {
+        x = x + kBlock <= columns ? x : columns - kBlock;
         Vector<T> block[kBlock];
 #pragma GCC unroll 16
         for (int i = 0; i < kBlock; ++i) block[i] = load(from + (y + i) * from_row + x);
@@ -148,13 +169,16 @@ inline void copy_transposed(T* to, int64_t to_row, const T* from, int64_t from_r
       }
     }
     for (; x < columns; x += kBlock) {
-      Vector<T> block[kBlock] = {};
-      for (int64_t i = 0; i < (high < kBlock ? high : kBlock); ++i) {
-        block[i] = load_some(from + (y + i) * from_row + x, columns - x);
+      const int64_t wide = columns - x;
+      Vector<T> block[kBlock];
+#pragma GCC unroll 16
+      for (int i = 0; i < kBlock; ++i) {
+        block[i] = i < high ? load_some(from + (y + i) * from_row + x, wide) : Vector<T>{};
       }
       transpose<T>(block);
-      for (int64_t i = 0; i < (columns - x < kBlock ? columns - x : kBlock); ++i) {
-        store_some(to + (x + i) * to_row + y, block[i], written);
+#pragma GCC unroll 16
+      for (int i = 0; i < kBlock; ++i) {
+        if (i < wide) store_some(to + (x + i) * to_row + y, block[i], written);
       }
     }
   }

@@ -73,6 +73,10 @@ class DirectWeightGrad {
   // Up to so many channels share register tiles with those of neighbouring tap columns.
   static constexpr int64_t kMostMerged = 2 * kTilePositions;
 
+  // Elements of a pixel of a piece of channels.
+  static constexpr int64_t kApart = kTilePositions > 8 ? 16 : 8;
+  static_assert(kTilePositions <= kApart);
+
   struct Part {
     int64_t group, channel, channels, first, depth, plane;
   };
@@ -100,6 +104,14 @@ class DirectWeightGrad {
         ++rank, last = q;
       }
     }
+  }
+
+  // How the input is staged. Each register tile of channels has a stage of its own, in which a
+  // pixel is a cache line, of which a step reads all. Merged channels are not apart.
+  Pieces pieces_of(const Part& part, const Layout& layout) const {
+    if (is_merged_) return {part.depth, part.depth, layout.channel * part.depth};
+    const int64_t count = ceil_div(part.depth, kTilePositions);
+    return {ceil_div(part.depth, count), kApart, layout.channel * kApart};
   }
 
   int64_t taps() const { return pass_.rows.taps * pass_.columns.taps; }
@@ -135,7 +147,7 @@ class DirectWeightGrad {
 
   // Sums a share of the tiles.
   void compute(const Part& part, int64_t share, int64_t shares, T* sums, Scratch& scratch) const {
-    std::fill(sums, sums + elements(part.channels, part.depth), T());
+    bool is_first = true;
     const int64_t count = tiles(), first = count * share / shares,
                   last = count * (share + 1) / shares;
     for (int64_t tile = first; tile < last; ++tile) {
@@ -155,68 +167,94 @@ class DirectWeightGrad {
                    read * pass_.input.plane + (part.group * pass_.depth + part.first) * s[1],
                static_cast<const Stored*>(pass_.grad.data) + image * g[0] + z * pass_.grad.plane +
                    (part.group * pass_.channels + part.channel) * g[1] + y * g[2] + x * g[3],
-               y, x, sums, scratch);
+               y, x, sums, is_first, scratch);
+      is_first = false;
     }
+    if (is_first) std::fill(sums, sums + elements(part.channels, part.depth), T());
   }
 
   // Adds what a tile of the gradient's rows and columns, from (y, x) on, contributes.
   void add_tile(const Part& part, const Stored* source, const Stored* from, int64_t y, int64_t x,
-                T* sums, Scratch& scratch) const {
+                T* sums, bool is_first, Scratch& scratch) const {
     const int64_t high = std::min(pass_.blocks.rows, pass_.rows.outputs - y),
                   wide = std::min(pass_.blocks.columns, pass_.columns.outputs - x);
     const Window rows(pass_.rows, row_phases_, y, high),
         columns(pass_.columns, column_phases_, x, wide);
     const Layout layout(rows, columns);
-    T* input = scratch.stage.take<T>(layout.channel * part.depth);
-    stage_pixels(input, part.depth, source, pass_.input.strides, part.depth, rows, columns);
+    const Pieces pieces = pieces_of(part, layout);
+    T* input = scratch.stage.take<T>(pieces.apart * ceil_div(part.depth, pieces.wide));
+    stage_pixels(input, pieces, source, pass_.input.strides, part.depth, rows, columns);
     T* grad = scratch.grad.take<T>(elements(part.channels, 1) / taps() * high * wide);
-    const Axis grad_rows{high, high, 1, 1, 1, 0}, grad_columns{wide, wide, 1, 1, 1, 0};
+    // Rows that follow one another in memory are as one.
+    const bool is_joined = pass_.grad.strides[2] == wide * pass_.grad.strides[3];
+    const int64_t down = is_joined ? 1 : high, across = is_joined ? high * wide : wide;
+    const Axis grad_rows{down, down, 1, 1, 1, 0}, grad_columns{across, across, 1, 1, 1, 0};
     const Phases all_rows(grad_rows), all_columns(grad_columns);
-    stage_tiles(grad, from, pass_.grad.strides, part.channels, Window(grad_rows, all_rows, 0, high),
-                Window(grad_columns, all_columns, 0, wide));
+    const Pieces tiles{kTileChannels<T>, kTileChannels<T>, kTileChannels<T> * high * wide};
+    stage_pixels(grad, tiles, from, pass_.grad.strides, part.channels,
+                 Window(grad_rows, all_rows, 0, down),
+                 Window(grad_columns, all_columns, 0, across));
     int32_t* offsets = scratch.offsets.take<int32_t>(high * wide);
     for (int64_t row = 0, i = 0; row < high; ++row) {
       for (int64_t column = 0; column < wide; ++column, ++i) {
-        offsets[i] = int32_t((row * layout.row + column) * part.depth);
+        offsets[i] = int32_t((row * layout.row + column) * pieces.pitch);
       }
     }
-    multiply_tile(part, layout, input, grad, offsets, high * wide, sums);
+    multiply_tile(part, layout, input, grad, offsets, high * wide, sums, is_first);
   }
 
-  // Stages the gradient as (tiles of channels, pixels, channels of a tile).
-  static void stage_tiles(T* to, const Stored* source, const std::array<int64_t, 4>& strides,
-                          int64_t channels, const Window& rows, const Window& columns) {
-    for (int64_t c = 0; c < channels; c += kTileChannels<T>) {
-      stage_pixels(to, kTileChannels<T>, source + c * strides[1], strides,
-                   std::min<int64_t>(kTileChannels<T>, channels - c), rows, columns);
-      to += kTileChannels<T> * rows.length * columns.length;
-    }
-  }
-
+  // Sums of some tap rows are added to for all pixels of a tile before the next ones are, so that
+  // they stay in the L2 cache. A part of the pixels of the gradient stays in the L1 cache, and so
+  // do those of a piece of the input's channels, while they are multiplied for all these taps.
   void multiply_tile(const Part& part, const Layout& layout, const T* input, const T* grad,
-                     const int32_t* offsets, int64_t pixels, T* sums) const {
-    const int64_t most = part_of(pixels), stride = of_channel(), apart = of_tap(part);
+                     const int32_t* offsets, int64_t pixels, T* sums, bool is_first) const {
+    constexpr int64_t kSums = (256 << 10) / sizeof(T);
+    const int64_t most = part_of(pixels, kSteps), in_row = pass_.columns.taps * part.depth;
+    const int64_t some_rows = std::max<int64_t>(1, kSums / (in_row * kTileChannels<T>));
     for (int64_t c = 0; c < part.channels;
          c += kTileChannels<T>, grad += pixels * kTileChannels<T>) {
       const int64_t channels = std::min<int64_t>(kTileChannels<T>, part.channels - c);
       T* to = sums + c * taps() * part.depth;
-      for (int64_t pixel = 0; pixel < pixels; pixel += most) {
-        const int64_t steps = std::min(most, pixels - pixel);
-        for (int64_t p = 0; p < pass_.rows.taps; ++p) {
-          for (const Run& run : runs_) {
-            const T* left =
-                input + layout.offset(row_phases_, column_phases_, p, run.first) * part.depth;
-            T* place = to + (p * pass_.columns.taps + run.rank) * apart;
-            const int64_t positions = run.count * part.depth,
-                          pieces = ceil_div(positions, kTilePositions);
-            for (int64_t piece = 0; piece < pieces; ++piece) {
-              const int64_t i = positions * piece / pieces,
-                            some = positions * (piece + 1) / pieces - i;
-              multiply_for<T>(some, channels)(left + i, offsets + pixel, steps,
-                                              grad + pixel * kTileChannels<T>, kTileChannels<T>,
-                                              place + i * stride, stride, false);
-            }
-          }
+      for (int64_t p = 0; p < pass_.rows.taps; p += some_rows) {
+        const int64_t end = std::min(p + some_rows, pass_.rows.taps);
+        for (int64_t pixel = 0; pixel < pixels; pixel += most) {
+          multiply_pixels(part, layout, p, end, input, offsets + pixel,
+                          std::min(most, pixels - pixel), grad + pixel * kTileChannels<T>, channels,
+                          to, is_first && pixel == 0);
+        }
+      }
+    }
+  }
+
+  // Multiplies some pixels for tap rows from `first` to before `last`.
+  void multiply_pixels(const Part& part, const Layout& layout, int64_t first, int64_t last,
+                       const T* input, const int32_t* offsets, int64_t pixels, const T* grad,
+                       int64_t channels, T* sums, bool is_first) const {
+    const Pieces pieces = pieces_of(part, layout);
+    const int64_t stride = of_channel();
+    const auto multiply_piece = [&](int64_t p, const Run& run, int64_t i, int64_t count,
+                                    const T* left) {
+      left += layout.offset(row_phases_, column_phases_, p, run.first) * pieces.pitch;
+      T* to = sums + (p * pass_.columns.taps + run.rank) * of_tap(part) + i * stride;
+      multiply_for<T>(count, channels)(left, offsets, pixels, grad, kTileChannels<T>, to, stride,
+                                       is_first, 0, nullptr);
+    };
+    if (!is_merged_) {
+      for (int64_t i = 0; i < part.depth; i += pieces.wide, input += pieces.apart) {
+        const int64_t count = std::min(pieces.wide, part.depth - i);
+        for (int64_t p = first; p < last; ++p) {
+          for (const Run& run : runs_) multiply_piece(p, run, i, count, input);
+        }
+      }
+      return;
+    }
+    for (int64_t p = first; p < last; ++p) {
+      for (const Run& run : runs_) {
+        const int64_t positions = run.count * part.depth,
+                      parts = ceil_div(positions, kTilePositions);
+        for (int64_t n = 0; n < parts; ++n) {
+          const int64_t i = positions * n / parts, count = positions * (n + 1) / parts - i;
+          multiply_piece(p, run, i, count, input + i);
         }
       }
     }
@@ -237,20 +275,25 @@ class DirectWeightGrad {
           continue;
         }
       }
-      for (int64_t k = 0; k < channels; ++k) store_channel(part, to + k * s[1], from + k);
+      for (int64_t p = 0; p < pass_.rows.taps; ++p) {
+        for (int64_t q = 0; q < pass_.columns.taps; ++q) {
+          store_tap(part, to + p * s[3] + q * s[4],
+                    from + (p * pass_.columns.taps + ranks_[q]) * of_tap(part), channels);
+        }
+      }
     }
   }
 
-  void store_channel(const Part& part, Stored* to, const T* from) const {
+  // Stores the sums of a tap: (input channels, channels of a tile).
+  void store_tap(const Part& part, Stored* to, const T* from, int64_t channels) const {
     const auto& s = pass_.target.strides;
-    for (int64_t p = 0; p < pass_.rows.taps; ++p) {
-      for (int64_t q = 0; q < pass_.columns.taps; ++q) {
-        Stored* place = to + p * s[3] + q * s[4];
-        const T* sum = from + (p * pass_.columns.taps + ranks_[q]) * of_tap(part);
-        for (int64_t i = 0; i < part.depth; ++i) {
-          place[i * s[2]] = rounded<Stored>(sum[i * of_channel()]);
-        }
+    if constexpr (std::is_same_v<Stored, T>) {
+      if (s[2] == 1) {
+        return copy_transposed(to, s[1], from, of_channel(), part.depth, part.depth, channels);
       }
+    }
+    for (int64_t i = 0; i < part.depth; ++i, from += of_channel()) {
+      for (int64_t k = 0; k < channels; ++k) to[k * s[1] + i * s[2]] = rounded<Stored>(from[k]);
     }
   }
 
