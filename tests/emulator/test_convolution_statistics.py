@@ -253,13 +253,23 @@ def test_blocks_have_one_column_of_tiles() -> None:
         assert "statistics" not in plain.launches[-1].tensors
 
 
-def test_warps_add_up_a_bounded_number_of_outputs() -> None:
-    many = Conv("many", (2**14, 8, 64, 64), (64, 8, 1, 1))
-    made = _planned(many, gpu=ONE)
-    consumers = dict(made.launches[-1].kernel.constants)["consumers"]
-    assert isinstance(consumers, int)
-    assert 2**26 / made.shares / (4 * consumers) <= 2**16
-    assert made.shares > 4
+@pytest.mark.parametrize("sms", [1, 3, 132])
+def test_warps_add_up_a_bounded_number_of_outputs(sms: int) -> None:
+    """There are whole rounds of blocks for that, so that no SM has one more than the others."""
+    for images in (1, 2**9, 2**14):
+        many = Conv("many", (images, 8, 64, 64), (192, 8, 1, 1))
+        made = _planned(many, gpu=replace(H200, sm_count=sms))
+        launch, constants = made.launches[-1], dict(made.launches[-1].kernel.constants)
+        consumers, columns, blocks = (
+            int(constants[name]) for name in ("consumers", "tile_columns", "blocks")
+        )
+        row_tiles = -(-images * 64 * 64 // (64 * consumers))
+        assert made.shares <= row_tiles
+        assert 16 * -(-row_tiles // made.shares) <= 2**13
+        at_once = min(blocks * sms // -(-192 // columns), row_tiles)
+        assert made.shares % at_once == 0
+        assert launch.grid[0] == made.shares * -(-192 // columns)
+    assert made.shares > at_once
 
 
 def test_statistics_do_not_decide_on_the_kernel() -> None:

@@ -251,7 +251,7 @@ def _layer_need(
 ) -> tuple[cuda.Need, tuple[int, ...]]:
     """What a layer needs for images of this size, and the size of its output.
 
-    Type and format of the images are those of ``like``, and it leaves statistics as that one does.
+    Type and format of the images are those of ``like``.
     """
     last = torch.channels_last if len(size) == 2 else torch.channels_last_3d
     format = last if like.output_channels_last else torch.contiguous_format
@@ -274,7 +274,7 @@ def _layer_need(
     result = operator.describe(operator.check, *args)
     found = devices.need(operator, result, args, like.switch)
     assert found is not None  # it is None only for complex or empty tensors
-    return found._replace(device=like.device, statistics=like.statistics), result.shape[2:]
+    return found._replace(device=like.device), result.shape[2:]
 
 
 def _sides(layer: Any) -> tuple[int, ...]:

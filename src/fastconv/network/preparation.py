@@ -362,9 +362,7 @@ class _Recorder(TorchDispatchMode):
 
     def _record(self, operator: Operator, *args: Any, **kwargs: Any) -> None:
         result = operator.describe(operator.check, *args, **kwargs)
-        if not is_gpu(result.device):
-            return
-        need = devices.need(operator, result, args)
+        need = devices.need(operator, result, args) if is_gpu(result.device) else None
         if operator is OPERATORS["forward"]:
             self._convolution = need
         if need is not None:

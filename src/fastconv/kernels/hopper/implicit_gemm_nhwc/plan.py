@@ -19,9 +19,7 @@ from fastconv.kernels.family import (
 )
 from fastconv.kernels.hopper.im2col import SPAN, Layer, input_map, layer_of
 from fastconv.kernels.hopper.implicit_gemm_nhwc.tiles import (
-    MOST_COUNTED,
     ROWS,
-    WARP_ROWS,
     Tile,
     image_cycles,
     tiles_of,
@@ -50,8 +48,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
     blocks = min(tiles, gpu.sm_count * tile.blocks)
     shares = 0
     if tile.gives_statistics:  # a block's tiles have the same channels
-        counted = WARP_ROWS * tile.row_tiles(batch)
-        shares = max(1, blocks // tile.column_tiles, ceil_div(counted, MOST_COUNTED))
+        shares = tile.shares(batch, at_once=blocks)
         blocks = shares * tile.column_tiles
     # A block's tile numbers, with the one beyond its last tile, have to fit 32 bits.
     if max(tiles + blocks, batch * prod(layer.positions) + tile.rows) >= 2**31:
