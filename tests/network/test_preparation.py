@@ -194,6 +194,27 @@ def test_convolutions_of_blocks(loads: Loads, dtype: torch.dtype) -> None:
     assert cuda._ready.cache_info().misses == before
 
 
+def test_blocks_before_the_native_host_path_is_built(
+    loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python computes the first steps without statistics, and the library then asks for them."""
+    block = fastconv.ConvBNAct2d(64, 128, 1, dtype=torch.bfloat16)
+    block = block.to(memory_format=torch.channels_last)
+    input = torch.empty(8, 64, 40, 40, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    monkeypatch.setattr(native, "load_if_built", lambda: None)
+    monkeypatch.setattr(native, "under_way", lambda: True)
+    for name in ("conv2d", "batch_norm_act", "conv_bn_act"):
+        monkeypatch.setattr(native, name, None)
+    with torch.no_grad():
+        asked = needs_of(block, (input,), {})
+    calls = {need: calls for need, calls in asked.items() if isinstance(need, cuda.Need)}
+    assert {need.statistics: number for need, number in calls.items()} == {False: 1, True: 0}
+    (given,) = (need for need in calls if need.statistics)
+    shares = [need.of.shares for need in asked if isinstance(need, launches.Need)]
+    assert sorted(shares) == [0, cuda.planned(given).shares]
+    fastconv.prepare(block, input)
+
+
 def test_epilogues(loads: Loads) -> None:
     """Without gradients, an epilogue is part of a kernel; with them, PyTorch computes it."""
     input, weight = torch.empty(8, 64, 40, 40), torch.empty(BODY)

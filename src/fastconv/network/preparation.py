@@ -320,7 +320,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.needs: Needs = Counter()
         self._convolution: cuda.Need | None = None  # the latest forward pass
-        self._shares = 0  # of statistics that the convolution of a block has left
+        self._shares = {0}  # of statistics that the convolution before may have left
 
     def __enter__(self) -> _Recorder:
         self._before, hooks.block_convolved = hooks.block_convolved, self._note_block
@@ -332,15 +332,25 @@ class _Recorder(TorchDispatchMode):
         hooks.block_convolved = self._before
 
     def _note_block(self) -> None:
-        """Has the latest convolution leave statistics, as the native host path will ask it to."""
+        """Has the latest convolution leave statistics, as the native host path will ask it to.
+
+        While the path is being built, Python computes the first steps without them.
+        """
         plain, self._convolution = self._convolution, None
         native.load_if_built()
-        if plain is None or native.conv_bn_act is None or plain.dtype not in _LEAVE_STATISTICS:
+        if plain is None or plain.dtype not in _LEAVE_STATISTICS:
             return
-        self.needs -= Counter({plain: 1})
+        native.start_build()
         given = plain._replace(statistics=True)
-        self.needs[given] += 1
-        self._shares = cuda.planned(given).shares
+        if native.conv_bn_act is not None:
+            self.needs[plain] -= 1
+            if not self.needs[plain]:
+                del self.needs[plain]
+            self.needs[given] += 1
+            self._shares = {cuda.planned(given).shares}
+        elif native.under_way():
+            self.needs[given] += 0
+            self._shares = {0, cuda.planned(given).shares}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -354,9 +364,10 @@ class _Recorder(TorchDispatchMode):
         elif function in _NORMS and is_gpu(args[0].device) and args[0].numel():
             need = _NORMS[function](*args)
             if need is not None and isinstance(need.of, launches.Running):
-                need = need._replace(of=need.of._replace(shares=self._shares))
-                self._shares = 0
-            if need is not None:
+                for shares in self._shares:
+                    self.needs[need._replace(of=need.of._replace(shares=shares))] += 1
+                self._shares = {0}
+            elif need is not None:
                 self.needs[need] += 1
         return function(*args, **kwargs)
 
