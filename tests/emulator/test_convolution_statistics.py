@@ -21,6 +21,8 @@ from fastconv.kernels.batchnorm import plan as batchnorm
 from fastconv.kernels.batchnorm.plan import Normalization, Statistics
 from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.gpus import H200
+from fastconv.kernels.hopper.im2col import layer_of
+from fastconv.kernels.hopper.implicit_gemm_nhwc.tiles import WARP_BYTES, tiles_of
 from fastconv.problem import Epilogue, Problem
 from workspaces import workspace
 
@@ -240,6 +242,8 @@ def _planned(conv: Conv, direction: str = "forward", gpu: Gpu = H200, **fields: 
 
 
 LARGE = Conv("large", (64, 256, 14, 14), (2048, 256, 1, 1))
+# On channels-last copies where tensors are contiguous.
+COPIED = Conv("copied", (64, 1024, 14, 14), (2048, 1024, 1, 1), (2, 2))
 
 
 def test_blocks_have_one_column_of_tiles() -> None:
@@ -272,22 +276,46 @@ def test_warps_add_up_a_bounded_number_of_outputs(sms: int) -> None:
     assert made.shares > at_once
 
 
+def _drawn(draw: Random) -> Conv:
+    channels = [8 * draw.randint(1, 2 ** draw.randint(0, 7)) for _ in range(2)]
+    size, kernel = draw.randint(3, 60), draw.choice((1, 1, 3, 5))
+    return Conv(
+        "drawn", (draw.randint(1, 64), channels[0], size, size),
+        (channels[1], channels[0], kernel, kernel), (draw.choice((1, 1, 2)),) * 2,
+        (kernel // 2,) * 4,
+    )  # fmt: skip
+
+
 def test_statistics_do_not_decide_on_the_kernel() -> None:
     """Kernels add up in other orders. Tiles of a kernel may differ: they give the same bits."""
+    # Halo tiles are estimated to be faster than those of an implicit GEMM that have the registers.
+    near = [
+        Conv("near", (64, 152, 41, 41), (344, 152, 3, 3), padding=(1,) * 4),
+        Conv("near", (64, 96, 57, 57), (192, 96, 7, 7), padding=(3,) * 4),
+    ]
     draw = Random(1)
-    for _ in range(150 if ALL else 20):
-        channels = [8 * draw.randint(1, 2 ** draw.randint(0, 7)) for _ in range(2)]
-        size, kernel = draw.randint(3, 60), draw.choice((1, 1, 3, 5))
-        conv = Conv(
-            "drawn", (draw.randint(1, 64), channels[0], size, size),
-            (channels[1], channels[0], kernel, kernel), (draw.choice((1, 1, 2)),) * 2,
-            (kernel // 2,) * 4,
-        )  # fmt: skip
+    for conv in (*near, *(_drawn(draw) for _ in range(150 if ALL else 20))):
         given, plain = _planned(conv), _planned(conv, statistics=False)
         kernels = [[one.kernel.source for one in made.launches] for made in (given, plain)]
         assert kernels[0] == kernels[1]
         named = "statistics" in given.launches[-1].tensors
         assert named == (given.shares > 0) == ("implicit_gemm_nhwc" in kernels[0][-1])
+
+
+def test_warps_have_room_for_what_they_leave() -> None:
+    """Where only one staging buffer fits, tiles of 256 channels have none."""
+    conv = Conv("narrow", (256, 8, 36, 36), (248, 8, 3, 3), padding=(1,) * 4)
+    operands = Operands("fastconv::bfloat16", 2, True, True, (72, 1, 24, 8), True)
+    gpu = replace(H200, shared_bytes_per_block=101376)
+
+    def fits(statistics: bool) -> list[bool]:
+        asked = replace(operands, statistics=statistics)
+        layer = layer_of(conv.problem, asked, gpu, transposed=False)
+        found = tiles_of(layer, gpu)
+        return [one.left_bytes <= one.buffers * one.joined * WARP_BYTES for one in found]
+
+    assert all(fits(statistics=True))
+    assert not all(fits(statistics=False))
 
 
 @pytest.mark.parametrize(
@@ -303,10 +331,11 @@ def test_statistics_do_not_decide_on_the_kernel() -> None:
     ids=str,
 )
 def test_others_leave_none(direction: str, fields: dict[str, object]) -> None:
-    made = _planned(LARGE, direction, **fields)
-    assert made.shares == 0
-    assert all("statistics" not in one.tensors for one in made.launches)
-    assert made == _planned(LARGE, direction, statistics=False, **fields)
+    for conv in (LARGE, COPIED):
+        made = _planned(conv, direction, **fields)
+        assert made.shares == 0
+        assert all("statistics" not in one.tensors for one in made.launches)
+        assert made == _planned(conv, direction, statistics=False, **fields)
 
 
 # --- Faults ---------------------------------------------------------------------------------------
