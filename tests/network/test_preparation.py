@@ -194,6 +194,17 @@ def test_convolutions_of_blocks(loads: Loads, dtype: torch.dtype) -> None:
     assert cuda._ready.cache_info().misses == before
 
 
+def test_blocks_planned_by_one_family(loads: Loads) -> None:
+    """Calls bypass the native host path."""
+    block = fastconv.ConvBNAct2d(64, 128, 1, dtype=torch.bfloat16)
+    block = block.to(memory_format=torch.channels_last)
+    input = torch.empty(8, 64, 40, 40, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    with torch.no_grad(), planner.only("hopper"):
+        asked = needs_of(block, (input,), {})
+    assert not any(need.statistics for need in asked if isinstance(need, cuda.Need))
+    assert [need.of.shares for need in asked if isinstance(need, launches.Need)] == [0]
+
+
 def test_blocks_before_the_native_host_path_is_built(
     loads: Loads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
