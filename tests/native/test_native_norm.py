@@ -787,7 +787,7 @@ class TestStatistics:
         operands = Operands(torch.bfloat16)
         input, weight, bias, *_ = operands.leaves
         for _ in range(2):
-            operands.block()
+            operands.block(residual=None)
         assert host.operators == [WITH_STATISTICS, FORWARD]
         fastconv.conv2d(input, weight, bias)
         operands.norm(residual=None, activation="relu")
