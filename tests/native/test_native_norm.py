@@ -780,6 +780,7 @@ class TestStatistics:
         operands.block()
         conv, norm = self._launches()
         assert conv[8] == norm[10] == 0  # this entry's workspace has no bytes either
+        assert host.operators == [WITH_STATISTICS, FORWARD]
         assert len(host.asked[1]) == 1 + len(batchnorm_schema.Arguments._fields)
 
     def test_they_belong_to_a_form(self, host: Host) -> None:
