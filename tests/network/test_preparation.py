@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -165,7 +166,7 @@ def test_autocast_and_memory_format(loads: Loads) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_convolutions_of_blocks(loads: Loads, dtype: torch.dtype) -> None:
-    """On the native host path they leave statistics in 16 bits, which normalizations take."""
+    """They leave statistics in 16 bits, which normalizations take."""
     block = fastconv.ConvBNAct2d(64, 128, 1, dtype=dtype)
     alone = fastconv.Conv2d(64, 128, 1, dtype=dtype)
     block, alone = (one.to(memory_format=torch.channels_last) for one in (block, alone))
@@ -179,7 +180,7 @@ def test_convolutions_of_blocks(loads: Loads, dtype: torch.dtype) -> None:
         asked = needs_of(network, (input,), {})
     convolutions = [need for need in asked if isinstance(need, cuda.Need)]
     shares = [need.of.shares for need in asked if isinstance(need, launches.Need)]
-    if dtype == torch.bfloat16 and native.conv_bn_act is not None:
+    if dtype == torch.bfloat16:
         assert sorted(need.statistics for need in convolutions) == [False, True]
         (given,) = (need for need in convolutions if need.statistics)
         assert shares == [cuda.planned(given).shares, 0]
@@ -194,35 +195,24 @@ def test_convolutions_of_blocks(loads: Loads, dtype: torch.dtype) -> None:
     assert cuda._ready.cache_info().misses == before
 
 
-def test_blocks_planned_by_one_family(loads: Loads) -> None:
-    """Calls bypass the native host path."""
-    block = fastconv.ConvBNAct2d(64, 128, 1, dtype=torch.bfloat16)
-    block = block.to(memory_format=torch.channels_last)
-    input = torch.empty(8, 64, 40, 40, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
-    with torch.no_grad(), planner.only("hopper"):
-        asked = needs_of(block, (input,), {})
-    assert not any(need.statistics for need in asked if isinstance(need, cuda.Need))
-    assert [need.of.shares for need in asked if isinstance(need, launches.Need)] == [0]
-
-
-def test_blocks_before_the_native_host_path_is_built(
-    loads: Loads, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("host", [True, False], ids=["native", "Python"])
+def test_blocks_on_both_host_paths(
+    host: bool, loads: Loads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python computes the first steps without statistics, and the library then asks for them."""
+    """They ask for the same, also where one family is forced, which no native call serves."""
     block = fastconv.ConvBNAct2d(64, 128, 1, dtype=torch.bfloat16)
     block = block.to(memory_format=torch.channels_last)
     input = torch.empty(8, 64, 40, 40, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
-    monkeypatch.setattr(native, "load_if_built", lambda: None)
-    monkeypatch.setattr(native, "under_way", lambda: True)
     for name in ("conv2d", "batch_norm_act", "conv_bn_act"):
-        monkeypatch.setattr(native, name, None)
-    with torch.no_grad():
-        asked = needs_of(block, (input,), {})
-    calls = {need: calls for need, calls in asked.items() if isinstance(need, cuda.Need)}
-    assert {need.statistics: number for need, number in calls.items()} == {False: 1, True: 0}
-    (given,) = (need for need in calls if need.statistics)
-    shares = [need.of.shares for need in asked if isinstance(need, launches.Need)]
-    assert sorted(shares) == [0, cuda.planned(given).shares]
+        if not host:
+            monkeypatch.setattr(native, name, None)
+    for context in (nullcontext(), planner.only("hopper")):
+        with torch.no_grad(), context:
+            asked = needs_of(block, (input,), {})
+        (convolution,) = (need for need in asked if isinstance(need, cuda.Need))
+        (shares,) = (need.of.shares for need in asked if isinstance(need, launches.Need))
+        assert convolution.statistics
+        assert shares == cuda.planned(convolution).shares > 0
     fastconv.prepare(block, input)
 
 

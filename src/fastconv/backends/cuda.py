@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from fastconv import _precision, native
+from fastconv.backends import left_statistics
 from fastconv.backends.epilogue import add_epilogue, applied_to_bias
 from fastconv.backends.flat import Flat, flattened
 from fastconv.jit import launch, loading, pool
@@ -69,7 +70,13 @@ def forward(
             planner.forward, problem, input, out, weight, precision,
             residual=residual, epilogue=epilogue, bias=bias,
         )  # fmt: skip
-        ready(asked).run(input, weight, bias, residual, out)
+        given = (input, weight, bias, residual, out)
+        if left_statistics.are_asked(asked.dtype):
+            made = ready(asked._replace(statistics=True))
+            left = left_statistics.new(made.shares, out, problem.out_channels)
+            made.run(*given, behind=(0 if left is None else left.data_ptr(),))
+        else:
+            ready(asked).run(*given)
 
 
 def input_grad(
@@ -300,16 +307,22 @@ class Ready(NamedTuple):
     regions: tuple[int, int] | tuple[()] = ()
     shares: int = 0  # see Plan.shares
 
-    def run(self, *tensors: Tensor | None) -> None:
-        """Launches the kernels; tensors are in the order of the pass's names for them."""
+    def run(
+        self,
+        *tensors: Tensor | None,
+        scratch: Tensor | None = None,
+        behind: tuple[int, ...] = (),
+    ) -> None:
+        """Launches the kernels; tensors are in the order of the pass's names for them.
+
+        The workspace is a new one, unless it is given. Addresses ``behind`` it come last.
+        """
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        if self.scratch_bytes == 0:
-            self.launches.run(*addresses, 0, *self.regions)
-            return
-        device = tensors[0].device  # type: ignore[union-attr]  # the first is never absent
-        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
-        at = scratch.data_ptr()
-        self.launches.run(*addresses, at, *(at + offset for offset in self.regions))
+        if scratch is None and self.scratch_bytes:
+            device = tensors[0].device  # type: ignore[union-attr]  # the first is never absent
+            scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
+        at = 0 if scratch is None else scratch.data_ptr()
+        self.launches.run(*addresses, at, *(at + offset for offset in self.regions), *behind)
 
 
 def _need(

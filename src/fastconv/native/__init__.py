@@ -2,9 +2,8 @@
 
 The library is compiled once, in the background, where there is a compiler. Python serves calls
 until the library is there, and where there is no compiler. ``FASTCONV_NATIVE=0`` keeps to Python;
-``FASTCONV_NATIVE=1`` makes the library's absence an error. Both paths compute the same results
-and raise the same errors. Results of blocks in training may differ by rounding, where convolutions
-leave statistics for the native path's normalizations.
+``FASTCONV_NATIVE=1`` makes the library's absence an error. Both paths compute the same results and
+raise the same errors.
 """
 
 from __future__ import annotations

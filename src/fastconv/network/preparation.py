@@ -14,8 +14,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastconv import bypass, native, tables
-from fastconv.backends import cuda
+from fastconv import tables
+from fastconv.backends import cuda, left_statistics
 from fastconv.backends.batchnorm import launches
 from fastconv.jit import loading
 from fastconv.kernels.family import ALIGNMENT, Kernel, Plan
@@ -320,7 +320,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.needs: Needs = Counter()
         self._convolution: cuda.Need | None = None  # the latest forward pass
-        self._shares = {0}  # of statistics that the convolution before may have left
+        self._shares = 0  # of statistics that the convolution before leaves
 
     def __enter__(self) -> _Recorder:
         self._before, hooks.block_convolved = hooks.block_convolved, self._note_block
@@ -332,25 +332,16 @@ class _Recorder(TorchDispatchMode):
         hooks.block_convolved = self._before
 
     def _note_block(self) -> None:
-        """Has the latest convolution leave statistics, as the native host path will ask it to.
-
-        While the path is being built, Python computes the first steps without them.
-        """
+        """Has the latest convolution leave statistics, as blocks ask it to."""
         plain, self._convolution = self._convolution, None
-        native.load_if_built()
-        if plain is None or plain.dtype not in _LEAVE_STATISTICS or bypass.is_on():
+        if plain is None or plain.dtype not in left_statistics.TYPES:
             return
-        native.start_build()
+        self.needs[plain] -= 1
+        if not self.needs[plain]:
+            del self.needs[plain]
         given = plain._replace(statistics=True)
-        if native.conv_bn_act is not None:
-            self.needs[plain] -= 1
-            if not self.needs[plain]:
-                del self.needs[plain]
-            self.needs[given] += 1
-            self._shares = {cuda.planned(given).shares}
-        elif native.under_way():
-            self.needs[given] += 0
-            self._shares = {0, cuda.planned(given).shares}
+        self.needs[given] += 1
+        self._shares = cuda.planned(given).shares
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -364,9 +355,9 @@ class _Recorder(TorchDispatchMode):
         elif function in _NORMS and is_gpu(args[0].device) and args[0].numel():
             need = _NORMS[function](*args)
             if need is not None and isinstance(need.of, launches.Running):
-                for shares in self._shares:
-                    self.needs[need._replace(of=need.of._replace(shares=shares))] += 1
-                self._shares = {0}
+                of = need.of._replace(shares=self._shares)
+                self.needs[need._replace(of=of)] += 1
+                self._shares = 0
             elif need is not None:
                 self.needs[need] += 1
         return function(*args, **kwargs)
@@ -379,8 +370,6 @@ class _Recorder(TorchDispatchMode):
         if need is not None:
             self.needs[need] += 1
 
-
-_LEAVE_STATISTICS = (torch.bfloat16, torch.float16)  # may_leave_statistics of native/block.h
 
 _OPERATORS = {operator.call: operator for operator in OPERATORS.values()}
 
