@@ -18,10 +18,12 @@ from fastconv.kernels.hopper import block
 from fastconv.kernels.hopper.im2col import SPAN, Layer
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import limits
+from fastconv.problem import NO_EPILOGUE
 
 ROWS = 64  # M of a consumer warpgroup
 MMA_SPAN = 32  # bytes of K of an MMA
-WARP_BYTES = 16 * SPAN  # of a box that a warp stores: 16 positions
+WARP_ROWS = 16  # positions of a tile that a warp has
+WARP_BYTES = WARP_ROWS * SPAN  # of a box that a warp stores
 # Pipeline stages: the most; enough to prefer more staging buffers or resident weights; the fewest.
 MOST_STAGES = 8
 ENOUGH_STAGES = 4
@@ -30,6 +32,10 @@ BARRIER_BYTES = 16  # of the mbarrier of resident weights, rounded up
 # Registers of a thread beside its accumulators: with TMA stores, and if pixels are stored singly.
 OTHER_REGISTERS = 30
 SCATTER_REGISTERS = 46
+STATISTICS_REGISTERS = 6  # of a thread that adds up statistics, for each box of channels
+# The most positions that a warp adds up, one after the other: with 65,536, a variance would be off
+# by 4 % where the first one is 20 deviations from the others.
+MOST_COUNTED = 1 << 13
 COLUMNS = (64, 128, 192, 256)  # choices of N; or all of a layer's channels, if they are fewer
 COLUMN_STEP = 16  # N of a layer with few channels is a multiple of this
 CONSUMERS = (1, 2, 3, 4)  # choices of consumer warpgroups
@@ -121,7 +127,23 @@ class Tile:
     @property
     def registers(self) -> int:
         """Registers that a thread needs."""
-        return self.columns // 2 + (OTHER_REGISTERS if self.layer.dense else SCATTER_REGISTERS)
+        needed = self.columns // 2 + (OTHER_REGISTERS if self.layer.dense else SCATTER_REGISTERS)
+        if self.gives_statistics:
+            needed += STATISTICS_REGISTERS * ceil_div(self.columns, self.layer.depth)
+        return needed
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes of statistics that a warp leaves in its staging buffers (``statistics.cuh``)."""
+        return 8 * round_up(self.columns, self.layer.depth) + 4
+
+    @property
+    def gives_statistics(self) -> bool:
+        """Whether the kernel leaves statistics of its output: it is asked for them, and can."""
+        operands = self.layer.operands
+        forward = self.layer.dense and not self.layer.transposed
+        plain = operands.scalar_bytes == 2 and operands.epilogue == NO_EPILOGUE
+        return operands.statistics and forward and plain
 
     def row_tiles(self, batch: int) -> int:
         return ceil_div(batch * prod(self.layer.positions), self.rows)
@@ -129,6 +151,16 @@ class Tile:
     @property
     def column_tiles(self) -> int:
         return ceil_div(self.layer.out_channels, self.columns)
+
+    def shares(self, batch: int, at_once: int) -> int:
+        """The blocks that each column of tiles has, if so many blocks run at the same time.
+
+        That is as many as run at the same time, or a multiple of it, so that no warp adds up too
+        many outputs, and all blocks end together.
+        """
+        shares = max(1, at_once // self.column_tiles)
+        counted = WARP_ROWS * self.row_tiles(batch)
+        return shares * ceil_div(counted, shares * MOST_COUNTED)
 
     def tiles(self, batch: int) -> int:
         return self.row_tiles(batch) * self.column_tiles * prod(self.layer.residues)
@@ -202,6 +234,8 @@ class Tile:
         if self.registers > block.most_registers(self.blocks, self.threads):
             return None
         for resident, (buffers, joined, fewest) in product((True, False), self._stores):
+            if self.gives_statistics and self.left_bytes > buffers * joined * WARP_BYTES:
+                continue
             if resident and not (self.layer.dense and self.column_tiles == 1):
                 continue  # tiles read different weights
             tile = replace(self, buffers=buffers, joined=joined, resident=resident)
@@ -225,8 +259,16 @@ def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
 
 
 def image_cycles(layer: Layer, gpu: Gpu) -> float:
-    """Cycles of one SM for an image of a large batch, with the best tile for that."""
-    return min(tile.image_cycles for tile in _tiles(layer, gpu))
+    """Cycles of one SM for an image of a large batch, with the best tile for that.
+
+    Statistics do not count: they must not decide which kernel adds up the sums.
+    """
+    return min(tile.image_cycles for tile in _tiles(without_statistics(layer), gpu))
+
+
+def without_statistics(layer: Layer) -> Layer:
+    """The layer of a pass that does not leave statistics."""
+    return replace(layer, operands=replace(layer.operands, statistics=False))
 
 
 @lru_cache(maxsize=64)
