@@ -87,8 +87,8 @@ class Costs:
 
 
 COSTS = Costs(54.6, 0.64, 18.1, 11000.0, 1500.0, 25.0)
-# Fitted to 437 measured tiles of 70 pointwise layers. These estimates are off by 12 %, and what they
-# choose is 2 % slower than the best measured tile.
+# Fitted to 437 measured tiles of 70 pointwise layers. These estimates are off by 12 %, and what
+# they choose is 2 % slower than the best measured tile.
 POINTWISE_COSTS = Costs(46.2, 0.3, 11.6, 7400.0, 2160.0, 24.5)
 
 
