@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 from pathlib import Path
-from typing import NamedTuple
 
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
@@ -263,7 +262,8 @@ class Declined(Exception):
     """
 
 
-class Region(NamedTuple):
+@dataclass(frozen=True)
+class Region:
     """A part of the workspace that launches take as a tensor: its name, and where it begins.
 
     ``offset`` is a multiple of :data:`REGION_ALIGNMENT`. Regions follow the rest of the workspace,
