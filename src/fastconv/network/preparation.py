@@ -319,7 +319,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.needs: Needs = Counter()
-        self._convolution: cuda.Need | None = None  # the latest forward pass
+        self._latest: cuda.Need | None = None  # the latest forward pass
         self._shares = 0  # of statistics that the convolution before leaves
 
     def __enter__(self) -> _Recorder:
@@ -333,7 +333,7 @@ class _Recorder(TorchDispatchMode):
 
     def _note_block(self) -> None:
         """Has the latest convolution leave statistics, as blocks ask it to."""
-        plain, self._convolution = self._convolution, None
+        plain, self._latest = self._latest, None
         if plain is None or plain.dtype not in left_statistics.TYPES:
             return
         self.needs[plain] -= 1
@@ -366,7 +366,7 @@ class _Recorder(TorchDispatchMode):
         result = operator.describe(operator.check, *args, **kwargs)
         need = devices.need(operator, result, args) if is_gpu(result.device) else None
         if operator is OPERATORS["forward"]:
-            self._convolution = need
+            self._latest = need
         if need is not None:
             self.needs[need] += 1
 

@@ -179,7 +179,7 @@ def _need(operator: Operator, result: Result, given: Arguments) -> cuda.Need | N
     return devices.need(operator, result, given, planner.of_process())
 
 
-def _entry(operator: Operator, result: Result, given: Arguments, statistics: bool) -> Entry:
+def _entry(operator: Operator, result: Result, given: Arguments, statistics: bool = False) -> Entry:
     entry = _without_launches(result, given)
     need = _need(operator, result, given) if result.device.type == "cuda" else None
     if need is None:
