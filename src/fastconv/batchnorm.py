@@ -4,6 +4,7 @@
 # cannot pickle them as strings.
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,13 +14,14 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fastconv import _precision, native
 from fastconv._precision import Precision
+from fastconv.backends import left_statistics
 from fastconv.backends.batchnorm.formulas import scale_and_shift, sum_type
 from fastconv.backends.epilogue import applied
 from fastconv.functional import conv1d, conv2d, conv3d, raise_unfit
 from fastconv.geometry import Activation, IntOrPair, LayerPadding, PaddingLike, activation_of
 from fastconv.layers import PaddingMode
 from fastconv.modules import Conv1d, Conv2d, Conv3d
-from fastconv.ops import batchnorm_schema
+from fastconv.ops import batchnorm_schema, hooks
 from fastconv.problem import Epilogue
 
 
@@ -207,13 +209,17 @@ def conv_bn_act(
     if input.dim() != weight.dim():
         raise ValueError(f"expected {weight.dim()}D input (got {input.dim()}D input)")
     if training:
-        output = convolution(
-            input, weight, bias, stride, padding, dilation, groups, precision=precision
-        )
-        return batch_norm_act(
-            output, running_mean, running_var, norm_weight, norm_bias, training, momentum, eps,
-            activation=activation, residual=residual, num_batches_tracked=num_batches_tracked,
-        )  # fmt: skip
+        compiling = torch.compiler.is_compiling()
+        with nullcontext() if compiling else left_statistics.asked():
+            output = convolution(
+                input, weight, bias, stride, padding, dilation, groups, precision=precision
+            )
+            if not compiling:
+                hooks.block_convolved()
+            return batch_norm_act(
+                output, running_mean, running_var, norm_weight, norm_bias, training, momentum, eps,
+                activation=activation, residual=residual, num_batches_tracked=num_batches_tracked,
+            )  # fmt: skip
     if running_mean is None or running_var is None:
         name = "running_mean" if running_mean is None else "running_var"
         raise RuntimeError(f"{name} must be defined in evaluation mode")

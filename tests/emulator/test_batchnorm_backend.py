@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchnorm_cases import EPS, Case, Tensors, check_close, reference
 from emulator.driver import run
-from fastconv.backends import cuda
+from fastconv.backends import cuda, left_statistics
 from fastconv.backends.batchnorm import launches
 from fastconv.backends.causal import launches as causal
 from fastconv.backends.causal.taps import Inputs
@@ -30,8 +30,9 @@ class Emulated(NamedTuple):
     plan: Plan
     names: tuple[str, ...]
 
-    def run(self, *tensors: Tensor | None) -> None:
-        scratch = torch.full((max(4, self.plan.scratch_bytes) // 4,), torch.nan)
+    def run(self, *tensors: Tensor | None, scratch: Tensor | None = None) -> None:
+        if scratch is None:
+            scratch = torch.full((max(4, self.plan.scratch_bytes) // 4,), torch.nan)
         named = dict(zip(self.names, (*tensors, scratch), strict=True))
         run(self.plan.launches, {name: one for name, one in named.items() if one is not None})
 
@@ -161,3 +162,39 @@ def test_averages_of_all_batches_wait_for_nothing() -> None:
     reference(exact, "identity", momentum=0.25)
     check_close(tensors.running_mean, exact.running_mean, case.dtype, "running mean")
     assert launches.ready.cache_info().currsize == 1
+
+
+def test_statistics_that_a_convolution_has_left() -> None:
+    """A normalization takes those of its own input, once, and only within a block."""
+    case = Case(6, 8, (4, 4), torch.bfloat16, channels_last=True)
+    tensors = Tensors.random(case)
+    rows = torch.stack(tensors.x.split(3)).double().movedim(2, 1).flatten(2)
+    mean, count = rows.mean(2), rows.shape[2]
+    own = [mean, rows.var(2, correction=0) * count, torch.full_like(mean, count)]
+
+    def normalized() -> list[Tensor]:
+        running = [torch.zeros(8), torch.ones(8)]
+        made = batchnorm._forward_cuda(
+            tensors.x, None, tensors.weight, tensors.bias, *running, None, True, 0.1, EPS,
+            "identity", 0.0,
+        )  # fmt: skip
+        return [*made, *running]
+
+    expected = normalized()
+    with left_statistics.asked():
+        left = left_statistics.new(2, tensors.x, 8)
+        assert left is not None
+        left.copy_(torch.stack(own, 1))
+        found = normalized()
+        assert left_statistics.take(tensors.x) is None
+        for one, other in zip(found, expected, strict=True):
+            check_close(one, other, case.dtype, "result")
+        other_left = left_statistics.new(2, tensors.x, 8)
+        assert other_left is not None
+        other_left.copy_(2 * torch.stack(own, 1))
+        assert not torch.allclose(normalized()[1], expected[1])
+        left_statistics.new(2, torch.empty(4), 8)
+        assert all(map(torch.equal, normalized(), expected))
+        left_statistics.new(2, tensors.x, 8)
+    assert all(map(torch.equal, normalized(), expected))
+    assert not left_statistics.are_asked(torch.bfloat16)

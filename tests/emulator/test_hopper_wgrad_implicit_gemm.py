@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from random import Random
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -48,22 +50,28 @@ def _mirrored() -> Planner:
 mirrored = _mirrored()
 
 
+def _flushing_after(mmas: int | None) -> AbstractContextManager[Any]:
+    """The context in which accumulators are flushed after so many MMAs; as usual without."""
+    given = {} if mmas is None else dict.fromkeys(tiles.FLUSH_MMAS, mmas)
+    return mock.patch.dict(tiles.FLUSH_MMAS, given)
+
+
 def with_tile(
     *wanted: int,
     grid: int,
-    mmas: int = tiles.FLUSH_MMAS,
+    mmas: int | None = None,
     teams: tuple[int, int] | None = None,
 ) -> Planner:
     """A planner for a tile with the ``wanted`` sizes.
 
     These are row groups, column groups, columns of an MMA and positions of a step. ``grid`` blocks
-    share the steps, and flush their accumulators after ``mmas`` MMAs. If ``teams`` is given,
-    it is the number of producer teams and the warps of each.
+    share the steps, and flush their accumulators after ``mmas`` MMAs, or as usual. If ``teams`` is
+    given, it is the number of producer teams and the warps of each.
     """
 
     def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         tile = _tile(wanted, problem, operands, gpu, teams)
-        with mock.patch.object(tiles, "FLUSH_MMAS", mmas):
+        with _flushing_after(mmas):
             return wgrad_implicit_gemm.plan(replace(tile, grid=grid), gpu)
 
     return weight_grad
@@ -365,7 +373,7 @@ def test_clusters_that_cannot_be() -> None:
     few = tile(ONE_PIXEL, (1, 1), 64, 32)  # 3 steps
     assert few.in_clusters(2) is not None
     assert few.in_clusters(4) is None
-    with mock.patch.object(tiles, "FLUSH_MMAS", 2):
+    with _flushing_after(2):
         assert few.in_clusters(2) is None
     wide = tile(Conv("large", (8, 256, 16, 16), (256, 256, 1, 1)), (2, 1), 256, 64)
     assert wide.in_clusters(2) is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,10 @@ import fastconv
 from batchnorm_cases import Case, Tensors, check_close, random_cases, reference
 from causal_cases import ROUNDINGS
 from fastconv import native
+from fastconv.backends import cuda
 from fastconv.batchnorm import conv_of_bn_act
+from fastconv.kernels import planner
+from fastconv.problem import Problem
 from gpu.helpers import CUDA
 
 LAYERS = [
@@ -169,6 +174,51 @@ def test_both_host_paths_give_the_same_bits(
     for one, other in zip(found, _trained(dtype, autocast, last), strict=True):
         assert torch.equal(one, other)
         assert one.stride() == other.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("images", "weight", "stride"),
+    [
+        ((64, 64, 56, 56), (256, 64, 1, 1), 1),
+        ((37, 64, 55, 57), (128, 64, 3, 3), 1),
+        ((64, 1024, 14, 14), (2048, 1024, 1, 1), 2),
+        ((3, 40, 5, 7), (72, 40, 3, 3), 1),
+        ((70, 128, 1, 1), (64, 128, 1, 1), 1),
+    ],
+    ids=str,
+)
+def test_statistics_that_convolutions_leave(
+    images: tuple[int, ...], weight: tuple[int, ...], stride: int, dtype: torch.dtype
+) -> None:
+    """They are those of the stored outputs, whose channels differ in size by up to 2^12."""
+    native.settle()
+    if native.conv_bn_act is None:
+        pytest.skip(f"the host path is {native.describe()}")
+    torch.manual_seed(0)
+    last, channels = torch.channels_last, weight[0]
+    x = torch.randn(images, device=CUDA).to(dtype, memory_format=last)
+    sizes = 2.0 ** (torch.arange(channels, device=CUDA) % 13 - 6) / math.prod(weight[1:]) ** 0.5
+    kernel = torch.randn(weight, device=CUDA) * sizes.view(-1, 1, 1, 1)
+    kernel, bias = kernel.to(dtype, memory_format=last), torch.randn(channels).to(CUDA, dtype)
+    padding = weight[-1] // 2
+    stored = fastconv.conv2d(x, kernel, bias, stride, padding)
+    problem = Problem.of(images, weight, (stride,) * 2, (padding,) * 4, (1, 1), 1)
+    need = cuda.need(planner.forward, problem, x, kernel, stored, None, bias=bias)
+    assert need is not None
+    assert cuda.planned(need._replace(statistics=True)).shares > 0
+    exact = stored.double().movedim(1, 0).flatten(1)
+    deviation = exact.std(1)
+    results = []
+    for _ in range(2):
+        mean, var = torch.zeros(2, channels, device=CUDA)
+        y = fastconv.conv_bn_act(
+            x, kernel, bias, mean, var, None, None, stride, padding, training=True, momentum=1.0
+        )
+        assert ((mean - exact.mean(1)).abs() <= 1e-6 * (exact.mean(1).abs() + deviation)).all()
+        torch.testing.assert_close(var.double(), deviation**2, rtol=1e-4, atol=0)
+        results.append([y, mean, var])
+    assert all(map(torch.equal, *results))
 
 
 def test_graphed_callables() -> None:

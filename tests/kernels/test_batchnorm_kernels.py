@@ -13,8 +13,12 @@ from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.batchnorm import plan
 from fastconv.kernels.batchnorm.plan import CURVED, END, Normalization, Statistics
-from fastconv.kernels.family import Gpu, Plan
+from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
+from fastconv.kernels.hopper.block import most_registers
+from fastconv.kernels.hopper.implicit_gemm_nhwc import plan as implicit_gemm_nhwc
+from fastconv.kernels.hopper.implicit_gemm_nhwc.tiles import tiles_of
+from fastconv.problem import Problem
 
 SCALARS = {"float": 4, "double": 8, "fastconv::float16": 2, "fastconv::bfloat16": 2}
 STATISTICS = Statistics(1e-5, 0.1, "float")
@@ -198,6 +202,26 @@ def test_kernels_compile(arch: str) -> None:
                 # Numbers that are needed once for a block, not those of the loop over rows.
                 curved = norm.activation in CURVED
                 assert (compiled.spill_bytes or 0) <= (64 if curved else 48), launch.kernel
+
+
+@pytest.mark.parametrize(
+    "tile", [(3, 128, 1), (1, 128, 3), (3, 64, 2), (2, 192, 1), (1, 256, 1)], ids=str
+)
+def test_convolutions_that_leave_statistics_do_not_spill(tile: tuple[int, int, int]) -> None:
+    """Their sums stay in registers from tile to tile; these tiles have hardly any others."""
+    operands = Operands(
+        "fastconv::bfloat16", 2, True, True, (1152, 1, 384, 128), True, statistics=True
+    )
+    problem = Problem.of((64, 128, 28, 28), (512, 128, 3, 3), (1, 1), (1,) * 4, (1, 1), 1)
+    layer = implicit_gemm_nhwc.layer_of(problem, operands, H200, transposed=False)
+    (chosen,) = (
+        one for one in tiles_of(layer, H200) if (one.consumers, one.columns, one.blocks) == tile
+    )
+    (launch,) = implicit_gemm_nhwc.plan(chosen, H200).launches
+    compiled = nvrtc.compiled(launch.kernel, "sm_90a")
+    assert compiled.spill_bytes == 0
+    assert compiled.registers is not None
+    assert compiled.registers <= most_registers(chosen.blocks, chosen.threads)
 
 
 def test_partial_sums_of_every_share_are_merged() -> None:

@@ -18,7 +18,7 @@ from fastconv.jit import cache, trust
 from fastconv.kernels import planner, plans, tuned
 from fastconv.kernels.family import Im2colMap, Plan, TensorMap
 from fastconv.kernels.gpus import H200, named
-from fastconv.kernels.planner import EVERY, Switch
+from fastconv.kernels.planner import EVERY, Pass, Switch
 from fastconv.kernels.plans import find_or_make  # which other tests do without
 from fastconv.problem import Problem
 
@@ -146,3 +146,28 @@ def test_every_kind_of_plan_is_read_as_it_was(architecture: str) -> None:
                 classes.update(map(type, launch.arguments))
     maps = {TensorMap, Im2colMap} if architecture == "sm_90a" else set()
     assert classes == {str, int} | maps
+
+
+POINTWISE = Problem.of((64, 1008, 7, 7), (1008, 1008, 1, 1), (1, 1), (0, 0, 0, 0), (1, 1), 1)
+NINE_TAPS = Problem.of((64, 256, 14, 14), (256, 256, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1)
+
+
+@pytest.mark.parametrize(
+    ("one", "problem"),
+    [
+        (planner.forward, POINTWISE),
+        (planner.input_grad, POINTWISE),
+        (planner.weight_grad, NINE_TAPS),
+    ],
+    ids=["forward", "input_grad", "weight_grad"],
+)
+def test_regions_are_read_as_they_were(one: Pass, problem: Problem) -> None:
+    """Contiguous tensors in 16 bits have channels-last copies in regions of the workspace."""
+    strides = torch.empty(problem.weight_shape, device="meta").stride()
+    operands = operands_of(torch.bfloat16, False, False, strides, True, "ieee")
+    plan = one(problem, operands, named("sm_90a"), EVERY)
+    again = plans.decode(plans.encode(plan))
+    assert again == plan
+    names = [region.name for region in plan.regions]
+    assert len(names) == 2
+    assert again.offsets(names) == plan.offsets(names)

@@ -22,7 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastconv
 from fastconv import native
 from fastconv.batchnorm import bn_act, conv_of_bn_act
-from fastconv.ops.entries import NormEntry, make_entry
+from fastconv.ops import batchnorm_schema
+from fastconv.ops.entries import WITH_STATISTICS, NormEntry, make_entry
 from native.driver import Driver, Trouble
 from native.helpers import Host, noted_warnings
 
@@ -117,7 +118,8 @@ class TestResults:
     def test_sequences_and_volumes(self, host: Host, axes: int, last: bool) -> None:
         check_same(lambda operands: operands.block(), torch.float32, last, axes)
         check_same(lambda operands: operands.block(residual=None), torch.bfloat16, last, axes)
-        assert host.operators == ["forward", FORWARD, BACKWARD, "input_grad", "weight_grad"] * 2
+        others = [FORWARD, BACKWARD, "input_grad", "weight_grad"]
+        assert host.operators == ["forward", *others, WITH_STATISTICS, *others]
 
     @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -160,7 +162,7 @@ class TestResults:
                 return operands.block()
 
         check_same(block, torch.float32, last)
-        assert host.operators == ["forward", FORWARD, BACKWARD, "input_grad", "weight_grad"]
+        assert host.operators == [WITH_STATISTICS, FORWARD, BACKWARD, "input_grad", "weight_grad"]
 
         def norm(operands: Operands) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16):
@@ -726,3 +728,90 @@ class TestLaunches:
             for _ in range(2):
                 operands.norm(**form)
             assert len(host.asked) == 2 + number
+
+
+class TestStatistics:
+    """A convolution in 16 bits leaves statistics, and the normalization takes them."""
+
+    SHARES = 5
+
+    @pytest.fixture(autouse=True)
+    def _launched(self, host: Host, driver: Driver) -> None:
+        self.driver, self.shares = driver, self.SHARES
+        driver.signatures = {0xF0: "p" * 9, 0xF1: "p" * 11}
+
+        def answer(name: str, *args: Any) -> Any:
+            entry = make_entry(name, *args)
+            is_norm = isinstance(entry, NormEntry)
+            if name not in (WITH_STATISTICS, FORWARD):
+                return entry
+            tensors = tuple(("tensor", number) for number in range(11 if is_norm else 9))
+            launch = (0xF0 + is_norm, (5, 6, 7), 64, 0, False, tensors)
+            entry = entry._replace(launches=[launch], fill=None, trouble=lambda *_: None)
+            return entry if is_norm else entry._replace(cpu_plan=None, shares=self.shares)
+
+        host.answer = answer
+
+    def _launches(self) -> tuple[list[int], list[int]]:
+        (*_, conv), (*_, norm) = self.driver.launched
+        self.driver.launched.clear()
+        return conv, norm
+
+    @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "no grad"])
+    @pytest.mark.parametrize("axes", [1, 2, 3])
+    def test_normalizations_take_what_convolutions_leave(
+        self, host: Host, axes: int, recorded: bool
+    ) -> None:
+        operands = Operands(torch.bfloat16, True, axes)
+        with torch.set_grad_enabled(recorded):
+            operands.block()
+        conv, norm = self._launches()
+        output, statistics = conv[4], conv[8]
+        assert norm[0] == output
+        assert norm[10] == statistics
+        assert statistics
+        (*_, shares) = host.asked[1]
+        assert host.operators == [WITH_STATISTICS, FORWARD]
+        assert shares == self.SHARES
+
+    def test_convolutions_that_leave_none(self, host: Host) -> None:
+        self.shares = 0
+        operands = Operands(torch.float16)
+        operands.block()
+        conv, norm = self._launches()
+        assert conv[8] == norm[10] == 0  # this entry's workspace has no bytes either
+        assert host.operators == [WITH_STATISTICS, FORWARD]
+        assert len(host.asked[1]) == 1 + len(batchnorm_schema.Arguments._fields)
+
+    def test_they_belong_to_a_form(self, host: Host) -> None:
+        """Other calls of the convolution and of the normalization have entries of their own."""
+        operands = Operands(torch.bfloat16)
+        input, weight, bias, *_ = operands.leaves
+        for _ in range(2):
+            operands.block(residual=None)
+        assert host.operators == [WITH_STATISTICS, FORWARD]
+        fastconv.conv2d(input, weight, bias)
+        operands.norm(residual=None, activation="relu")
+        assert host.operators[2:] == ["forward", FORWARD]
+
+    def test_only_in_16_bits(self, host: Host) -> None:
+        Operands(torch.float32).block()
+        assert host.operators == ["forward", FORWARD]
+
+    def test_under_autocast(self, host: Host) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            Operands(torch.float32).block()
+        assert host.operators == [WITH_STATISTICS, FORWARD]
+
+    def test_forms_are_recorded_without(self, host: Host) -> None:
+        """Bundles have the operator, which the block's convolution is an instance of."""
+        seen: list[tuple[Any, ...]] = []
+        host.module.record_forms(lambda *form: seen.append(form))
+        try:
+            operands = Operands(torch.bfloat16)
+            operands.block()
+            fastconv.conv2d(*(one.detach() for one in operands.leaves[:3]))
+        finally:
+            host.module.record_forms(None)
+        assert [name for _, name, *_ in seen] == ["forward", FORWARD, "forward"]
+        assert seen[0][0] == seen[2][0]

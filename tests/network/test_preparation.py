@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch._subclasses import FakeTensorMode
 
 import fastconv
 from conftest import Loads
+from fastconv import native
 from fastconv.backends import cuda
+from fastconv.backends.batchnorm import launches
 from fastconv.jit import pool
 from fastconv.kernels import planner
 from fastconv.kernels.family import Operands
@@ -159,6 +162,58 @@ def test_autocast_and_memory_format(loads: Loads) -> None:
     assert {one.dtype for one in found.passes} == {torch.bfloat16}
     kernels = [dict(kernel.constants) for kernel in loads if kernel.entry != "pack"]
     assert {constants["Scalar"] for constants in kernels} == {"fastconv::bfloat16"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_convolutions_of_blocks(loads: Loads, dtype: torch.dtype) -> None:
+    """They leave statistics in 16 bits, which normalizations take."""
+    block = fastconv.ConvBNAct2d(64, 128, 1, dtype=dtype)
+    alone = fastconv.Conv2d(64, 128, 1, dtype=dtype)
+    block, alone = (one.to(memory_format=torch.channels_last) for one in (block, alone))
+
+    def network(x: Tensor) -> Tensor:
+        y = block(x)
+        return fastconv.batch_norm_act(alone(x), None, None, training=True) + y
+
+    input = torch.empty(8, 64, 40, 40, dtype=dtype).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        asked = needs_of(network, (input,), {})
+    convolutions = [need for need in asked if isinstance(need, cuda.Need)]
+    shares = [need.of.shares for need in asked if isinstance(need, launches.Need)]
+    if dtype == torch.bfloat16:
+        assert sorted(need.statistics for need in convolutions) == [False, True]
+        (given,) = (need for need in convolutions if need.statistics)
+        assert shares == [cuda.planned(given).shares, 0]
+        assert shares[0] > 0
+    else:
+        assert [need.statistics for need in convolutions] == [False]
+        assert shares == [0, 0]
+    fastconv.prepare(network, input)
+    before = cuda._ready.cache_info().misses
+    for need in convolutions:
+        cuda.ready(need)
+    assert cuda._ready.cache_info().misses == before
+
+
+@pytest.mark.parametrize("host", [True, False], ids=["native", "Python"])
+def test_blocks_on_both_host_paths(
+    host: bool, loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They ask for the same, also where one family is forced, which no native call serves."""
+    block = fastconv.ConvBNAct2d(64, 128, 1, dtype=torch.bfloat16)
+    block = block.to(memory_format=torch.channels_last)
+    input = torch.empty(8, 64, 40, 40, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    for name in ("conv2d", "batch_norm_act", "conv_bn_act"):
+        if not host:
+            monkeypatch.setattr(native, name, None)
+    for context in (nullcontext(), planner.only("hopper")):
+        with torch.no_grad(), context:
+            asked = needs_of(block, (input,), {})
+        (convolution,) = (need for need in asked if isinstance(need, cuda.Need))
+        (shares,) = (need.of.shares for need in asked if isinstance(need, launches.Need))
+        assert convolution.statistics
+        assert shares == cuda.planned(convolution).shares > 0
+    fastconv.prepare(block, input)
 
 
 def test_epilogues(loads: Loads) -> None:

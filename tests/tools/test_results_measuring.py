@@ -337,7 +337,7 @@ def test_networks_that_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     others.measure_networks(job, tmp_path, CPU, time.monotonic() + 1000)
     expected = [f"resnet50 {mode} bfloat16 autocast nhwc" for mode in networks.MODES]
     assert [label for label, (compile, _) in measured.items() if compile] == expected
-    assert len(measured) == len(checked) == 28
+    assert len(measured) == len(checked) == 44
     for seconds, (compile, effort) in zip(checked, measured.values(), strict=True):
         assert (seconds, effort) == ((240.0, 3.0) if compile else (50.0, 1.0))
 

@@ -47,9 +47,11 @@ FOUNDING_MODES = {
     ("bfloat16", "nhwc"): "bfloat16 NHWC",
 }  # fmt: skip
 NETWORK_NAMES = {
-    "resnet50": "ResNet-50", "convnext_tiny": "ConvNeXt-T", "efficientnet_b0": "EfficientNet-B0",
-    "inception_v3": "Inception-v3", "deeplabv3_resnet50": "DeepLabV3 with ResNet-50",
-    "vgg16": "VGG-16", "unet": "U-Net",
+    "resnet18": "ResNet-18", "resnet50": "ResNet-50", "resnext50_32x4d": "ResNeXt-50 32x4d",
+    "convnext_tiny": "ConvNeXt-T", "mobilenet_v2": "MobileNet-v2",
+    "efficientnet_b0": "EfficientNet-B0", "inception_v3": "Inception-v3",
+    "deeplabv3_resnet50": "DeepLabV3 with ResNet-50", "vgg16": "VGG-16",
+    "vgg16_bn": "VGG-16 with BatchNorm", "unet": "U-Net", "r3d_18": "R3D-18", "unet3d": "3-D U-Net",
 }  # fmt: skip
 MODE_NAMES = {"float32 tf32": "TF32", "float32 ieee": "ieee", "bfloat16": "bfloat16"}
 DTYPE_NAMES = {"float32": "TF32", "bfloat16": "bfloat16"}

@@ -23,6 +23,8 @@ from results.catalogue import Job
 from results.keeping import Keeper, Plain, attempt, read_plain
 from results.sources import ROOT
 
+NETWORKS = tuple(dict.fromkeys(("resnet50", "r3d_18", "unet3d", *networks.NETWORKS)))
+TRAINED = ("resnet18", "resnext50_32x4d", "mobilenet_v2", "vgg16_bn")  # measured in training alone
 NETWORK_EFFORT = Effort(3, 1.0)
 NETWORK_SECONDS = 50.0  # The slowest: DeepLabV3's training in TF32, mostly cuDNN's search.
 COMPILED = ("resnet50",)  # networks that are also measured after torch.compile, in bfloat16
@@ -43,7 +45,7 @@ VERIFY_START_SECONDS = 30.0  # to start the processes, and to end the last trial
 def measure_networks(job: Job, folder: Path, device: torch.device, deadline: float) -> None:
     """Measures whole networks, training before inference."""
     contestants.settle(device)
-    every = networks.cases(networks.NETWORKS)
+    every = [*networks.cases(NETWORKS), *networks.cases(TRAINED, [networks.TRAINING])]
     words = (
         f"{NETWORK_EFFORT.repeats} samples a round, at most {NETWORK_EFFORT.seconds} s a row "
         f"({COMPILED_EFFORT.seconds} s with compiled networks)"

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from fastconv import _precision, native
+from fastconv.backends import left_statistics
 from fastconv.backends.epilogue import add_epilogue, applied_to_bias
 from fastconv.backends.flat import Flat, flattened
 from fastconv.jit import launch, loading, pool
@@ -69,7 +70,13 @@ def forward(
             planner.forward, problem, input, out, weight, precision,
             residual=residual, epilogue=epilogue, bias=bias,
         )  # fmt: skip
-        ready(asked).run(input, weight, bias, residual, out)
+        given = (input, weight, bias, residual, out)
+        if left_statistics.are_asked(asked.dtype):
+            made = ready(asked._replace(statistics=True))
+            left = left_statistics.new(made.shares, out, problem.out_channels)
+            made.run(*given, behind=(0 if left is None else left.data_ptr(),))
+        else:
+            ready(asked).run(*given)
 
 
 def input_grad(
@@ -178,6 +185,7 @@ class Need(NamedTuple):
     aligned_bias: bool
     device: int  # the GPU's index
     switch: Switch
+    statistics: bool = False  # see Operands; launches have one more tensor, STATISTICS
 
 
 def need(
@@ -278,6 +286,7 @@ REGIONS = 2
 CONV_TENSORS = (
     "input", "weight", "bias", "residual", "output", "scratch", "input_copy", "output_copy"
 )  # fmt: skip
+STATISTICS = "statistics"
 TENSORS: dict[Pass, tuple[str, ...]] = {
     planner.forward: CONV_TENSORS,
     planner.input_grad: CONV_TENSORS,
@@ -296,17 +305,24 @@ class Ready(NamedTuple):
     packs: int  # see Plan.packs
     # Where regions of the workspace begin; nothing for launches that name none.
     regions: tuple[int, int] | tuple[()] = ()
+    shares: int = 0  # see Plan.shares
 
-    def run(self, *tensors: Tensor | None) -> None:
-        """Launches the kernels; tensors are in the order of the pass's names for them."""
+    def run(
+        self,
+        *tensors: Tensor | None,
+        scratch: Tensor | None = None,
+        behind: tuple[int, ...] = (),
+    ) -> None:
+        """Launches the kernels; tensors are in the order of the pass's names for them.
+
+        The workspace is a new one, unless it is given. Addresses ``behind`` it come last.
+        """
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        if self.scratch_bytes == 0:
-            self.launches.run(*addresses, 0, *self.regions)
-            return
-        device = tensors[0].device  # type: ignore[union-attr]  # the first is never absent
-        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
-        at = scratch.data_ptr()
-        self.launches.run(*addresses, at, *(at + offset for offset in self.regions))
+        if scratch is None and self.scratch_bytes:
+            device = tensors[0].device  # type: ignore[union-attr]  # the first is never absent
+            scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
+        at = 0 if scratch is None else scratch.data_ptr()
+        self.launches.run(*addresses, at, *(at + offset for offset in self.regions), *behind)
 
 
 def _need(
@@ -388,11 +404,13 @@ def _ready(need: Need) -> Ready:
         plan = pool.claim(need) or planned(need)
     device = torch.device("cuda", need.device)
     names = TENSORS[need.plan]
-    prepared = launch.load_launches(plan.launches, device, names)
+    given = (*names, STATISTICS) if need.statistics else names
+    prepared = launch.load_launches(plan.launches, device, given)
     _note_made(need)
     _latest.need = None if need.plan is planner.weight_grad else need
     first, second = plan.offsets(names[-REGIONS:])
-    return Ready(prepared, plan.scratch_bytes, plan.family, plan.packs, (first, second))
+    regions = (first, second)
+    return Ready(prepared, plan.scratch_bytes, plan.family, plan.packs, regions, plan.shares)
 
 
 before_layer: Callable[[Need], None] | None = None
@@ -463,7 +481,7 @@ def planned(need: Need, on: Gpu | None = None) -> Plan:
 
 def operands_for(need: Need) -> Operands:
     """Returns what the planner of a pass has to know of the tensors."""
-    return operands_of(
+    operands = operands_of(
         need.dtype,
         need.input_channels_last,
         need.output_channels_last,
@@ -474,6 +492,7 @@ def operands_for(need: Need) -> Operands:
         need.epilogue,
         need.aligned_bias,
     )
+    return replace(operands, statistics=need.statistics)
 
 
 def _check_sizes(problem: Problem) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 from pathlib import Path
-from typing import NamedTuple
 
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
@@ -17,7 +16,11 @@ FOLDER = Path(__file__).parent
 
 Constant = int | bool | str
 
-RESIDUAL = "#define FASTCONV_RESIDUAL\n"
+PARAMETERS = {
+    "residual": "#define FASTCONV_RESIDUAL\n",
+    "statistics": "#define FASTCONV_STATISTICS\n",
+}
+"""The constants that are also parameters of a function, and the macros that say so."""
 
 MOST_ROUNDS = 32
 """The most rounds in which a weight gradient's tiles pass through the workspace.
@@ -32,8 +35,9 @@ class Kernel:
 
     ``source`` is a file below :data:`FOLDER`, ``entry`` an ``extern "C" __global__`` function in
     it. The file reads its constants from a struct ``Config``: ints and bools are static constexpr
-    members of it, strings are member types. A ``residual`` is also a parameter of the function, so
-    there is a preprocessor macro for it (``device/epilogue.cuh``).
+    members of it, strings are member types. A ``residual`` is also a parameter of the function, and
+    so are ``statistics``: there are preprocessor macros for them (``device/epilogue.cuh``,
+    ``hopper/implicit_gemm_nhwc/statistics.cuh``).
     """
 
     source: str
@@ -46,8 +50,9 @@ class Kernel:
         members = "\n".join(f"  {_member(name, value)}" for name, value in self.constants)
         names = {name for name, _ in self.constants}
         types = "epilogue" if "activation" in names else "scalar"
+        macros = "".join(macro for name, macro in PARAMETERS.items() if name in names)
         return (
-            f"{RESIDUAL if 'residual' in names else ''}"
+            f"{macros}"
             f'#include "device/{types}.cuh"\n'
             f"struct Config {{\n{members}\n}};\n"
             f'#include "{self.source}"\n'
@@ -257,7 +262,8 @@ class Declined(Exception):
     """
 
 
-class Region(NamedTuple):
+@dataclass(frozen=True)
+class Region:
     """A part of the workspace that launches take as a tensor: its name, and where it begins.
 
     ``offset`` is a multiple of :data:`REGION_ALIGNMENT`. Regions follow the rest of the workspace,
@@ -290,6 +296,7 @@ class Plan:
     packs: int = 0  # the first launches, which pack the weight into a workspace that others read
     cycles: float = 0.0  # the estimated time of all launches, 0 where there is no estimate
     regions: tuple[Region, ...] = ()
+    shares: int = 0  # how many shares of statistics the launches leave: see Operands.statistics
 
     def offsets(self, names: Iterable[str]) -> tuple[int, ...]:
         """Where the regions of these names begin in the workspace; 0 for those it does not have."""
@@ -340,6 +347,11 @@ class Operands:
     forward pass, or an input gradient that is a transposed convolution, does to its accumulators
     before it stores them; a residual is a tensor of that name, which has the output's layout and
     shares no memory with it.
+
+    With ``statistics``, a forward pass also leaves what batch normalization needs of its output, if
+    its kernel can: see ``Plan.shares``. Then there is a tensor ``statistics`` of float32, of
+    ``[share][mean, squared deviations, count][channel]``, for the shares of the output's positions
+    that blocks have. The output has the same bits.
     """
 
     scalar: str  # name of the element type in device code
@@ -352,6 +364,7 @@ class Operands:
     bias_grad: bool = False
     epilogue: Epilogue = NO_EPILOGUE
     aligned_bias: bool = True
+    statistics: bool = False
 
     @property
     def residuals(self) -> tuple[str, ...]:

@@ -24,13 +24,14 @@ from fastconv.kernels.family import (
     Launch,
     Operands,
     Plan,
+    Region,
     TensorMap,
 )
 from fastconv.kernels.planner import Pass, Switch
 from fastconv.problem import Problem
 
-_FORMAT = (1, 0)
-_CLASSES = {one.__name__: one for one in (Plan, Launch, Kernel, TensorMap, Im2colMap)}
+_FORMAT = (1, 1)
+_CLASSES = {one.__name__: one for one in (Plan, Launch, Kernel, Region, TensorMap, Im2colMap)}
 _CLASS = "class"
 
 
@@ -65,6 +66,7 @@ def decode(encoded: bytes) -> Plan | None:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
+        assert type(value) is tuple, f"{type(value).__name__} would be read as a plain tuple"
         return [_plain(one) for one in value]
     if type(value).__name__ not in _CLASSES:
         return value

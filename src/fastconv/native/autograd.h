@@ -162,15 +162,17 @@ inline Tensor with_row(const Tensor& tensor) {
 }
 
 // Computes a call below autograd.
-inline Tensor computed(const Call& call) {
-  if (!call.sequences) return run(call).first;
+inline Results computed(const Call& call) {
+  if (!call.sequences) return run(call);
   const at::AutoDispatchBelowADInplaceOrView below;  // to autograd, the output is no view
   Call images = call;
   images.sequences = false;
   for (Tensor* tensor : {&images.first, &images.second, &images.residual}) {
     *tensor = with_row(*tensor);
   }
-  return run(images).first.squeeze(2);
+  Results results = run(images);
+  results.first = results.first.squeeze(2);
+  return results;
 }
 
 // --- Nodes ---------------------------------------------------------------------------------------
@@ -284,7 +286,7 @@ Tensor record_by(const Call& call) {
   node.ctx_.set_materialize_grads(false);
   node.ctx_.saved_data["geometry"] = call.geometry.numbers();
   node.ctx_.save_for_backward({call.first, call.second});
-  Tensor output = computed(call);
+  Tensor output = computed(call).first;
   torch::autograd::set_history(output, pointer);
   node.output_info_.emplace_back(output);
   node.save_variables_to_ctx();
@@ -327,7 +329,7 @@ inline std::optional<Tensor> convolve(Call call) {
     if (call.residual.defined()) call.residual = call.residual.unsqueeze(0);
   }
   if (!recorded) call.frozen = store.period;
-  const Tensor output = recorded ? record(call) : computed(call);
+  const Tensor output = recorded ? record(call) : computed(call).first;
   return batched ? output : output.squeeze(0);
 }
 

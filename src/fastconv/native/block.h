@@ -287,6 +287,27 @@ inline Normalized record(const Norm& call) {
   return made;
 }
 
+// A convolution and the normalization of its output, computed.
+struct Block {
+  Tensor x;  // the convolution's output
+  Normalized norm;
+};
+
+// Types whose kernels may leave statistics of what they store.
+inline bool may_leave_statistics(at::ScalarType type) {
+  return type == at::kBFloat16 || type == at::kHalf;
+}
+
+// Computes a convolution, and the normalization of its output in training.
+inline Block run(Call conv, Norm norm) {
+  conv.statistics = may_leave_statistics(conv.first.scalar_type());
+  const Results left = computed(conv);
+  norm.x = left.first;
+  norm.shares = left.shares;
+  norm.statistics = left.statistics.get();
+  return {left.first, run(std::move(norm))};
+}
+
 // The normalization's x is the convolution's output. With `recomputes`, an input that is a
 // normalization's output is not saved, where it can be computed again.
 inline Tensor record(const Call& conv, const Norm& norm, bool recomputes) {
@@ -295,11 +316,9 @@ inline Tensor record(const Call& conv, const Norm& norm, bool recomputes) {
   for (const int64_t number : NormOptions::of(norm).numbers()) options.push_back(number);
   for (const int64_t number : Recipe::numbers(recipe)) options.push_back(number);
   const auto compute = [&] {
-    Norm call = norm;
-    call.x = computed(conv);
-    const Normalized made = run(call);
-    variable_list saved{conv.first, conv.second, call.x,      made.beside, call.weight,
-                        call.bias,  made.mean,   made.invstd, conv.third};
+    const auto [x, made] = run(conv, norm);
+    variable_list saved{conv.first, conv.second, x,           made.beside, norm.weight,
+                        norm.bias,  made.mean,   made.invstd, conv.third};
     if (recipe) recipe->save(saved);
     return std::pair(made.y, std::move(saved));
   };
@@ -358,8 +377,7 @@ inline std::optional<Tensor> convolve_and_normalize(Call conv, Norm norm, bool r
                                             norm.weight, norm.bias);
   if (recorded) return record(conv, norm, recomputes);
   conv.frozen = store.period;
-  norm.x = computed(conv);
-  return run(norm).y;
+  return run(std::move(conv), std::move(norm)).norm.y;
 }
 
 }  // namespace fastconv::host

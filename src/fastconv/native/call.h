@@ -114,8 +114,9 @@ struct Call {
   Axes size{};
   std::optional<at::MemoryFormat> format{};  // the memory format of a gradient
   bool bias_grad = false;                    // whether a weight gradient computes the bias's too
-  bool sequences = false;  // whether tensors have no rows: (N, C, L) instead of (N, C, 1, L)
-  int64_t frozen = 0;      // the store's period in which the packed weight may be cached, or 0
+  bool sequences = false;   // whether tensors have no rows: (N, C, L) instead of (N, C, 1, L)
+  bool statistics = false;  // whether a forward pass leaves those of its output, where it can
+  int64_t frozen = 0;       // the store's period in which the packed weight may be cached, or 0
   // Only passes with an epilogue have the members below.
   Tensor residual{};
   int64_t activation = kIdentity;

@@ -14,7 +14,7 @@
 namespace fastconv::host {
 
 constexpr size_t kMapBytes = 128;  // the size of a CUtensorMap
-constexpr size_t kTensors = 8;     // the most tensors of a convolution's pass, with workspace
+constexpr size_t kTensors = 9;     // the most tensors of a convolution's pass, with workspace
 
 struct Argument {
   enum { kTensor, kInteger, kMap } kind;
@@ -48,6 +48,7 @@ struct Entry : Launches {
   std::array<bool, 2> copied;        // which of the two tensors have to be made contiguous first
   std::array<int64_t, 2> regions{};  // where regions of the workspace, which are tensors, begin
   size_t packs;  // the first launches, which pack the weight into a workspace that the others read
+  int64_t shares = 0;  // of statistics that the launches leave: see Plan in kernels/family.py
   // Computes the call if it needs more than launches; otherwise empty. Arguments: the call, its
   // precision, the result, and the bias's gradient.
   std::function<void(const Call&, Precision, const Tensor&, const Tensor&)> fill;
@@ -100,6 +101,7 @@ inline Key key_of(const Call& call, Precision precision, bool portable = false) 
   append(key, call.first, portable);
   append(key, call.second, portable);
   append(key, call.third, portable);
+  if (call.statistics) key.push_back(call.statistics);  // no other key has this length
   if (has_epilogue(call.pass)) {
     key.insert(key.end(),
                {call.activation, std::bit_cast<int64_t>(call.slope), aligned(call.residual)});

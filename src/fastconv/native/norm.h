@@ -16,6 +16,9 @@ struct Norm {
   double momentum = 0, eps = 0;
   int64_t activation = kIdentity;
   double slope = 0;
+  // The statistics that a convolution has left of x, in so many shares.
+  int64_t shares = 0;
+  const void* statistics = nullptr;
 };
 
 struct Normalized {
@@ -80,7 +83,7 @@ inline Key key_of(const Norm& call) {
   key.insert(key.end(),
              {call.training, std::bit_cast<int64_t>(call.momentum),
               std::bit_cast<int64_t>(call.eps), call.activation, std::bit_cast<int64_t>(call.slope),
-              common_alignment(call.x, call.residual)});
+              common_alignment(call.x, call.residual), call.shares});
   for (const Tensor* tensor : {&call.x, &call.residual, &call.weight, &call.bias,
                                &call.running_mean, &call.running_var, &call.batches}) {
     append(key, *tensor, false);
@@ -189,11 +192,18 @@ inline Normalized run(Norm call) {
     entry->fill(call, made);
   } else {
     const at::DataPtr scratch = workspace(entry->scratch_bytes, made.y);
-    const std::array addresses = {
-        address_of(call.x),       address_of(call.residual),     address_of(call.weight),
-        address_of(call.bias),    address_of(call.running_mean), address_of(call.running_var),
-        address_of(call.batches), address_of(made.mean),         address_of(made.invstd),
-        address_of(made.y),       uintptr_t(scratch.get())};
+    const void* const working = call.shares ? call.statistics : scratch.get();
+    const std::array addresses = {address_of(call.x),
+                                  address_of(call.residual),
+                                  address_of(call.weight),
+                                  address_of(call.bias),
+                                  address_of(call.running_mean),
+                                  address_of(call.running_var),
+                                  address_of(call.batches),
+                                  address_of(made.mean),
+                                  address_of(made.invstd),
+                                  address_of(made.y),
+                                  uintptr_t(working)};
     start_all(*entry, 0, addresses, stream_of(call.x.device()));
   }
   if (call.training) {

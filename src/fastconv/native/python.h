@@ -123,6 +123,7 @@ inline std::shared_ptr<const Entry> entry_of(const py::object& made) {
   entry->regions = made.attr("regions").cast<std::array<int64_t, 2>>();
   set_launches(made, *entry);
   entry->packs = made.attr("packs").cast<size_t>();
+  entry->shares = made.attr("shares").cast<int64_t>();
   if (const py::object fill = made.attr("fill"); !fill.is_none()) entry->fill = filled_by(fill);
   if (const py::object plan = made.attr("cpu_plan"); !plan.is_none()) {
     entry->fill = filled_by_kernels(plan, entry->fill);
@@ -151,13 +152,17 @@ inline py::tuple arguments_of(const Call& call, const py::object& precision) {
   return common + py::make_tuple(call.bias_grad, format);
 }
 
+constexpr const char* kForwardWithStatistics = "forward_with_statistics";  // ops/entries.py
+
 inline std::shared_ptr<const Entry> entry_of(const Call& call, Precision precision) {
   return in_python([&] {
-    const char* name = kOperators[call.pass];
+    const char* name = call.statistics ? kForwardWithStatistics : kOperators[call.pass];
     const auto arguments = arguments_of(call, py::str(kPrecisions[precision]));
     if (python_record) {
       const py::handle record(python_record);
-      record(key_of(call, precision, true), name, *arguments);
+      Call plain = call;
+      plain.statistics = false;
+      record(key_of(plain, precision, true), kOperators[call.pass], *arguments);
     }
     return entry_of(py::handle(python_make_entry)(name, *arguments));
   });

@@ -40,12 +40,19 @@ inline py::tuple results_of(const NormGradients& made) {
                         wrapped(made.bias));
 }
 
+// What an entry depends on beside the operator's arguments.
+inline py::tuple given_beside(const Norm& call) {
+  return call.shares ? py::make_tuple(call.shares) : py::tuple();
+}
+inline py::tuple given_beside(const NormGrad&) { return py::tuple(); }
+inline py::tuple given_beside(const NormOutput&) { return py::tuple(); }
+
 // Makes an entry by Python: its launches, and the function that fills the results if there is one.
 template <class Made, class MadeBy>
 std::shared_ptr<Made> norm_entry_of(const char* name, const MadeBy& call, py::object& made) {
   const py::tuple arguments = arguments_of(call);
   if (const py::handle record(python_record); record) record(py::none(), name, *arguments);
-  made = py::handle(python_make_entry)(name, *arguments);
+  made = py::handle(python_make_entry)(name, *(arguments + given_beside(call)));
   const auto entry = std::make_shared<Made>();
   set_launches(made, *entry);
   if (const py::object fill = made.attr("fill"); !fill.is_none()) {

@@ -11,6 +11,9 @@ namespace fastconv::host {
 
 struct Results {
   Tensor first, bias_grad;
+  // What batch normalization needs of the result, from so many parts of it.
+  at::DataPtr statistics{};
+  int64_t shares = 0;
 };
 
 inline Tensor empty(at::IntArrayRef shape, const Tensor& like,
@@ -37,6 +40,11 @@ inline Results run(const Call& call) {
   if (call.bias_grad) results.bias_grad = empty(entry->bias_elements, first);
   if (entry->fill) entry->fill(call, precision, results.first, results.bias_grad);
   if (entry->launches.empty()) return results;
+  if (entry->shares) {
+    constexpr int64_t kBytes = 3 * sizeof(float);  // of a share, for each channel
+    results.statistics = workspace(entry->shares * entry->shape[1] * kBytes, results.first);
+    results.shares = entry->shares;
+  }
   if (entry->copied[0]) first = first.contiguous();
   if (entry->copied[1]) second = second.contiguous();
   if (third.defined()) third = third.contiguous();
@@ -55,7 +63,15 @@ inline Results run(const Call& call) {
   const All addresses =
       call.pass == kWeightGrad
           ? All{from, by, to, address_of(results.bias_grad), working, copied, other}
-          : All{from, by, address_of(third), address_of(residual), to, working, copied, other};
+          : All{from,
+                by,
+                address_of(third),
+                address_of(residual),
+                to,
+                working,
+                copied,
+                other,
+                uintptr_t(results.statistics.get())};
   start_all(*entry, kept ? entry->packs : 0, addresses, stream);
   if (keeps && !kept) {
     Packed packed{entry, second.storage().getWeakStorageImpl(), version, std::move(scratch)};

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastconv import tables
-from fastconv.backends import cuda
+from fastconv.backends import cuda, left_statistics
 from fastconv.backends.batchnorm import launches
 from fastconv.jit import loading
 from fastconv.kernels.family import ALIGNMENT, Kernel, Plan
@@ -26,7 +26,7 @@ from fastconv.network.dry_run import (
     calling_frame,
     tensors_of,
 )
-from fastconv.ops import batchnorm_schema, devices, gradients
+from fastconv.ops import batchnorm_schema, devices, gradients, hooks
 from fastconv.ops.schema import OPERATORS, Operator, backward
 from fastconv.problem import Epilogue, Problem
 
@@ -319,6 +319,29 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.needs: Needs = Counter()
+        self._latest: cuda.Need | None = None  # the latest forward pass
+        self._shares = 0  # of statistics that the convolution before leaves
+
+    def __enter__(self) -> _Recorder:
+        self._before, hooks.block_convolved = hooks.block_convolved, self._note_block
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        hooks.block_convolved = self._before
+
+    def _note_block(self) -> None:
+        """Has the latest convolution leave statistics, as blocks ask it to."""
+        plain, self._latest = self._latest, None
+        if plain is None or plain.dtype not in left_statistics.TYPES:
+            return
+        self.needs[plain] -= 1
+        if not self.needs[plain]:
+            del self.needs[plain]
+        given = plain._replace(statistics=True)
+        self.needs[given] += 1
+        self._shares = cuda.planned(given).shares
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -331,15 +354,19 @@ class _Recorder(TorchDispatchMode):
                 self._record(OPERATORS[name], *part)
         elif function in _NORMS and is_gpu(args[0].device) and args[0].numel():
             need = _NORMS[function](*args)
-            if need is not None:
+            if need is not None and isinstance(need.of, launches.Running):
+                of = need.of._replace(shares=self._shares)
+                self.needs[need._replace(of=of)] += 1
+                self._shares = 0
+            elif need is not None:
                 self.needs[need] += 1
         return function(*args, **kwargs)
 
     def _record(self, operator: Operator, *args: Any, **kwargs: Any) -> None:
         result = operator.describe(operator.check, *args, **kwargs)
-        if not is_gpu(result.device):
-            return
-        need = devices.need(operator, result, args)
+        need = devices.need(operator, result, args) if is_gpu(result.device) else None
+        if operator is OPERATORS["forward"]:
+            self._latest = need
         if need is not None:
             self.needs[need] += 1
 

@@ -18,6 +18,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from fastconv import native
+from fastconv.backends import left_statistics
 from fastconv.backends.batchnorm import formulas, launches
 from fastconv.backends.batchnorm.formulas import Inputs
 from fastconv.backends.batchnorm.launches import alignment_of
@@ -107,12 +108,13 @@ def _wanted(results: tuple[Tensor, ...]) -> list[Tensor | None]:
 # --- On a GPU -------------------------------------------------------------------------------------
 
 
-def ready_forward(given: Arguments) -> Ready:
+def ready_forward(given: Arguments, shares: int = 0) -> Ready:
     """Returns the launches of a call whose tensors lie as kernels take them.
 
-    Those of x's size have its layout, and all others are contiguous.
+    Those of x's size have its layout, and all others are contiguous. With ``shares``, that many of
+    the statistics of x are given in place of the workspace (``Plan.shares``).
     """
-    return launches.ready(forward_need(given, alignment_of(given.x, given.residual)))
+    return launches.ready(forward_need(given, alignment_of(given.x, given.residual), shares))
 
 
 def ready_output(given: OutputArguments) -> Ready:
@@ -132,9 +134,14 @@ def _forward_cuda(*args: Any) -> tuple[Tensor, ...]:
         return _forward_cpu(*args)
     y, mean, invstd = new_forward(known, *args)
     given = dense(Arguments(*args), y)
+    left = left_statistics.take(given.x) if given.training else None
     with _dense_running(given.running_mean, given.running_var) as running:
         given = given._replace(running_mean=running[0], running_var=running[1])
-        ready_forward(given).run(*given[:7], mean, invstd, y)
+        tensors = (*given[:7], mean, invstd, y)
+        if left is None:
+            ready_forward(given).run(*tensors)
+        else:
+            ready_forward(given, left.shares).run(*tensors, scratch=left.statistics)
     return y, mean, invstd
 
 

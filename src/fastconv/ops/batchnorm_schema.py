@@ -298,15 +298,15 @@ def contiguous(tensor: Tensor | None) -> Tensor | None:
 # --- What a GPU has to compute --------------------------------------------------------------------
 
 
-def forward_need(given: Arguments, alignment: int) -> Need:
+def forward_need(given: Arguments, alignment: int, shares: int = 0) -> Need:
     """What ``batch_norm_forward`` has to compute, given what divides its tensors' addresses.
 
-    Tensors may be fake.
+    Tensors may be fake. ``shares`` is how many of the statistics of x are there already.
     """
     mean = given.running_mean
     dtype = formulas.sum_type(given.x.dtype) if mean is None else mean.dtype
     momentum = given.momentum if given.batches is None else 0.0
-    running = Running(given.eps, momentum if given.training else None, dtype)
+    running = Running(given.eps, momentum if given.training else None, dtype, shares)
     return Need(_call(given, given.residual is not None, alignment), running)
 
 

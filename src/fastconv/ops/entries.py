@@ -34,6 +34,7 @@ class Entry(NamedTuple):
     regions: tuple[int, int] = (0, 0)  # where regions of the workspace begin
     launches: Sequence[Any] = ()
     packs: int = 0  # how many of the launches only pack the weight: see Plan.packs
+    shares: int = 0  # how many shares of statistics the launches leave: see Plan.shares
     fill: Callable[..., None] | None = None
     cpu_plan: CpuPlan | None = None
     trouble: Callable[[int, int, int, int, bool], None] | None = None  # handles a failed launch
@@ -54,28 +55,35 @@ class NormEntry(NamedTuple):
     beside: str | None = None
 
 
+WITH_STATISTICS = "forward_with_statistics"
+"""A call of ``forward`` that also leaves statistics for batch normalization, where it can."""
+
+
 def make_entry(name: str, *args: Any) -> Entry | NormEntry:
     """Makes the entry for an operator's arguments, and for all arguments of the same form.
 
     Raises whatever the operator would.
     """
     if name == "batch_norm_forward":
-        return _norm_entry(batchnorm_schema.Arguments(*args))
+        count = len(batchnorm_schema.Arguments._fields)
+        return _norm_entry(batchnorm_schema.Arguments(*args[:count]), *args[count:])
     if name == "batch_norm_backward":
         return _norm_grad_entry(batchnorm_schema.GradArguments(*args))
     if name == "batch_norm_output":
         return _norm_output_entry(batchnorm_schema.OutputArguments(*args))
-    return _make_conv_entry(name, *args)
+    if name == WITH_STATISTICS:
+        return _make_conv_entry("forward", args, statistics=True)
+    return _make_conv_entry(name, args)
 
 
-def _norm_entry(given: batchnorm_schema.Arguments) -> NormEntry:
+def _norm_entry(given: batchnorm_schema.Arguments, shares: int = 0) -> NormEntry:
     """Makes an entry for tensors that lie as ``batchnorm.ready_forward`` takes them."""
     batchnorm_schema.check_forward(given)
     if any(map(_wants_gradient, given[:4])):
         autograd.wait_at_exit(given.x.device.index)
     entry = NormEntry(fill=batchnorm.fill_forward_cpu)
     if given.x.is_cuda and given.x.numel():
-        entry = _launched(batchnorm.ready_forward(given))
+        entry = _launched(batchnorm.ready_forward(given, shares))
     return entry._replace(beside=beside(given.activation, given.slope, given.residual is not None))
 
 
@@ -100,13 +108,16 @@ def _launched(ready: cuda.Ready) -> NormEntry:
     return NormEntry(ready.scratch_bytes, launches.description, None, launches.trouble)
 
 
-def _make_conv_entry(name: str, *args: Any) -> Entry:
+def _make_conv_entry(name: str, args: tuple[Any, ...], statistics: bool = False) -> Entry:
     operator = OPERATORS[name]
     given = operator.arguments(*args)
     result = operator.describe(operator.known, *given)
     if operator.plan is not planner.forward or any(map(_wants_gradient, given[:3])):
         autograd.wait_at_exit(result.device.index)
-    entry = _empty(result) if _is_empty(operator, result) else _entry(operator, result, given)
+    if _is_empty(operator, result):
+        entry = _empty(result)
+    else:
+        entry = _entry(operator, result, given, statistics)
     if name in ("forward", "transposed") and entry.launches and torch.is_grad_enabled():
         wanted = [_wants_gradient(tensor) for tensor in given[:3]]
         hooks.layer_prepared(name, given, result, wanted, planner.of_process())
@@ -168,17 +179,18 @@ def _need(operator: Operator, result: Result, given: Arguments) -> cuda.Need | N
     return devices.need(operator, result, given, planner.of_process())
 
 
-def _entry(operator: Operator, result: Result, given: Arguments) -> Entry:
+def _entry(operator: Operator, result: Result, given: Arguments, statistics: bool = False) -> Entry:
     entry = _without_launches(result, given)
     need = _need(operator, result, given) if result.device.type == "cuda" else None
     if need is None:
         return entry._replace(fill=_fill(operator, result), cpu_plan=_cpu_plan(operator, result))
-    ready = cuda.ready(need)
+    ready = cuda.ready(need._replace(statistics=statistics))
     return entry._replace(
         scratch_bytes=ready.scratch_bytes,
         regions=ready.regions or (0, 0),
         launches=ready.launches.description,
         packs=ready.packs,
+        shares=ready.shares,
         trouble=ready.launches.trouble,
     )
 

@@ -30,3 +30,9 @@ layer_prepared: Callable[[str, Arguments, Result, Sequence[bool], Switch], None]
 
 Arguments: as above, with the checked result before the last; and the switch that it is planned by.
 """
+
+block_convolved: Callable[[], None] = _ignore
+"""Is called by ``conv_bn_act`` in training, between its convolution and its normalization.
+
+That is, where Python computes them, and no compiler traces it.
+"""

@@ -116,6 +116,9 @@ inline void __syncwarp(unsigned mask = ~0u, emulator::Site site = emulator::here
   emulator::exchange(site, mask, 0, 0);
 }
 
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
+
 inline unsigned __ballot_sync(unsigned mask, bool predicate,
                               emulator::Site site = emulator::here("__ballot_sync")) {
   return emulator::exchange(site, mask, predicate, 0).ballot;

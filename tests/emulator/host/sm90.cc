@@ -361,8 +361,8 @@ void warpgroup_barrier(Site site, int number) {
   arrive_and_wait(site, barrier, kWarpgroup);
 }
 
-void two_warpgroups_barrier(Site site, int number) {
-  arrive_and_wait(site, block().warpgroup_barriers[number], 2 * kWarpgroup);
+void warpgroups_barrier(Site site, int number, int warpgroups) {
+  arrive_and_wait(site, block().warpgroup_barriers[number], warpgroups * kWarpgroup);
 }
 
 void sm90_begin_block() {

@@ -57,8 +57,8 @@ void wgmma_wait(Site site, int pending);
 
 // Waits for the 128 threads of a warpgroup at barrier `number`, which no other warpgroup may use.
 void warpgroup_barrier(Site site, int number);
-// Waits for two warpgroups together.
-void two_warpgroups_barrier(Site site, int number);
+// Waits for so many warpgroups together.
+void warpgroups_barrier(Site site, int number, int warpgroups);
 
 // Records an instruction that all threads of a warpgroup must execute together.
 void in_unison(unsigned long long what);

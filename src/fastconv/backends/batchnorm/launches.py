@@ -75,10 +75,12 @@ class Running(NamedTuple):
     eps: float
     momentum: float | None
     dtype: torch.dtype
+    shares: int = 0
 
     @property
     def planned_for(self) -> Statistics:
-        return Statistics(self.eps, self.momentum, cuda.SCALARS[self.dtype][0])
+        scalar = cuda.SCALARS[self.dtype][0]
+        return Statistics(self.eps, self.momentum, scalar, self.shares)
 
 
 class Gradients(NamedTuple):

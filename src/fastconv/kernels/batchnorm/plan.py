@@ -120,12 +120,14 @@ class Statistics:
     """Which statistics a forward pass normalizes with.
 
     They are those of the batch, towards which the running ones move by ``momentum``. Without a
-    momentum, they are the running ones.
+    momentum, they are the running ones. Where the convolution before has left so many ``shares`` of
+    those of the batch in the workspace, x is not read for them.
     """
 
     eps: float
     momentum: float | None
     running: str  # name of the element type of the running statistics
+    shares: int = 0
 
 
 @dataclass(frozen=True)
@@ -151,17 +153,25 @@ def forward(norm: Normalization, statistics: Statistics, gpu: Gpu) -> Plan:
     """Plans the output, and the statistics that it is normalized with.
 
     Tensors are x, residual, weight, bias, running_mean, running_var, batches, mean, invstd and y.
+    Statistics that a convolution has left are the tensor ``scratch``.
     """
     _check(norm)
     tile = tile_of(norm)
     apply, why = _apply(norm, tile, gpu), _why(norm, tile)
     if statistics.momentum is None:
         return Plan((_finish_running(norm, statistics, gpu), apply), 0, FAMILY, why)
+    if statistics.shares:
+        given = _finish_statistics(norm, statistics, statistics.momentum, statistics.shares, gpu)
+        return Plan((given, apply), 0, FAMILY, why)
     sums = _walk(norm, tile, gpu, FORWARD_BLOCKS, "statistics", {}, ("x", "scratch"))
     shares = sums.grid[0] // tile.tiles
     finish = _finish_statistics(norm, statistics, statistics.momentum, shares, gpu)
-    scratch = 3 * shares * norm.channels * norm.sum_bytes
-    return Plan((sums, finish, apply), scratch, FAMILY, why)
+    return Plan((sums, finish, apply), share_bytes(norm) * shares, FAMILY, why)
+
+
+def share_bytes(norm: Normalization) -> int:
+    """The bytes of a share's statistics: mean, squared deviations and count of each channel."""
+    return 3 * norm.channels * norm.sum_bytes
 
 
 def output(norm: Normalization, gpu: Gpu) -> Plan:

@@ -259,9 +259,10 @@ __device__ __forceinline__ void warpgroup_sync(int number) {
   asm volatile("bar.sync %0, 128;" ::"r"(number + 1) : "memory");
 }
 
-// Synchronises two warpgroups, for which `number` is one that no single warpgroup uses.
-__device__ __forceinline__ void two_warpgroups_sync(int number) {
-  asm volatile("bar.sync %0, 256;" ::"r"(number + 1) : "memory");
+// Synchronises kWarpgroups warpgroups, for which `number` is one that no other group of them uses.
+template <int kWarpgroups>
+__device__ __forceinline__ void warpgroups_sync(int number) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number + 1), "n"(128 * kWarpgroups) : "memory");
 }
 
 // Writes four 8 by 8 matrices of 16-bit elements to shared memory, transposed (stmatrix.trans).

@@ -109,9 +109,9 @@ inline void warpgroup_sync(int number, emulator::Site site = emulator::here("war
   emulator::warpgroup_barrier(site, number);
 }
 
-inline void two_warpgroups_sync(int number,
-                                emulator::Site site = emulator::here("two_warpgroups_sync")) {
-  emulator::two_warpgroups_barrier(site, number);
+template <int kWarpgroups>
+inline void warpgroups_sync(int number, emulator::Site site = emulator::here("warpgroups_sync")) {
+  emulator::warpgroups_barrier(site, number, kWarpgroups);
 }
 
 inline void store_transposed(void* column, const unsigned (&rows)[4],

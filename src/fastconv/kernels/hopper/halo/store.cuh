@@ -326,7 +326,7 @@ static_assert(!C::joint_stores || (C::out_channels_last && C::channel_groups == 
 
 __device__ __forceinline__ void storing_sync(int warpgroup) {
   if constexpr (C::joint_stores) {
-    two_warpgroups_sync(kConsumers);
+    warpgroups_sync<2>(kConsumers);
   } else {
     warpgroup_sync(warpgroup);
   }

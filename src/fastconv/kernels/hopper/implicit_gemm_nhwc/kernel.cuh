@@ -63,9 +63,10 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[kAccumulators], const
 
 __device__ __forceinline__ void consume(const Shared& shared, const TensorMap& map,
                                         const Scalar* bias, Scalar* output, const Walk& walk,
-                                        int batch, const Epilogue<C>& epilogue) {
+                                        int batch, const Epilogue<C>& epilogue, float* statistics) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   Ring ring(0);
+  Sums sums;
   if constexpr (C::resident) barrier_wait(shared.resident(), 0);
   for (int number = static_cast<int>(blockIdx.x); number < walk.tiles;
        number += static_cast<int>(gridDim.x)) {
@@ -82,9 +83,10 @@ __device__ __forceinline__ void consume(const Shared& shared, const TensorMap& m
       for (float& sum : acc) sum = 0.0f;
     }
     if (bias != nullptr) add_bias(acc, bias, tile.column, lane);
-    store_tile(acc, shared, map, output, tile, batch, warp, lane, epilogue);
+    store_tile(acc, shared, map, output, tile, batch, warp, lane, epilogue, sums);
   }
   if constexpr (C::dense) bulk_store_wait();
+  store_statistics(sums, shared, walk, statistics, warp, lane);
 }
 
 __device__ __forceinline__ void init_barriers(const Shared& shared) {
@@ -114,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::hopper::kThreads, Config:
                        const __grid_constant__ fastconv::TensorMap weight,
                        const __grid_constant__ fastconv::TensorMap stored,
                        const Config::Scalar* bias, Config::Scalar* output,
-                       int batch FASTCONV_RESIDUAL_PARAMETER) {
+                       int batch FASTCONV_RESIDUAL_PARAMETER FASTCONV_STATISTICS_PARAMETER) {
   using namespace fastconv::hopper;
   const Shared shared;
   const Walk walk(batch);
@@ -128,6 +130,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::hopper::kThreads, Config:
   if (static_cast<int>(threadIdx.x) / 32 == kConsumerWarps) {
     if (fastconv::is_elected()) load_tiles(shared, {input, weight}, walk);
   } else {
-    consume(shared, stored, bias, output, walk, batch, FASTCONV_EPILOGUE(output));
+    consume(shared, stored, bias, output, walk, batch, FASTCONV_EPILOGUE(output),
+            FASTCONV_STATISTICS_OF_PASS);
   }
 }

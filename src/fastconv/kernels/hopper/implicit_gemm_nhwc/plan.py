@@ -23,6 +23,7 @@ from fastconv.kernels.hopper.implicit_gemm_nhwc.tiles import (
     Tile,
     image_cycles,
     tiles_of,
+    without_statistics,
 )
 from fastconv.kernels.planning.launches import MOST_PACK_BLOCKS, PACK_THREADS
 
@@ -32,8 +33,12 @@ SOURCE = "hopper/implicit_gemm_nhwc/kernel.cuh"
 
 
 def plans(layer: Layer, gpu: Gpu, most: int) -> list[Plan]:
-    """The ``most`` plans with the fewest estimated cycles. All give the same bits."""
-    return [plan(tile, gpu) for tile in tiles_of(layer, gpu)[:most]]
+    """The ``most`` plans with the fewest estimated cycles. All give the same bits.
+
+    They leave no statistics if no tile has registers for them.
+    """
+    found = tiles_of(layer, gpu) or tiles_of(without_statistics(layer), gpu)
+    return [plan(tile, gpu) for tile in found[:most]]
 
 
 def plan(tile: Tile, gpu: Gpu) -> Plan:
@@ -41,6 +46,10 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
     layer, batch = tile.layer, tile.layer.problem.batch
     tiles = tile.tiles(batch)
     blocks = min(tiles, gpu.sm_count * tile.blocks)
+    shares = 0
+    if tile.gives_statistics:  # a block's tiles have the same channels
+        shares = tile.shares(batch, at_once=blocks)
+        blocks = shares * tile.column_tiles
     # A block's tile numbers, with the one beyond its last tile, have to fit 32 bits.
     if max(tiles + blocks, batch * prod(layer.positions) + tile.rows) >= 2**31:
         size = " by ".join(map(str, layer.positions))
@@ -59,6 +68,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
             "output",
             batch,
             *layer.operands.residuals,
+            *(("statistics",) if tile.gives_statistics else ()),
         ),
         early=True,
     )
@@ -81,6 +91,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         choice=tile.name,
         packs=int(layer.packs),
         cycles=tile.cycles(gpu.sm_count),
+        shares=shares,
     )
 
 
@@ -153,4 +164,5 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "aligned_bias": layer.operands.aligned_bias,
         "ties_to_even": layer.operands.scalar == "float",
         **epilogue_constants(layer.operands.epilogue),
+        **({"statistics": True} if tile.gives_statistics else {}),
     }

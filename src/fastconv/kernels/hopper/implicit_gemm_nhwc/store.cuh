@@ -1,6 +1,6 @@
 // Epilogue: a warp's accumulators, 16 positions by kTileColumns channels, to global memory.
 #pragma once
-#include "hopper/implicit_gemm_nhwc/tile.cuh"
+#include "hopper/implicit_gemm_nhwc/statistics.cuh"
 #include "device/epilogue.cuh"
 
 namespace fastconv {
@@ -218,12 +218,15 @@ __device__ __forceinline__ void prefetch_residual(const Shared& shared, const Sc
 
 // Stores a warp's 16 positions of a tile. A box is stored while the next one is staged, with
 // C::buffers buffers in turn. Joined boxes are stored together: their channels are neighbours in
-// memory.
+// memory. What is staged is also added to `sums`, while it is stored.
 __device__ __forceinline__ void store_tile(const float (&acc)[kAccumulators], const Shared& shared,
                                            const TensorMap& map, Scalar* output, const Tile& tile,
                                            int batch, int warp, int lane,
-                                           const Epilogue<C>& epilogue) {
+                                           const Epilogue<C>& epilogue, Sums& sums) {
   const int row = tile.row + 16 * warp;
+  if constexpr (kGivesStatistics) {
+    sums.begin_tile(outputs_of(tile, batch * kPositions, warp, lane));
+  }
   const Place place = C::dense ? 0 : place_of(row + lane % 16, tile, batch);
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
@@ -249,6 +252,8 @@ __device__ __forceinline__ void store_tile(const float (&acc)[kAccumulators], co
       __syncwarp();
       if (lane == 0) store_boxes(map, column, row, staged);
       bulk_store_commit();
+#pragma unroll
+      for (int i = 1 - C::joined; i <= 0; ++i) sums.add_box(box + i, staged, lane);
     } else {
       __syncwarp();
       if constexpr (kPatches) {

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Gpu
@@ -17,10 +18,12 @@ from fastconv.kernels.hopper import block
 from fastconv.kernels.hopper.im2col import SPAN, Layer
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import limits
+from fastconv.problem import NO_EPILOGUE
 
 ROWS = 64  # M of a consumer warpgroup
 MMA_SPAN = 32  # bytes of K of an MMA
-WARP_BYTES = 16 * SPAN  # of a box that a warp stores: 16 positions
+WARP_ROWS = 16  # positions of a tile that a warp has
+WARP_BYTES = WARP_ROWS * SPAN  # of a box that a warp stores
 # Pipeline stages: the most; enough to prefer more staging buffers or resident weights; the fewest.
 MOST_STAGES = 8
 ENOUGH_STAGES = 4
@@ -29,17 +32,19 @@ BARRIER_BYTES = 16  # of the mbarrier of resident weights, rounded up
 # Registers of a thread beside its accumulators: with TMA stores, and if pixels are stored singly.
 OTHER_REGISTERS = 30
 SCATTER_REGISTERS = 46
+STATISTICS_REGISTERS = 6  # of a thread that adds up statistics, for each box of channels
+# The most positions that a warp adds up, one after the other: with 65,536, a variance would be off
+# by 4 % where the first one is 20 deviations from the others.
+MOST_COUNTED = 1 << 13
 COLUMNS = (64, 128, 192, 256)  # choices of N; or all of a layer's channels, if they are fewer
 COLUMN_STEP = 16  # N of a layer with few channels is a multiple of this
 CONSUMERS = (1, 2, 3, 4)  # choices of consumer warpgroups
 MOST_BLOCKS = 4  # per SM
 # Estimates: fitted to 768 measured tiles of ResNet-50's layers and others on an H200, in cycles of
 # 1.755 GHz. See docs/kernels/hopper-implicit-gemm-nhwc.md.
-# Bytes per cycle of an SM: shared memory that MMAs read, L2 and DRAM if all SMs load.
+# Bytes per cycle of an SM: shared memory that MMAs read, DRAM if all SMs load.
 SHARED_BYTES = 128.0
-CACHE_BYTES = 91.0
 MEMORY_BYTES = 21.0
-LATENCY = 960.0  # cycles of a load
 # Cycles of TMA in im2col mode for a pixel's 128 bytes, for 64 bytes and more, and for fewer.
 PIXEL_CYCLES = 2.75
 HALF_PIXEL_CYCLES = 6.0
@@ -52,6 +57,20 @@ SINGLY_STORED_BYTES = 33.0
 PATCH_STORED_BYTES = 3.5
 OVERLAP_LOSS = 0.5  # how much of the shorter of computing and loading is not hidden
 START_CYCLES = 1500.0  # of a launch
+
+
+class Loads(NamedTuple):
+    """What loads cost."""
+
+    cache_bytes: float  # bytes per cycle of an SM from the L2 cache, if all SMs load
+    ragged_loss: float  # of pixels that are no multiple of 128 bytes, a cache line
+    latency: float  # cycles of a load
+
+
+# Among tiles, as fitted to 380 measured ones; and against other kernels, for an image of a large
+# batch, as those kernels' estimates were fitted.
+TILE_LOADS = Loads(79.0, 1.62, 1610.0)
+IMAGE_LOADS = Loads(91.0, 1.0, 960.0)
 
 
 @dataclass(frozen=True)
@@ -109,7 +128,23 @@ class Tile:
     @property
     def registers(self) -> int:
         """Registers that a thread needs."""
-        return self.columns // 2 + (OTHER_REGISTERS if self.layer.dense else SCATTER_REGISTERS)
+        needed = self.columns // 2 + (OTHER_REGISTERS if self.layer.dense else SCATTER_REGISTERS)
+        if self.gives_statistics:
+            needed += STATISTICS_REGISTERS * ceil_div(self.columns, self.layer.depth)
+        return needed
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes of statistics that a warp leaves in its staging buffers (``statistics.cuh``)."""
+        return 8 * round_up(self.columns, self.layer.depth) + 4
+
+    @property
+    def gives_statistics(self) -> bool:
+        """Whether the kernel leaves statistics of its output: it is asked for them, and can."""
+        operands = self.layer.operands
+        forward = self.layer.dense and not self.layer.transposed
+        plain = operands.scalar_bytes == 2 and operands.epilogue == NO_EPILOGUE
+        return operands.statistics and forward and plain
 
     def row_tiles(self, batch: int) -> int:
         return ceil_div(batch * prod(self.layer.positions), self.rows)
@@ -117,6 +152,16 @@ class Tile:
     @property
     def column_tiles(self) -> int:
         return ceil_div(self.layer.out_channels, self.columns)
+
+    def shares(self, batch: int, at_once: int) -> int:
+        """The blocks that each column of tiles has, if so many blocks run at the same time.
+
+        That is as many as run at the same time, or a multiple of it, so that no warp adds up too
+        many outputs, and all blocks end together.
+        """
+        shares = max(1, at_once // self.column_tiles)
+        counted = WARP_ROWS * self.row_tiles(batch)
+        return shares * ceil_div(counted, shares * MOST_COUNTED)
 
     def tiles(self, batch: int) -> int:
         return self.row_tiles(batch) * self.column_tiles * prod(self.layer.residues)
@@ -142,18 +187,22 @@ class Tile:
             return PATCH_STORED_BYTES
         return SINGLY_STORED_BYTES if self.buffers * self.joined == 1 else STORED_BYTES
 
-    def _tile_cycles(self, blocks: float) -> float:
+    def _tile_cycles(self, blocks: float, latency: float) -> float:
         """Cycles of a tile on an SM that runs ``blocks`` blocks."""
         busy, loaded, stored = self._work
         under_way = (self.stages - 1) * (self.stage_bytes - 16)
-        loading = loaded / under_way * LATENCY / blocks
+        loading = loaded / under_way * latency / blocks
         return TILE_CYCLES + max(busy, loading) + stored / self._stored_bytes
 
-    def _cycles(self, rounds: float, blocks: float, tiles: float, images: float) -> float:
+    def _cycles(
+        self, rounds: float, blocks: float, tiles: float, images: float, loads: Loads
+    ) -> float:
         """Cycles of an SM for ``rounds`` rounds of tiles: ``tiles`` tiles of ``images`` images."""
-        cached = tiles * self._work[1] / CACHE_BYTES
+        is_ragged = self.layer.operands.scalar_bytes * self.layer.in_channels % SPAN > 0
+        cached = tiles * self._work[1] / loads.cache_bytes
+        cached *= loads.ragged_loss if is_ragged else 1.0
         memory = images * self.layer.image_bytes / MEMORY_BYTES
-        computed = rounds * self._tile_cycles(blocks)
+        computed = rounds * self._tile_cycles(blocks, loads.latency)
         return limits.together(computed, max(cached, memory), loss=OVERLAP_LOSS)
 
     def cycles(self, sms: int) -> float:
@@ -162,7 +211,7 @@ class Tile:
         tiles = self.tiles(batch)
         blocks = min(self.blocks, ceil_div(tiles, sms))
         rounds = ceil_div(tiles, sms * blocks) * blocks
-        cycles = self._cycles(rounds, blocks, tiles / sms, batch / sms)
+        cycles = self._cycles(rounds, blocks, tiles / sms, batch / sms, TILE_LOADS)
         return START_CYCLES + cycles
 
     @lazy
@@ -170,7 +219,7 @@ class Tile:
         """Cycles of one SM for an image of a large batch."""
         residues, positions = prod(self.layer.residues), prod(self.layer.positions)
         tiles = residues * self.column_tiles * positions / self.rows
-        return self._cycles(tiles, self.blocks, tiles, 1.0)
+        return self._cycles(tiles, self.blocks, tiles, 1.0, IMAGE_LOADS)
 
     @property
     def _stores(self) -> Iterator[tuple[int, int, int]]:
@@ -188,6 +237,8 @@ class Tile:
         if self.registers > block.most_registers(self.blocks, self.threads):
             return None
         for resident, (buffers, joined, fewest) in product((True, False), self._stores):
+            if self.gives_statistics and self.left_bytes > buffers * joined * WARP_BYTES:
+                continue
             if resident and not (self.layer.dense and self.column_tiles == 1):
                 continue  # tiles read different weights
             tile = replace(self, buffers=buffers, joined=joined, resident=resident)
@@ -211,8 +262,16 @@ def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
 
 
 def image_cycles(layer: Layer, gpu: Gpu) -> float:
-    """Cycles of one SM for an image of a large batch, with the best tile for that."""
-    return min(tile.image_cycles for tile in _tiles(layer, gpu))
+    """Cycles of one SM for an image of a large batch, with the best tile for that.
+
+    Statistics do not count: they must not decide which kernel adds up the sums.
+    """
+    return min(tile.image_cycles for tile in _tiles(without_statistics(layer), gpu))
+
+
+def without_statistics(layer: Layer) -> Layer:
+    """The layer of a pass that does not leave statistics."""
+    return replace(layer, operands=replace(layer.operands, statistics=False))
 
 
 @lru_cache(maxsize=64)

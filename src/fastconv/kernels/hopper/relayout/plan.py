@@ -44,7 +44,8 @@ def channels_last(operands: Operands) -> Operands:
         raise Declined("channels-last copies unless tensors are contiguous and aligned")
     if operands.epilogue.residual:
         raise Declined("channels-last copies of a residual")
-    return replace(operands, input_channels_last=True, output_channels_last=True)
+    # Batch normalization of contiguous tensors computes its own statistics.
+    return replace(operands, input_channels_last=True, output_channels_last=True, statistics=False)
 
 
 def image_cycles(problem: Problem, operands: Operands) -> float:

@@ -14,7 +14,7 @@ from fastconv.kernels.hopper import block
 from fastconv.kernels.hopper.wgrad_implicit_gemm.layer import Layer
 from fastconv.kernels.hopper.wgrad_implicit_gemm.tiles import (
     BARRIER_BYTES,
-    CACHE_BYTES,
+    COSTS,
     FEWEST_STAGES,
     GROUPS,
     MOST_STAGES,
@@ -213,7 +213,7 @@ class HaloTile(Tile):
         grad = min(self.rows, layer.group_out) * self.depth
         channels = min(self.chunks * self.box_channels, layer.group_in)
         columns = self.boxes // self.chunks * channels * prod(self.box)
-        return 2 * (grad + columns) / CACHE_BYTES
+        return 2 * (grad + columns) / COSTS.cache_bytes
 
     @property
     def _box_extent(self) -> int:

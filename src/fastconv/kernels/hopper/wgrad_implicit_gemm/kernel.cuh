@@ -71,7 +71,7 @@ extern "C" __global__ void __cluster_dims__(Config::cluster, 1, 1)
   prefetch_maps(sources);
   init_shared(shared);
   fastconv::wait_for_earlier_launch();
-  if constexpr (Config::whole || Config::cluster > 1) fastconv::allow_later_launch();
+  fastconv::allow_later_launch();
   if (static_cast<int>(threadIdx.x) / 32 < kConsumerWarps) {
     if constexpr (kGivesRegisters) fastconv::take_registers<Halo::consumer_registers>();
     consume(shared, {workspace, grad, bias_grad}, share);
@@ -85,6 +85,7 @@ extern "C" __global__ void __cluster_dims__(Config::cluster, 1, 1)
 extern "C" __global__ void __launch_bounds__(fastconv::hopper::kReduceThreads)
     reduce(const float4* workspace, Config::Scalar* grad, Config::Scalar* bias_grad,
            int group_tiles, int group_blocks, int most_runs, int batch) {
+  fastconv::wait_for_earlier_launch();
   fastconv::hopper::reduce(workspace, grad, bias_grad,
                            {batch, group_tiles, group_blocks, most_runs});
 }

@@ -194,15 +194,21 @@ class Layer:
         taps = zip(self.problem.weight_shape[2:], self.operands.weight_strides[2:], strict=True)
         return sum((count - 1) * -stride for count, stride in taps) if self.mirrored else 0
 
-    @lazy
+    @property
     def bytes(self) -> float:
         """Bytes of both tensors in memory that are read."""
+        return sum(self.operand_bytes)
+
+    @lazy
+    def operand_bytes(self) -> tuple[float, float]:
+        """Bytes of each tensor in memory that are read: of the rows' and the columns'."""
         size = self.problem.out_channels * self.positions
         read = self.problem.in_channels * prod(self.problem.input_shape[2:])
         axes = self.problem.axes
         for axis in axes if self.channels_last else axes[:-1]:
             read = round(read * min(1.0, axis.kernel_size / axis.stride))
-        return self.problem.batch * (size + read) * self.operands.scalar_bytes
+        each = self.problem.batch * self.operands.scalar_bytes
+        return each * size, each * read
 
 
 def layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:

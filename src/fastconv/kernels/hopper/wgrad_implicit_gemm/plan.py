@@ -68,6 +68,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         REDUCE_THREADS,
         REDUCE_THREADS * 16 if tile.reduce_parts > 1 else 0,
         ("scratch", "output", "bias_grad", *share),
+        early=True,
     )
     bias, bias_bytes = _bias(tile)
     why = (
