@@ -12,7 +12,8 @@ from fastconv.kernels.family import Plan
 
 def workspace(plan: Plan, device: str | torch.device = "cpu") -> dict[str, Tensor]:
     """The tensor ``scratch`` of a plan, and those of its regions."""
-    return split(plan.scratch_bytes, dict(plan.regions), device)
+    begins = {region.name: region.offset for region in plan.regions}
+    return split(plan.scratch_bytes, begins, device)
 
 
 def split(
