@@ -193,8 +193,9 @@ def test_statistics_that_a_convolution_has_left() -> None:
         assert other_left is not None
         other_left.copy_(2 * torch.stack(own, 1))
         assert not torch.allclose(normalized()[1], expected[1])
-        left_statistics.new(2, torch.empty(4), 8)
-        assert all(map(torch.equal, normalized(), expected))
+        for output, channels in ((torch.empty(4), 8), (tensors.x[:3], 8), (tensors.x, 4)):
+            left_statistics.new(2, output, channels)
+            assert all(map(torch.equal, normalized(), expected))
         left_statistics.new(2, tensors.x, 8)
     assert all(map(torch.equal, normalized(), expected))
     assert not left_statistics.are_asked(torch.bfloat16)

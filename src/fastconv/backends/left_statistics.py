@@ -23,7 +23,11 @@ class Left(NamedTuple):
 
     statistics: Tensor
     shares: int
-    address: int  # of the output
+    output: tuple[int, int]  # its address and its elements
+
+    @property
+    def channels(self) -> int:
+        return self.statistics.shape[2]
 
 
 class _Block(threading.local):
@@ -56,11 +60,16 @@ def new(shares: int, output: Tensor, channels: int) -> Tensor | None:
     if not shares:
         return None
     made = torch.empty((shares, 3, channels), dtype=torch.float32, device=output.device)
-    _block.left = Left(made, shares, output.data_ptr())
+    _block.left = Left(made, shares, (output.data_ptr(), output.numel()))
     return made
 
 
 def take(x: Tensor) -> Left | None:
-    """The statistics that have been left of this very tensor, if any. They are given once."""
+    """The statistics that have been left of this very tensor, if any. They are given once.
+
+    ``vmap`` may make channels of images: then a tensor at the same address has others.
+    """
     left, _block.left = _block.left, None
-    return left if left is not None and left.address == x.data_ptr() else None
+    if left is None or left.output != (x.data_ptr(), x.numel()) or left.channels != x.shape[1]:
+        return None
+    return left
