@@ -19,11 +19,14 @@ TYPES = (torch.bfloat16, torch.float16)
 
 
 class Left(NamedTuple):
-    """The statistics of an output, in so many shares (``Plan.shares``)."""
+    """The statistics of an output: of ``[share][mean, squared deviations, count][channel]``."""
 
     statistics: Tensor
-    shares: int
     output: tuple[int, int]  # its address and its elements
+
+    @property
+    def shares(self) -> int:
+        return self.statistics.shape[0]
 
     @property
     def channels(self) -> int:
@@ -60,7 +63,7 @@ def new(shares: int, output: Tensor, channels: int) -> Tensor | None:
     if not shares:
         return None
     made = torch.empty((shares, 3, channels), dtype=torch.float32, device=output.device)
-    _block.left = Left(made, shares, (output.data_ptr(), output.numel()))
+    _block.left = Left(made, (output.data_ptr(), output.numel()))
     return made
 
 

@@ -166,12 +166,8 @@ def forward(norm: Normalization, statistics: Statistics, gpu: Gpu) -> Plan:
     sums = _walk(norm, tile, gpu, FORWARD_BLOCKS, "statistics", {}, ("x", "scratch"))
     shares = sums.grid[0] // tile.tiles
     finish = _finish_statistics(norm, statistics, statistics.momentum, shares, gpu)
-    return Plan((sums, finish, apply), share_bytes(norm) * shares, FAMILY, why)
-
-
-def share_bytes(norm: Normalization) -> int:
-    """The bytes of a share's statistics: mean, squared deviations and count of each channel."""
-    return 3 * norm.channels * norm.sum_bytes
+    scratch = 3 * shares * norm.channels * norm.sum_bytes
+    return Plan((sums, finish, apply), scratch, FAMILY, why)
 
 
 def output(norm: Normalization, gpu: Gpu) -> Plan:

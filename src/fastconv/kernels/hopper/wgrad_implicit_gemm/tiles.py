@@ -76,7 +76,7 @@ MIRRORED_CYCLES = 3.0
 
 @dataclass(frozen=True)
 class Costs:
-    """Estimates that pointwise layers, whose two operands are plain matrices, have of their own."""
+    """The constants of estimates that differ where both operands are plain matrices."""
 
     cache_bytes: float  # bytes a cycle and SM from the L2 cache, if all SMs load
     overlap_loss: float  # how much of the shorter of computing and loading is not hidden
