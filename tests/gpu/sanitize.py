@@ -28,13 +28,14 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))
 
 import batchnorm_cases
+import fastconv
 import oracle
 from causal_cases import Case, Tensors, random_cases
 from emulator import corpus
 from emulator.pass_cases import PassCase, assert_correct
 from emulator.pass_cases import Tensors as PassTensors
-from fastconv import ops
-from fastconv.backends import cuda
+from fastconv import native, ops
+from fastconv.backends import cuda, left_statistics
 from fastconv.kernels import planner, plans
 from fastconv.kernels.ampere.halo import plan as ampere_halo
 from fastconv.kernels.batchnorm.plan import beside
@@ -419,7 +420,44 @@ def gemm_checks() -> list[bool]:
         mock.patch.object(hopper_weight_grad, "choose_tile", side_effect=Declined("others")),
     ):
         kinds = product(GEMM_PROBLEMS.values(), GEMM_KINDS)
-        return [check(Problem.of(*arguments), *kind) for arguments, kind in kinds]
+        correct = [check(Problem.of(*arguments), *kind) for arguments, kind in kinds]
+        return correct + statistics_checks()
+
+
+def statistics_checks() -> list[bool]:
+    """Checks blocks whose convolutions leave statistics for their normalization."""
+    kinds = product(GEMM_PROBLEMS.values(), left_statistics.TYPES)
+    with mock.patch.object(native, "conv_bn_act", None):
+        return [statistics_check(Problem.of(*arguments), dtype) for arguments, dtype in kinds]
+
+
+def statistics_check(problem: Problem, dtype: torch.dtype) -> bool:
+    """Compares a block's output and statistics with those of a float64 one on the CPU."""
+    shapes = (problem.input_shape, problem.weight_shape)
+    last = torch.channels_last
+    on_cpu = [oracle.random(s, dtype).contiguous(memory_format=last) for s in shapes]
+    options = {"stride": problem.stride, "padding": problem.padding[0], "training": True}
+    found = []
+    with mock.patch.object(left_statistics, "new", wraps=left_statistics.new) as asked:
+        for input, weight in (
+            [tensor.to("cuda") for tensor in on_cpu],
+            [tensor.double() for tensor in on_cpu],
+        ):
+            wide = torch.promote_types(input.dtype, torch.float32)
+            running = [torch.zeros(problem.out_channels, dtype=wide) for _ in range(2)]
+            mean, var = (one.to(input.device) for one in running)
+            y = fastconv.conv_bn_act(
+                input, weight, None, mean, var, None, None, momentum=1.0, **options
+            )
+            found.append([one.cpu().double() for one in (y, mean, var)])
+    try:
+        assert asked.call_args.args[0] > 0, "the plan leaves no statistics"
+        for actual, expected in zip(*found, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=3e-2, atol=3e-2)
+    except AssertionError as error:
+        print(f"wrong: statistics of {problem}, {dtype}: {error}")
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -210,9 +210,21 @@ class Tile:
         batch = self.layer.problem.batch
         tiles = self.tiles(batch)
         blocks = min(self.blocks, ceil_div(tiles, sms))
-        rounds = ceil_div(tiles, sms * blocks) * blocks
+        rounds = self._rounds(tiles, sms * blocks) * blocks
         cycles = self._cycles(rounds, blocks, tiles / sms, batch / sms, TILE_LOADS)
         return START_CYCLES + cycles
+
+    def _rounds(self, tiles: int, at_once: int) -> int:
+        """The most tiles of a block, if so many blocks run at the same time.
+
+        A block that leaves statistics has tiles of one column; some SMs may have none.
+        """
+        if not self.gives_statistics:
+            return ceil_div(tiles, at_once)
+        batch = self.layer.problem.batch
+        shares = self.shares(batch, min(tiles, at_once))
+        tiles_of_block = ceil_div(self.row_tiles(batch), shares)
+        return tiles_of_block * ceil_div(shares * self.column_tiles, at_once)
 
     @lazy
     def image_cycles(self) -> float:
