@@ -50,6 +50,7 @@ PIXEL_CYCLES = 2.75
 HALF_PIXEL_CYCLES = 6.0
 NARROW_PIXEL_CYCLES = 10.6
 TILE_CYCLES = 120.0  # from the end of one tile to the start of the next
+STATISTICS_CYCLES = 6.0  # of each channel of a tile whose statistics are added up
 # Bytes that a block's epilogue stores per cycle: in general, with a single buffer that is stored
 # box by box, and for patches, which are stored two elements at a time.
 STORED_BYTES = 42.0
@@ -192,7 +193,8 @@ class Tile:
         busy, loaded, stored = self._work
         under_way = (self.stages - 1) * (self.stage_bytes - 16)
         loading = loaded / under_way * latency / blocks
-        return TILE_CYCLES + max(busy, loading) + stored / self._stored_bytes
+        counted = STATISTICS_CYCLES * self.columns if self.gives_statistics else 0.0
+        return TILE_CYCLES + max(busy, loading) + stored / self._stored_bytes + counted
 
     def _cycles(
         self, rounds: float, blocks: float, tiles: float, images: float, loads: Loads
