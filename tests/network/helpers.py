@@ -16,6 +16,7 @@ import fastconv
 from fastconv.fused import Fused
 from fastconv.jit import cache, compile
 from fastconv.network import calls
+from fastconv.network.block_calls import BlockCall, BlockTrial
 from fastconv.network.calls import Call, Times
 from fastconv.network.norm_calls import NormCall, NormTrial
 from fastconv.network.report import Optimization
@@ -56,7 +57,9 @@ class Clock(calls.Clock):
     def __init__(self) -> None:
         self.gains: Callable[[Call], Times] = lambda call: times(2.0, 1.0)
         self.of_blocks: Callable[[NormCall], Times] = lambda call: times(2.0, 1.0)
+        self.together: Callable[[BlockCall], Times] = lambda call: times(1.0, 2.0)
         self.blocks: list[NormCall] = []
+        self.pairs: list[BlockCall] = []
         self.whole = times(10.0, 8.0)
         self.wholes: list[Times] = []  # given before `whole`, one for each measurement
         self.seen: list[Call] = []
@@ -66,13 +69,16 @@ class Clock(calls.Clock):
         self.watched: list[Any] = []
 
     def call(self, trial: Any) -> Times:
-        is_block = isinstance(trial, NormTrial)
-        (self.blocks if is_block else self.seen).append(trial.call)
+        record, found = {
+            NormTrial: (self.blocks, self.of_blocks),
+            BlockTrial: (self.pairs, self.together),
+        }.get(type(trial), (self.seen, self.gains))
+        record.append(trial.call)
         half = trial.call.dtype.itemsize == 2
         torch.testing.assert_close(
             trial.ours(), trial.pytorchs(), rtol=1e-4, atol=0.5 if half else 1e-3
         )
-        return self.of_blocks(trial.call) if is_block else self.gains(trial.call)
+        return found(trial.call)
 
     def model(
         self, runs: Sequence[Any], before: Sequence[Any], device: torch.device, with_host: bool

@@ -17,7 +17,19 @@ from torch.utils.checkpoint import checkpoint
 import fastconv
 from fastconv.network import training_graph
 from fastconv.ops import batchnorm_schema
-from network.helpers import EXAMPLE, Block, Clock, ResNet, norm_calls, ours, report, times
+from network.helpers import (
+    EXAMPLE,
+    KINDS,
+    Block,
+    Clock,
+    ResNet,
+    layer_of,
+    norm_calls,
+    norm_for,
+    ours,
+    report,
+    times,
+)
 
 pytestmark = pytest.mark.usefixtures("clock")
 
@@ -372,6 +384,45 @@ def test_autocast_that_differs_from_when_it_was_optimized(dtype: torch.dtype | N
             found, expected = optimized(IMAGES), model(IMAGES)
         assert found.dtype == expected.dtype
         torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", ["Conv1d", "Conv2d"])
+def test_convolutions_that_gain_only_with_their_batch_norm(kind: str, clock: Clock) -> None:
+    """They leave statistics in 16 bits; what has no block, or a slow one, is judged alone."""
+    model = nn.Sequential(
+        layer_of(kind, 3, 4, 3), norm_for(kind, 4), nn.ReLU(),
+        layer_of(kind, 4, 6, 1), norm_for(kind, 6),
+        layer_of(kind, 6, 8, 1), norm_for(kind, 8),
+        layer_of(kind, 8, 5, 1), nn.ReLU(),
+    ).train()  # fmt: skip
+    clock.gains = lambda call: times(2, 1) if call.weight.shape[0] == 6 else times(1.5, 2)
+    clock.of_blocks = lambda call: times(1, 2) if call.input.shape[1] == 8 else times(2, 1)
+    clock.together = lambda call: times(3, 2)
+    example = KINDS[kind]
+    for half in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            optimized = fastconv.optimize(model, example)
+        assert ours(optimized) == (["0", "3"] if half else ["3"])
+        # The second convolution gains alone, and the third one's BatchNorm is slow.
+        assert [call.conv.weight.shape[0] for call in clock.pairs] == ([4] if half else [])
+    together, alone, *_ = report(optimized).layers
+    assert together.why == ("1.50x as fast with its BatchNorm; alone it takes 1.33 times as long")
+    assert (together.exchanged, alone.why) == (1, "2.00x as fast")
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = _step(optimized, example), _step(model, example)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("frozen", ["conv", "norm", "both"])
+def test_blocks_whose_parameters_are_partly_frozen(frozen: str, clock: Clock) -> None:
+    conv, norm = layer_of("Conv2d", 3, 4, 3), norm_for("Conv2d", 4)
+    for module in (conv, norm):
+        module.requires_grad_(frozen not in ("both", "conv" if module is conv else "norm"))
+    clock.gains, clock.together = lambda call: times(1, 2), lambda call: times(2, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(fastconv.optimize(nn.Sequential(conv, norm).train(), EXAMPLE)) == ["0"]
+    assert len(clock.pairs) == 1
 
 
 def _compiled(model: Any, backend: str) -> tuple[Any, CompileCounterWithBackend]:

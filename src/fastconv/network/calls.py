@@ -132,6 +132,11 @@ class Call:
         return self.input.dtype if self.autocast is None or double else self.autocast
 
     @property
+    def forms(self) -> tuple[Form, ...]:
+        """Of the operands by whose sizes people know the call."""
+        return self.input, self.weight
+
+    @property
     def axes(self) -> int:
         """The number of axes along which the layer convolves."""
         return len(self.stride)
@@ -291,13 +296,13 @@ class Trial:
         bias = None if call.bias is None else call.bias.random(device)
         self.residual = None if call.residual is None else call.residual.random(device)
         tensors = {"input": self.input, "weight": weight, "bias": bias}
-        self._wanted = [tensors[name].requires_grad_() for name in call.gradients]  # type: ignore[union-attr]
+        self.wanted = [tensors[name].requires_grad_() for name in call.gradients]  # type: ignore[union-attr]
         self._grad_output: Tensor | None = None
         parameters = {"weight": weight, "bias": bias}
         kind = known_kind(layer)
         self._pytorchs = _twin(layer, kind.pytorchs, parameters, call.output_padding)
-        self._ours = _twin(layer, FUSED[kind.ours], parameters, call.output_padding)
-        self._ours.activation = call.activation
+        self.layer = _twin(layer, FUSED[kind.ours], parameters, call.output_padding)
+        self.layer.activation = call.activation
 
     def pytorchs(self) -> object:
         return self._passes(self.pytorchs_forward)
@@ -306,29 +311,29 @@ class Trial:
         return self._passes(self.ours_forward)
 
     def pytorchs_forward(self, input: Tensor, residual: Tensor | None) -> Tensor:
-        with self._settings():
+        with self.settings():
             epilogue = Epilogue(*activation_of(self.call.activation))
             return applied(self._pytorchs.forward(input), residual, epilogue)
 
     def ours_forward(self, input: Tensor, residual: Tensor | None) -> Tensor:
-        with self._settings():
-            output: Tensor = self._ours.forward(input, residual=residual)
+        with self.settings():
+            output: Tensor = self.layer.forward(input, residual=residual)
             return output
 
     def _passes(self, forward: Callable[[Tensor, Tensor | None], Tensor]) -> object:
         output = forward(self.input, self.residual)
         torch.clear_autocast_cache()  # in a network, each step casts each weight once
-        if not self._wanted:
+        if not self.wanted:
             return output
         if self._grad_output is None:
             self._grad_output = torch.randn_like(output)
-        return torch.autograd.grad(output, self._wanted, self._grad_output)
+        return torch.autograd.grad(output, self.wanted, self._grad_output)
 
     @contextmanager
-    def _settings(self) -> Iterator[None]:
+    def settings(self) -> Iterator[None]:
         call, device = self.call, self.input.device.type
         with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(bool(self._wanted)))
+            stack.enter_context(torch.set_grad_enabled(bool(self.wanted)))
             cast = torch.autocast(device, dtype=call.autocast, enabled=call.autocast is not None)
             stack.enter_context(cast)
             if call.precision is not None:

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from fastconv.network import block_comparison, fusion, measurement, ranks
-from fastconv.network.calls import Times
+from fastconv.network.block_calls import BlockCall
+from fastconv.network.calls import Call, Times
 from fastconv.network.inspection import (
     Inspection,
     exchangeable_layers,
@@ -62,21 +63,21 @@ def _decided(subject: Subject, fuse: bool, inplace: bool, recompute: bool) -> De
             seen[name] = [fusion.with_followers(seen[name][0], site, graph)]
     of_blocks = {name: mine.norm_calls[name] for name in mine.blocks}
     # Rank 0 decides. Its calls may be other ones than this process's, but its layers are the same.
-    judged, judged_blocks, found = ranks.from_rank_0(
-        lambda: (
-            seen,
-            of_blocks,
-            measurement.layer_times(subject, layers | mine.norms, {**seen, **of_blocks}),
-        )
+    judged, judged_blocks, found, together = ranks.from_rank_0(
+        lambda: (seen, of_blocks, *_times(subject, layers, mine, seen))
     )
-    ours = _gaining(judged, found)
+    alone = _gaining(judged, found)
+    ours = [name for name in judged if name in alone or name in together]
     blocks = _gaining(judged_blocks, found)
     proposal = proposed(subject.model, layers, ours, graph, sites, seen)
     proposal = proposal.with_blocks(mine.regions, blocks, recompute)
     whole: Times | None = None
     if proposal.changes:
+        pairs = _pairs(mine, seen, blocks)
         needed: dict[measurement.AnyCall, nn.Module] = {
-            call: layers[name] for name in ours for call in seen.get(name, ())
+            call: layers[name]
+            for name in ours
+            for call in ([pairs[name]] if name in pairs else seen.get(name, ()))
         }
         needed |= {call: mine.norms[name] for name in blocks for call in of_blocks.get(name, ())}
         ranks.in_each(lambda: measurement.load_chosen(subject, needed))
@@ -97,12 +98,46 @@ def _decided(subject: Subject, fuse: bool, inplace: bool, recompute: bool) -> De
             subject.notes.append("the model as a whole is not faster: it was left as it was")
             proposal = unchanged(subject.model)
     words = {name: site.words for name, site in sites.items()}
-    measured = tuple(rows(judged, found, proposal.ours, words))
+    measured = tuple(rows(judged, found, proposal.ours, words, together))
     followed = {name: block.words for name, block in mine.blocks.items()}
     if again := sum(graph.source.count("recomputes") for graph in proposal.graphs.values()):
         subject.notes.append(f"{again} activations are computed again in backward passes")
     measured_blocks = tuple(block_rows(judged_blocks, found, proposal.blocks, followed))
     return proposal, _report(subject, proposal, measured, whole, measured_blocks)
+
+
+def _times(
+    subject: Subject,
+    layers: Mapping[str, nn.Module],
+    mine: Inspection,
+    seen: Mapping[str, Sequence[Call]],
+) -> tuple[dict[measurement.AnyCall, Times | str], dict[str, Times]]:
+    """The times of all calls, and those of layers that only gain with their BatchNorms, by name."""
+    of_blocks = {name: mine.norm_calls[name] for name in mine.blocks}
+    found = measurement.layer_times(subject, {**layers, **mine.norms}, {**seen, **of_blocks})
+    losing = seen.keys() - _gaining(seen, found)
+    pairs = _pairs(mine, seen, _gaining(of_blocks, found))
+    tried = {name: [pair] for name, pair in pairs.items() if name in losing}
+    by_pair = measurement.layer_times(subject, layers, tried)
+    together = {name: by_pair[pair] for name, (pair,) in tried.items()}
+    return found, {
+        name: times for name, times in together.items() if isinstance(times, Times) and times.gains
+    }
+
+
+def _pairs(
+    mine: Inspection, seen: Mapping[str, Sequence[Call]], blocks: Sequence[str]
+) -> dict[str, BlockCall]:
+    """The calls of convolutions with their BatchNorms, by the convolutions' names.
+
+    They are those of these blocks of which a kernel may leave statistics.
+    """
+    found = {
+        name: BlockCall(seen[name][0], mine.norm_calls[norm][0])
+        for name, norm in mine.convolved.items()
+        if norm in blocks and len(seen.get(name, ())) == len(mine.norm_calls[norm]) == 1
+    }
+    return {name: pair for name, pair in found.items() if pair.may_leave_statistics}
 
 
 def _gaining(

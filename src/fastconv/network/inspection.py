@@ -49,6 +49,16 @@ class Inspection:
     def blocks(self) -> dict[str, Block]:
         return {name: block for region in self.regions for name, block in region.blocks.items()}
 
+    @property
+    def convolved(self) -> dict[str, str]:
+        """The names of the convolutions of blocks, and those of these blocks' BatchNorms."""
+        return {
+            region.full_name(block.conv): name
+            for region in self.regions
+            for name, block in region.blocks.items()
+            if block.conv is not None
+        }
+
 
 def exchangeable_layers(subject: Subject) -> dict[str, nn.Module]:
     """The layers that can be exchanged, by name; the report gets reasons for all others."""

@@ -12,13 +12,14 @@ from torch import nn
 
 from fastconv import native, tables
 from fastconv.network import calls, preparation
+from fastconv.network.block_calls import BlockCall
 from fastconv.network.calls import Call, Times
 from fastconv.network.norm_calls import NormCall
 from fastconv.network.proposal import Proposal
 from fastconv.network.subject import Plans, Subject
 
-AnyCall = Call | NormCall
-"""The call of a convolution, or of a block's BatchNorm."""
+AnyCall = Call | NormCall | BlockCall
+"""The call of a convolution, of a block's BatchNorm, or of both."""
 
 _BY_GPU_TIME = (
     "the whole model was measured by the GPU's time alone, as the native host path was still being "
@@ -62,7 +63,9 @@ def layer_times(
         for number, (call, layer) in enumerate(missing.items(), 1):
             if call not in found:
                 found[call] = _measured(call, layer, _device(layer, subject))
-                subject.measured += isinstance(found[call], Times)
+                # A report has no row of its own for a convolution with its BatchNorm.
+                is_row = not isinstance(call, BlockCall)
+                subject.measured += is_row and isinstance(found[call], Times)
             show(number, len(missing))
     if any(_device(layer, subject).type == "cuda" for layer in missing.values()):
         torch.cuda.empty_cache()
@@ -185,7 +188,6 @@ def _measured(call: AnyCall, layer: nn.Module, device: torch.device) -> Times | 
         times = calls.clock.call(call.trial(layer, device))
     except Exception as error:  # such as out of memory
         return tables.error_line(error)
-    forms = (call.input, call.weight) if isinstance(call, Call) else (call.input,)
-    sizes = " ".join("x".join(map(str, form.shape)) for form in forms)
+    sizes = " ".join("x".join(map(str, form.shape)) for form in call.forms)
     calls.store_times(repr(call), f"a {call.kind}, {sizes}", device, times)
     return times

@@ -59,6 +59,11 @@ class NormCall:
         return NormTrial(self, device)
 
     @property
+    def forms(self) -> tuple[Form, ...]:
+        """Of the operands by whose sizes people know the call."""
+        return (self.input,)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The type in which the call is computed."""
         return self.input.dtype
@@ -93,19 +98,19 @@ class NormTrial:
         self.input = call.input.random(device)
         self.residual = None if call.residual is None else call.residual.random(device)
         channels = (call.input.shape[1],)
-        self._parameters: list[Tensor | None] = [None, None]
+        self.parameters: list[Tensor | None] = [None, None]
         if call.parameters is not None:
-            self._parameters = [
+            self.parameters = [
                 torch.randn(channels, dtype=call.parameters, device=device) for _ in range(2)
             ]
-        self._statistics: list[Tensor | None] = [None, None]
+        self.statistics: list[Tensor | None] = [None, None]
         if call.statistics is not None:
-            self._statistics = [
+            self.statistics = [
                 torch.ones(channels, dtype=call.statistics, device=device) for _ in range(2)
             ]
         of_input = [one for one in (self.input, self.residual) if one is not None]
-        wanted = {"input": of_input, "parameters": [p for p in self._parameters if p is not None]}
-        self._wanted = [one.requires_grad_() for name in call.gradients for one in wanted[name]]
+        wanted = {"input": of_input, "parameters": [p for p in self.parameters if p is not None]}
+        self.wanted = [one.requires_grad_() for name in call.gradients for one in wanted[name]]
         self._grad_output: Tensor | None = None
 
     def pytorchs(self) -> object:
@@ -115,22 +120,22 @@ class NormTrial:
         return self._passes(self.ours_forward)
 
     def _pytorchs_forward(self, input: Tensor, residual: Tensor | None) -> Tensor:
-        (mean, var), (weight, bias) = self._statistics, self._parameters
+        (mean, var), (weight, bias) = self.statistics, self.parameters
         output = F.batch_norm(input, mean, var, weight, bias, self.call.of_batch)
         return applied(output, residual, Epilogue(*activation_of(self.call.activation)))
 
     def ours_forward(self, input: Tensor, residual: Tensor | None) -> Tensor:
-        (mean, var), (weight, bias) = self._statistics, self._parameters
+        (mean, var), (weight, bias) = self.statistics, self.parameters
         return batch_norm_act(
             input, mean, var, weight, bias, self.call.of_batch,
             activation=self.call.activation, residual=residual,
         )  # fmt: skip
 
     def _passes(self, forward: Any) -> object:
-        with torch.set_grad_enabled(bool(self._wanted)):
+        with torch.set_grad_enabled(bool(self.wanted)):
             output = forward(self.input, self.residual)
-            if not self._wanted:
+            if not self.wanted:
                 return output
             if self._grad_output is None:
                 self._grad_output = torch.randn_like(output)
-            return torch.autograd.grad(output, self._wanted, self._grad_output)
+            return torch.autograd.grad(output, self.wanted, self._grad_output)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.fx import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -89,6 +90,10 @@ class Region:
     arguments: tuple[tuple[int | str, bool, Any], ...]
     defaults: dict[str, Any]
     containers: tuple[Watched, ...]
+
+    def full_name(self, node: Node) -> str:
+        """The name that the model has for a module that the graph calls."""
+        return f"{self.name}.{node.target}" if self.name else str(node.target)
 
     def training_graph(self, chosen: Collection[str], recompute: bool = False) -> TrainingGraph:
         """The graph that computes the blocks of these BatchNorms by fastconv.

@@ -282,6 +282,7 @@ def rows(
     found: Mapping[Any, Times | str],
     ours: Collection[str],
     words: Mapping[str, str],
+    together: Mapping[str, Times],
 ) -> Iterator[MeasuredLayer]:
     """The report's rows, one for each distinct call.
 
@@ -290,6 +291,7 @@ def rows(
         found: the times of each call, or why it has none.
         ours: names of layers that are exchanged.
         words: what is fused with layers, by name.
+        together: the times of layers with their BatchNorms, by name, where these decided.
     """
     for call in dict.fromkeys(call for of_one in seen.values() for call in of_one):
         names = [name for name, of_one in seen.items() if call in of_one]
@@ -301,8 +303,14 @@ def rows(
             sum(seen[name].count(call) for name in names),
             None if isinstance(times, str) else times,
             sum(name in ours for name in names),
-            _why(times),
+            _why_together(times, [together[name] for name in names if name in together]),
         )
+
+
+def _why_together(alone: Times | str, together: Sequence[Times]) -> str:
+    if not together:
+        return _why(alone)
+    return f"{_why(Times.sum(together))} with its BatchNorm; alone it {_why(alone)}"
 
 
 def _why(times: Times | str) -> str:
