@@ -28,6 +28,9 @@ PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 COUNTERPARTS: dict[type[torch.nn.Module], Any] = {}
 """PyTorch's classes of the layers that can be exchanged, by fastconv's: ``modules.py`` fills it."""
 
+EXCHANGED = "_fastconv_exchanged_class"
+"""The attribute of a class that was made for an exchanged layer: the layer's own class before."""
+
 
 class Layer(torch.nn.Module):
     """What layers of fastconv have in common: a precision, a name, and how tracers see them."""
@@ -55,7 +58,7 @@ class Layer(torch.nn.Module):
         forward is called, hooks have run: a module with hooks is traced into, so that its hooks do
         not run a second time.
         """
-        pytorchs = COUNTERPARTS.get(type(self))
+        pytorchs = vars(type(self)).get(EXCHANGED) or COUNTERPARTS.get(type(self))
         if (
             pytorchs is None
             or not isinstance(tracer, Tracer)

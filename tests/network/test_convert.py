@@ -35,6 +35,75 @@ class Own(nn.Conv2d):
         return super().forward(input) + 1
 
 
+class Widened(nn.Conv2d):
+    """A class that adds to PyTorch's, and computes what that does."""
+
+    factor = 2
+
+    def __init__(self, channels: int, stride: int = 1) -> None:
+        super().__init__(channels, self.factor * channels, 3, stride, padding=1)
+
+    @staticmethod
+    def shrinks(stride: int) -> bool:
+        return stride > 1
+
+
+class Wider(Widened):
+    """Derived once more."""
+
+    factor = 3
+
+    def extra_repr(self) -> str:
+        return f"wider, {super().extra_repr()}"
+
+
+@pytest.mark.parametrize("kind", [Widened, Wider])
+def test_classes_that_only_add_to_pytorchs(kind: type[Widened]) -> None:
+    layer, images = kind(3, 2), torch.randn(2, 3, 9, 11)
+    converted: Any = fastconv.convert(nn.Sequential(layer))
+    (one,) = converted
+    assert isinstance(one, kind)
+    assert isinstance(one, fastconv.Conv2d)
+    assert one.shrinks(2)
+    assert (type(one).__name__, repr(one)) == (kind.__name__, repr(layer))
+    assert kind._conv_forward is not type(one)._conv_forward is fastconv.Conv2d._conv_forward
+    torch.testing.assert_close(converted(images), layer(images))
+    for copied in (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
+        assert type(copied[0]) is type(one)
+        torch.testing.assert_close(copied(images), layer(images))
+        (restored,) = fastconv.restore(copied)
+        assert type(restored) is kind
+        torch.testing.assert_close(restored(images), layer(images))
+    parametrize.register_parametrization(one, "weight", nn.Identity())
+    torch.testing.assert_close(converted(images), layer(images))
+    (restored,) = fastconv.restore(converted)
+    assert parametrize.type_before_parametrizations(restored) is kind
+    torch.testing.assert_close(restored(images), layer(images))
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"forward": lambda self, x: x},
+        {"_conv_forward": lambda self, x, weight, bias: x},
+        {"stride": property(lambda self: (2, 2), lambda self, value: None)},
+        {"dilation": (2, 2)},
+        {"__call__": lambda self, x: x},
+        {"__getattr__": lambda self, name: nn.Module.__getattr__(self, name)},
+        {"__reduce__": lambda self: (nn.Identity, ())},
+        {"_padded": lambda self, x: x},
+        {"train": lambda self, mode=True: self},
+        {"__slots__": ("more",)},
+    ],
+    ids=lambda own: next(iter(own)),
+)
+def test_classes_that_change_what_they_add_to(own: dict[str, Any]) -> None:
+    changed = type("Changed", (nn.Conv2d,), own)(3, 3, 3)
+    assert _left(fastconv.convert(nn.Sequential(changed), inplace=True)) == {
+        "0": "of another class, Changed"
+    }
+
+
 def _layer(kind: str = "Conv2d", **arguments: Any) -> Any:
     return layer_of(kind, 3, 3, 3, padding=1, **arguments)
 

@@ -414,6 +414,32 @@ def test_convolutions_that_gain_only_with_their_batch_norm(kind: str, clock: Clo
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
 
 
+class Same(nn.Conv2d):
+    """A layer as those of torchvision's video networks: a class that adds a constructor."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, channels, 3, padding=1, bias=False)
+
+
+def test_convolutions_of_a_derived_class() -> None:
+    model = nn.Sequential(Same(3), nn.BatchNorm2d(3), nn.ReLU(), Same(3))
+    optimized = _same(model, EXAMPLE)
+    assert ours(optimized) == ["0", "3"]
+    assert all(isinstance(optimized[at], Same) for at in (0, 3))
+    assert "conv_of_bn_act" in vars(optimized)["_fastconv_training_graph"].source
+    expected = _step(model, EXAMPLE)
+    for one in (copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized))):
+        assert ours(one) == ["0", "3"]
+        for found, other in zip(_step(one, EXAMPLE), expected, strict=True):
+            torch.testing.assert_close(found, other, rtol=1e-3, atol=1e-4)
+    restored = fastconv.restore(optimized)
+    assert [type(restored[at]) for at in (0, 3)] == [Same, Same]
+    with torch.no_grad():
+        fused = fastconv.optimize(model.eval(), EXAMPLE)
+        assert report(fused).fused
+        torch.testing.assert_close(fused(EXAMPLE), model(EXAMPLE), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("frozen", ["conv", "norm", "both"])
 def test_blocks_whose_parameters_are_partly_frozen(frozen: str, clock: Clock) -> None:
     conv, norm = layer_of("Conv2d", 3, 4, 3), norm_for("Conv2d", 4)

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from fastconv.backends.batchnorm.formulas import sum_type
 from fastconv.batchnorm import CONVOLUTIONS, bn_act, conv_of_bn_act
 from fastconv.geometry import Activation
-from fastconv.network.exchange import kind_of
+from fastconv.network.exchange import is_exact, kind_of
 from fastconv.network.sites import (
     IN_PLACE,
     NORMS,
@@ -169,8 +169,9 @@ def _is_convolution(node: Node, modules: Mapping[str, nn.Module]) -> bool:
         return False
     module = modules[str(node.target)]
     kind = kind_of(module)
-    exact = kind is not None and kind.ours in CONVOLUTIONS and type(module) in kind
-    return exact and not has_hooks(module)
+    if kind is None or kind.ours not in CONVOLUTIONS:
+        return False
+    return is_exact(module) and not has_hooks(module)
 
 
 def _is_supported(block: Block, graph: Traced, modules: Mapping[str, Any]) -> bool:
@@ -218,7 +219,7 @@ def fused_graph(
                 (residual,) = (one for one in place.args if one is not own)
             rest = (residual, block.activation, block.adds_in_place)
             (input,) = copies[block.norm].args
-            if conv is not None and type(modules[str(conv.target)]) in CONVOLUTIONS:
+            if conv is not None and isinstance(modules[str(conv.target)], CONVOLUTIONS):
                 layer = made.create_node("get_attr", str(conv.target))
                 (before,) = copies[conv].args
                 named: dict[str, Any] = {}

@@ -97,8 +97,9 @@ def convert(model: Model, *, inplace: bool = False) -> Model:
 
     These are left as they are, and the report says so:
 
-    - layers of classes that are derived from PyTorch's, as they may have a ``forward`` of their
-      own, and layers whose ``forward`` was replaced;
+    - layers of classes that are derived from PyTorch's and change something of it, such as
+      ``forward``, and layers whose ``forward`` was replaced. Those of a class that only adds to
+      PyTorch's, such as a constructor, are exchanged, and stay instances of their class;
     - lazy layers such as ``torch.nn.LazyConv2d``, until the model has been called once;
     - layers on devices, or with types of weights, that fastconv does not have;
     - layers that TorchScript has compiled.

@@ -6,8 +6,11 @@ A layer stays the same object, with its parameters, hooks and state: only its cl
 from __future__ import annotations
 
 import copy
+import copyreg
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from inspect import get_annotations
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,7 +18,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
-from fastconv.layers import COUNTERPARTS
+from fastconv.layers import COUNTERPARTS, EXCHANGED
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -24,6 +27,14 @@ _MARK = "_fastconv_exchanged"
 
 # What each class has of its own: a class with the same contents gets new ones.
 _OWN = {"__dict__", "__weakref__"}
+
+# What a class derived from PyTorch's may have in place of that one's: a call does not depend on it.
+_HARMLESS = {
+    "__module__", "__qualname__", "__doc__", "__init__", "__annotations__", "__annotate__",
+    "__annotate_func__", "__dict__", "__weakref__", "__firstlineno__", "__static_attributes__",
+    "__parameters__", "__orig_bases__", "__constants__", "extra_repr", "__repr__", "_get_name",
+    "reset_parameters",
+}  # fmt: skip
 
 
 class Kind(NamedTuple):
@@ -62,11 +73,27 @@ def reason_to_leave(module: nn.Module) -> str | None:
         return "fastconv's already"
     if isinstance(module, LazyModuleMixin):
         return "without sizes until the model is called"
-    if type_before_parametrizations(module) is not kind.pytorchs:
+    if type_before_parametrizations(module) is not kind.pytorchs and not is_exact(module):
         return f"of another class, {_name(type(module), kind)}"
     if "forward" in vars(module) or "_conv_forward" in vars(module):
         return "with a forward of their own"
     return None
+
+
+def is_exact(module: nn.Module) -> bool:
+    """Whether the class of a convolution computes just what PyTorch's or fastconv's does.
+
+    It is one of these, or derived from one, and only adds to it: a constructor of its own, say.
+    """
+    kind, own = known_kind(module), type(module)
+    if own in kind or EXCHANGED in vars(own):
+        return True
+    added = [cls for cls in own.__mro__ if cls not in kind.pytorchs.__mro__]
+    known = {name for cls in kind.ours.__mro__ for name in vars(cls)}
+    known |= {name for cls in kind.pytorchs.__mro__ for name in get_annotations(cls)}
+    known |= vars(module).keys() | module._parameters.keys() | module._buffers.keys()
+    defined = {name for cls in added for name in vars(cls)} - _HARMLESS
+    return type(own) is type and "__slots__" not in defined and known.isdisjoint(defined)
 
 
 def _name(cls: type[nn.Module], kind: Kind) -> str:
@@ -78,8 +105,48 @@ def _name(cls: type[nn.Module], kind: Kind) -> str:
 def exchange(layers: Iterable[nn.Module], back: bool = False) -> None:
     """Makes PyTorch's layers fastconv's, or back."""
     for layer in layers:
-        kind = known_kind(layer)
-        layer.__class__ = _rebased(layer, kind.pytorchs if back else kind.ours)
+        layer.__class__ = _rebased(layer, _pytorchs(layer) if back else _ours(layer))
+
+
+def _ours(layer: nn.Module) -> Any:
+    """The class of a layer, without parametrizations, when it is fastconv's."""
+    own: Any = type_before_parametrizations(layer)
+    kind: Any = known_kind(layer)
+    ours, pytorchs = kind
+    if own is pytorchs:
+        return ours
+    return own if isinstance(layer, ours) else _derived(own, ours)
+
+
+def _pytorchs(layer: nn.Module) -> type[nn.Module]:
+    """The class of a layer, without parametrizations, when it is PyTorch's."""
+    kind, own = known_kind(layer), type_before_parametrizations(layer)
+    before: type[nn.Module] | None = vars(own).get(EXCHANGED)
+    return before or (kind.pytorchs if isinstance(layer, kind.ours) else own)
+
+
+class _Made(type):
+    """The class of classes that are made at run time: pickles name what they were made from."""
+
+
+@cache
+def _derived(own: Any, ours: Any) -> Any:
+    """The class of layers of the class ``own``, derived from PyTorch's, that computes as ours."""
+    names = {
+        EXCHANGED: own,
+        "__module__": own.__module__,
+        "__qualname__": own.__qualname__,
+        "__doc__": own.__doc__,
+    }
+    return _Made(own.__name__, (own, ours), names)
+
+
+def _parts(made: Any) -> Any:
+    """How a class is pickled that :func:`_derived` has made; one derived from it, by its name."""
+    return (_derived, made.__bases__) if EXCHANGED in vars(made) else made.__qualname__
+
+
+copyreg.pickle(_Made, _parts)
 
 
 def _rebased(layer: nn.Module, base: type[nn.Module]) -> type[nn.Module]:
@@ -125,7 +192,8 @@ def exchange_marked_back(model: nn.Module) -> None:
     marked = {name: one for name, one in model.named_modules() if _MARK in vars(one)}
     ours = {name: one for name, one in marked.items() if _is_ours(one)}
     for name, layer in ours.items():
-        if type_before_parametrizations(layer) is not known_kind(layer).ours:
+        own = type_before_parametrizations(layer)
+        if own is not known_kind(layer).ours and EXCHANGED not in vars(own):
             raise ValueError(
                 f"restore() cannot make {name or 'the model'} PyTorch's again: since it was "
                 f"exchanged, its class has become {type(layer).__name__}. Restore the model before "

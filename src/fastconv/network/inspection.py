@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.nn.modules.module as _hooks
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fastconv import tables
 from fastconv.network import agreement, calls
 from fastconv.network.blocks import Block, is_norm, reason_to_leave_norm
 from fastconv.network.calls import Call
 from fastconv.network.dry_run import NeedsData, call_without_data, tensors_of
-from fastconv.network.exchange import kind_of, known_kind, reason_to_leave
+from fastconv.network.exchange import kind_of, reason_to_leave
 from fastconv.network.norm_calls import NormCall, watched_norms
 from fastconv.network.preparation import is_gpu
 from fastconv.network.regions import Given, Region, attached, regions, watched_arguments
@@ -82,9 +83,8 @@ def _reason_to_leave(module: Any) -> str | None:
     reason = reason_to_leave(module)
     if reason is not None:
         return reason
-    cls: type = type(module)  # mypy would take the module to be of a class that it is compared with
-    if cls is not known_kind(module).pytorchs:
-        return f"of another class, {cls.__name__}"
+    if is_parametrized(module):
+        return f"of another class, {type(module).__name__}"
     if module._parameters.get("weight") is None:
         return "with a weight that is computed"
     if not is_gpu(module.weight.device):

@@ -41,8 +41,9 @@ def optimize(
     within ``torch.no_grad()`` or ``torch.inference_mode()``.
 
     A layer that is exchanged stays the same object, with its parameters, hooks and state: only its
-    class becomes ``fastconv.Conv2d``, or that of its kind. Layers of classes that are derived from
-    PyTorch's are left as they are. A layer that is called with other sizes later keeps its choice.
+    class becomes ``fastconv.Conv2d``, or that of its kind; or one derived from that and from its
+    own, where its own is derived from PyTorch's and only adds to it. Layers of other derived
+    classes are left as they are. A layer that is called with other sizes later keeps its choice.
 
     In training, each BatchNorm is also measured with the addition and the activation behind it, and
     computed by ``fastconv.batch_norm_act`` where that gains. The model keeps its modules,
