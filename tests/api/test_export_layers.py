@@ -23,7 +23,7 @@ from exports import REFERENCE, all_layers, exported, exported_layers
 from fastconv import cli
 from fastconv.exporter import ExportError, plans
 from fastconv.kernels.hopper import passes
-from fastconv.kernels.hopper.passes import _boxes_on_copies
+from fastconv.kernels.hopper.passes import _on_slabs
 from fastconv.kernels.hopper.wgrad_implicit_gemm.plan import HALO_SOURCE
 from fastconv.problem import Padding, Problem
 from fastconv.workloads import parse_shape
@@ -271,9 +271,9 @@ def test_tuned_results_of_boxes() -> None:
     """A weight gradient on channels-last copies has tensor maps of regions of the workspace."""
 
     def free(*asked: Any) -> Any:
-        return 0.0, _boxes_on_copies(*asked)[1]
+        return 0.0, _on_slabs(*asked)[1]
 
-    layer, shape = "nn.Conv3d(8, 16, (3, 2, 3), stride=(1, 1, 2), padding=1)", (2, 8, 3, 5, 11)
+    layer, shape = "nn.Conv3d(8, 16, (3, 2, 3), stride=(1, 1, 2), padding=1)", (2, 8, 4, 21, 19)
     with mock.patch.object(passes, "_WEIGHT_GRADS_OF_VOLUMES", (free,)):
         module = exported_file.load(exported_layers(layer, shape, "float16"))
     sources = emulate(module, "sm_90a", 227)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -23,10 +23,11 @@ from fastconv.kernels.hopper.implicit_gemm_nchw import plan as implicit_gemm_nch
 from fastconv.kernels.hopper.implicit_gemm_nhwc import plan as implicit_gemm_nhwc
 from fastconv.kernels.hopper.layers import forward_ways as hopper_forward_ways
 from fastconv.kernels.hopper.layers import input_grad_ways as hopper_input_grad_ways
+from fastconv.kernels.hopper.layers import relaid_ways
 from fastconv.kernels.hopper.relayout import plan as relayout
 from fastconv.kernels.hopper.wgrad_halo import plan as hopper_wgrad_halo
 from fastconv.kernels.hopper.wgrad_implicit_gemm import plan as wgrad_implicit_gemm
-from fastconv.kernels.planning import limits
+from fastconv.kernels.planning import limits, slabs
 from fastconv.kernels.planning.layers import forward_ways, input_grad_ways
 from fastconv.problem import Problem
 
@@ -262,7 +263,12 @@ class Copies(Forced):
 
 @dataclass(frozen=True)
 class HaloCopies(Forced):
-    """Plans a pass with halo tiles on channels-last copies."""
+    """Plans a pass with halo tiles on channels-last copies.
+
+    Copies of volumes are whole, however large, unless they are ``limited``.
+    """
+
+    limited = False
 
     @property
     def word(self) -> str:
@@ -274,6 +280,13 @@ class HaloCopies(Forced):
             limits.check_reach(problem, operands)
             tile = hopper_wgrad_halo.choose_tile(problem, last, gpu)
             return relayout.weight_gradient(hopper_wgrad_halo.plan(tile, gpu), problem, operands)
+        if problem.depth is not None:
+            last = replace(last, output_channels_last=False)
+            with _sizes_of_copies(self.limited):
+                ways = relaid_ways(_hopper_ways(self.direction, problem, last))
+            if not ways:
+                raise Declined("volumes that are not computed in slabs")
+            return hopper_halo.plan(ways, gpu)
         plan = hopper_halo.plan(_hopper_ways(self.direction, problem, last), gpu)
         problem = problem.without_idle_dilation
         return relayout.convolution(plan, problem, last, self.direction == "input_grad")
@@ -281,18 +294,34 @@ class HaloCopies(Forced):
 
 @dataclass(frozen=True)
 class HalfCopies(Forced):
-    """Plans a pass of scaled fp16 on a float16 copy, which only large layers get."""
+    """Plans a pass of scaled fp16 on a float16 copy, which only large layers get.
+
+    Copies of volumes are whole, however large, unless they are ``limited``.
+    """
+
+    limited = False
 
     @property
     def word(self) -> str:
         return f"{self.direction}{FORCED}{HALF_COPIES}"
 
     def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        ways = _hopper_ways(self.direction, problem, operands)
+        with _sizes_of_copies(self.limited):
+            ways = _hopper_ways(self.direction, problem, operands)
         copied = [way for way in ways if way[0].half_copy]
         if not copied:
             raise Declined("layers whose input scaled fp16 does not copy")
         return hopper_halo.plan(copied, gpu)
+
+
+@contextmanager
+def _sizes_of_copies(limited: bool) -> Iterator[None]:
+    """Lets planners copy volumes of any size as a whole, unless copies are ``limited``."""
+    if limited:
+        yield
+        return
+    with mock.patch.object(slabs, "most_copied", return_value=2**62):
+        yield
 
 
 def _hopper_ways(direction: str, problem: Problem, operands: Operands) -> Any:

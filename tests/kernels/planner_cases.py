@@ -67,7 +67,7 @@ def is_few_outputs(plan: Plan) -> bool:
 
 def without_copies(plan: Plan) -> Plan:
     """The plan without the launches that copy tensors to another memory format."""
-    own = tuple(launch for launch in plan.launches if launch.kernel.entry != "transpose")
+    own = tuple(one for one in plan.launches if not one.kernel.entry.startswith("transpose"))
     return replace(plan, launches=own)
 
 
@@ -81,9 +81,15 @@ def packed_layers(plan: Plan) -> list[tuple[Launch, Launch, dict[str, Any]]]:
     """For each layer of a halo-tile plan: the launch that packs, the one that computes, constants.
 
     A strided input gradient has several layers, and the repair of scaled fp16 is one more. The
-    launches that find the scales and that copy the input are left out.
+    launches that find the scales, that copy the input, and that compute all but a layer's first
+    slab are left out.
     """
-    launches = [launch for launch in plan.launches if launch.kernel.entry not in ("scale", "copy")]
+    launches: list[Launch] = []
+    for launch in without_copies(plan).launches:
+        entry = launch.kernel.entry
+        again = launches and entry == launches[-1].kernel.entry == "convolve"
+        if entry not in ("scale", "copy") and not again:
+            launches.append(launch)
     packs, convolves = launches[::2], launches[1::2]
     return [
         (pack, halo, dict(halo.kernel.constants))

@@ -19,6 +19,7 @@ Constant = int | bool | str
 PARAMETERS = {
     "residual": "#define FASTCONV_RESIDUAL\n",
     "statistics": "#define FASTCONV_STATISTICS\n",
+    "slabs": "#define FASTCONV_SLABS\n",
 }
 """The constants that are also parameters of a function, and the macros that say so."""
 
@@ -36,8 +37,9 @@ class Kernel:
     ``source`` is a file below :data:`FOLDER`, ``entry`` an ``extern "C" __global__`` function in
     it. The file reads its constants from a struct ``Config``: ints and bools are static constexpr
     members of it, strings are member types. A ``residual`` is also a parameter of the function, and
-    so are ``statistics``: there are preprocessor macros for them (``device/epilogue.cuh``,
-    ``hopper/implicit_gemm_nhwc/statistics.cuh``).
+    so are ``statistics`` and the first row of ``slabs``: there are preprocessor macros for them
+    (``device/epilogue.cuh``, ``hopper/implicit_gemm_nhwc/statistics.cuh``,
+    ``device/tensor/half_copy.cuh``).
     """
 
     source: str
@@ -395,7 +397,7 @@ GEOMETRY = frozenset(
     "groups", "group_in", "group_out", "padding_front", "padding_top", "padding_left",
     "weight_stride_out", "weight_stride_in", "weight_stride_depth", "weight_stride_height",
     "weight_stride_width", "image_depth", "out_step_depth", "plane_at", "last_tap_plane",
-    "tap_step_depth",
+    "tap_step_depth", "slabs", "source_height",
 }  # fmt: skip
 """The constants, common to all kernels, that say what is computed and not how."""
 

@@ -94,10 +94,13 @@ def device_code(kernels: tuple[Kernel, ...]) -> str:
         condition = CONDITIONS.get(source.split("/")[0])
         if condition is not None:
             text = f"#if !defined(__CUDA_ARCH__) || {condition}\n{text}\n#endif"
-        code.append(
+        space = (
             f"namespace kernels_{number} {{\n{types}\n"
             f"struct Config {{\n{members}\n}};\n{text}\n}}  // namespace kernels_{number}\n"
         )
+        if "slabs" in dict(constants):  # which are parameters of functions, too
+            space = f"#define FASTCONV_SLABS\n{space}#undef FASTCONV_SLABS\n"
+        code.append(space)
     return "\n".join(code)
 
 

@@ -7,15 +7,17 @@ sums are added up, and an image must give the same bits in any batch.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 
 from fastconv.kernels.arithmetic import ceil_div, divisors
-from fastconv.kernels.family import Operands
+from fastconv.kernels.family import Declined, Operands
 from fastconv.kernels.hopper.block import A_OPERAND_BYTES, OUTPUTS
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import layers
 from fastconv.kernels.planning.copies import HalfCopy
 from fastconv.kernels.planning.layers import SHORT_SUM_MMAS
+from fastconv.kernels.planning.slabs import in_slabs
 from fastconv.problem import Problem
 
 CHUNK_MMAS = 8  # MMAs that a chunk of channels should have for each pair of mbarrier waits
@@ -136,10 +138,26 @@ def input_grad_ways(problem: Problem, operands: Operands) -> list[list[Layer]]:
     return _and_on_copies(layers.input_grad_ways(layer, problem, most_together=OUTPUTS))
 
 
+def relaid_ways(ways: list[list[Layer]]) -> list[list[Layer]]:
+    """Ways of layers that read channels-last tensors, reading copies of contiguous ones instead."""
+    return _in_slabs([[replace(layer, relaid=True) for layer in way] for way in ways])
+
+
 def _and_on_copies(ways: list[list[Layer]]) -> list[list[Layer]]:
     """These ways, and those that multiply scaled fp16 with the input read from a float16 copy."""
     scaled = (way[0] for way in ways if way[0].scaled_fp16)
-    return ways + [[replace(one, half_copy=True)] for one in scaled if _fits_half_copy(one)]
+    return ways + _in_slabs(
+        [[replace(one, half_copy=True)] for one in scaled if _fits_half_copy(one)]
+    )
+
+
+def _in_slabs(ways: list[list[Layer]]) -> list[list[Layer]]:
+    """The ways whose copies are small enough, in slabs if they have to be."""
+    found = []
+    for way in ways:
+        with suppress(Declined):
+            found.append(in_slabs(way))
+    return found
 
 
 def _fits_half_copy(layer: Layer) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from math import inf, prod
+from math import prod
 from typing import Any, NamedTuple
 
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
@@ -18,14 +19,16 @@ from fastconv.kernels.hopper.few_outputs import plan as few_outputs
 from fastconv.kernels.hopper.halo import plan as halo
 from fastconv.kernels.hopper.implicit_gemm_nchw import plan as implicit_gemm_nchw
 from fastconv.kernels.hopper.implicit_gemm_nhwc import plan as implicit_gemm_nhwc
-from fastconv.kernels.hopper.layers import Layer, forward_ways, input_grad_ways
+from fastconv.kernels.hopper.layers import Layer, forward_ways, input_grad_ways, relaid_ways
 from fastconv.kernels.hopper.patches import plan as patches
 from fastconv.kernels.hopper.relayout import plan as relayout
 from fastconv.kernels.hopper.wgrad_few_inputs import plan as wgrad_few_inputs
 from fastconv.kernels.hopper.wgrad_halo import plan as wgrad_halo
 from fastconv.kernels.hopper.wgrad_implicit_gemm import plan as wgrad_implicit_gemm
 from fastconv.kernels.planning import limits, portable
+from fastconv.kernels.planning.copies import relayout_cycles
 from fastconv.kernels.planning.layers import MOST_RESIDUES
+from fastconv.kernels.planning.slabs import Part, problems_in_slabs
 from fastconv.problem import Problem
 
 # Estimates serve to choose among a kernel's tiles. To compare kernels, they are multiplied by what
@@ -162,13 +165,17 @@ def _boxes(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
 
 
 def _mirrored_boxes(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
-    few = prod(problem.weight_shape) < MANY_WEIGHTS
-    if few and problem.in_channels == problem.out_channels:
-        raise Declined("few weights of as many input channels as output channels, mirrored")
+    _check_mirrored_boxes(problem)
     layer = wgrad_implicit_gemm.mirrored_layer_of(
         problem.without_idle_dilation, operands, gpu, wgrad_implicit_gemm.boxed_layer_of
     )
     return _gemm_way(layer, gpu)
+
+
+def _check_mirrored_boxes(problem: Problem) -> None:
+    few = prod(problem.weight_shape) < MANY_WEIGHTS
+    if few and problem.in_channels == problem.out_channels:
+        raise Declined("few weights of as many input channels as output channels, mirrored")
 
 
 def _on_copies(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
@@ -196,6 +203,65 @@ def _halo_tiles_on_copies(problem: Problem, operands: Operands, gpu: Gpu, most: 
     cycles, plan = _halo_tiles(problem, last, gpu, most / HALO_ON_COPIES_SHARE - copies)
     cycles = (cycles + copies) * HALO_ON_COPIES_SHARE
     return cycles, lambda: relayout.weight_gradient(plan(), problem, operands)
+
+
+def _on_slabs(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
+    """Implicit GEMMs of contiguous volumes in 16 bits, on copies of slabs of both tensors."""
+    if operands.scalar_bytes != 2:
+        raise Declined(f"channels-last copies of {operands.scalar} for a weight gradient")
+    problem, last = problem.without_idle_dilation, relayout.channels_last(operands)
+    found = []
+    for parts in problems_in_slabs(problem, operands):
+        for layer_of in (wgrad_implicit_gemm.layer_of, *_BOXED):
+            with suppress(Declined):
+                found.append(_way_on_slabs(layer_of, problem, parts, last, gpu))
+    if not found:
+        raise Declined("slabs of volumes")
+    return min(found, key=lambda way: way[0])
+
+
+def _mirrored_boxed_layer_of(
+    problem: Problem, operands: Operands, gpu: Gpu
+) -> wgrad_implicit_gemm.Layer:
+    _check_mirrored_boxes(problem)
+    boxed = wgrad_implicit_gemm.boxed_layer_of
+    return wgrad_implicit_gemm.mirrored_layer_of(problem, operands, gpu, boxed)
+
+
+_BOXED = (wgrad_implicit_gemm.boxed_layer_of, _mirrored_boxed_layer_of)
+
+
+def _way_on_slabs(
+    layer_of: Callable[[Problem, Operands, Gpu], wgrad_implicit_gemm.Layer],
+    problem: Problem,
+    parts: list[Part],
+    last: Operands,
+    gpu: Gpu,
+) -> _Way:
+    layers = [layer_of(part.problem, last, gpu) for part in parts]
+    tiles = wgrad_implicit_gemm.tiles_of(layers[0], gpu)
+    # A slab of other size has the accumulators of a tile where others have them only if blocks do
+    # not go from one tile to the next.
+    alike = layers[-1] == layers[0]
+    tile = next((one for one in tiles if one.is_reduced and (alike or one.is_even)), None)
+    if tile is None:
+        raise Declined("slabs so small that no tile's accumulators are reduced")
+    share = prod(problem.output_shape) / prod(parts[0].problem.output_shape)
+    copies = relayout.cycles(parts[0].problem, last, gpu)
+    few = problem.in_channels // problem.groups < LEAST_COPIED_CHANNELS and not layers[0].boxed
+    cycles = (tile.cycles(gpu) + copies) * share * (COPIES_OF_FEW_SHARE if few else 1.0)
+
+    def planned() -> Plan:
+        size = (problem.out_channels, problem.output_shape[2:], False)
+        bias, bias_bytes = wgrad_implicit_gemm.bias_of(layers[0], size, problem.batch)
+        plans = [
+            wgrad_implicit_gemm.plan(replace(tile, layer=layer), gpu, in_slabs=True)
+            for layer in layers
+        ]
+        made = relayout.weight_gradient_of_slabs(plans, bias, bias_bytes, problem, parts, last)
+        return replace(made, cycles=cycles)
+
+    return cycles, planned
 
 
 def _wgrad_copies(problem: Problem, operands: Operands, gpu: Gpu) -> tuple[Operands, float]:
@@ -230,9 +296,9 @@ def _portable_wgrad_cycles(problem: Problem, operands: Operands, gpu: Gpu) -> fl
     return cycles * (narrow if operands.scalar_bytes == 2 else 1.0)
 
 
-_GEMMS = (_implicit_gemm, _mirrored, _boxes, _mirrored_boxes, _on_copies, _boxes_on_copies)
-_WEIGHT_GRADS = (_halo_tiles, _few_inputs, *_GEMMS)
-_WEIGHT_GRADS_OF_VOLUMES = (_halo_tiles, *_GEMMS)
+_GEMMS = (_implicit_gemm, _mirrored, _boxes, _mirrored_boxes)
+_WEIGHT_GRADS = (_halo_tiles, _few_inputs, *_GEMMS, _on_copies, _boxes_on_copies)
+_WEIGHT_GRADS_OF_VOLUMES = (_halo_tiles, *_GEMMS, _on_slabs)
 
 
 def alternatives(
@@ -397,19 +463,36 @@ def _on_channels_last_copies(
 ) -> Iterator[_Choice]:
     """The kernels that are much faster on channels-last tensors, on copies of contiguous ones."""
     last, is_reversed = relayout.channels_last(operands), direction == "input_grad"
+    if problem.depth is not None:
+        yield from _halo_on_slabs(direction, problem, operands, gpu)
+        return
     with suppress(Declined):
         choice = _gemm(implicit_gemm_nhwc, problem, last, gpu, is_reversed)
         yield _on_copies_of(choice, problem, last, is_reversed)
-    if problem.depth is not None:
-        yield from _halo_on_copies(direction, problem, operands, gpu)
+
+
+def _halo_on_slabs(
+    direction: str, problem: Problem, operands: Operands, gpu: Gpu
+) -> Iterator[_Choice]:
+    """Halo tiles of contiguous 16-bit volumes, on channels-last copies of what they read."""
+    if operands.scalar_bytes != 2:
+        return
+    last = replace(operands, input_channels_last=True)
+    with suppress(Declined):
+        ways = relaid_ways(_WAYS[direction](problem, last))
+        for of_residues in (False, True):
+            with suppress(Declined):
+                chosen = [way for way in ways if way[0].depth_to_space == of_residues]
+                choice = _halo(chosen, gpu)
+                yield choice._replace(cycles=choice.cycles + relayout_cycles(chosen[0][0]))
 
 
 def _halo_on_copies(
-    direction: str, problem: Problem, operands: Operands, gpu: Gpu, most: float = inf
+    direction: str, problem: Problem, operands: Operands, gpu: Gpu, most: float
 ) -> Iterator[_Choice]:
-    """Halo tiles on copies of contiguous 16-bit tensors, if they may take less than ``most``."""
+    """Halo tiles on copies of contiguous 16-bit images, if they may take less than ``most``."""
     few = min(problem.in_channels, problem.out_channels) < LEAST_COPIED_CHANNELS
-    if operands.scalar_bytes != 2 or (few and problem.depth is None):
+    if operands.scalar_bytes != 2 or few:
         return
     with suppress(Declined):
         last = relayout.channels_last(operands)
@@ -417,7 +500,7 @@ def _halo_on_copies(
         ways = [
             way
             for way in _WAYS[direction](problem, last)
-            if room == inf or halo.may_take_less(way, room / _halo_share(way[0]))
+            if halo.may_take_less(way, room / _halo_share(way[0]))
         ]
         for of_residues in (False, True):
             with suppress(Declined):

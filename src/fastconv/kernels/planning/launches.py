@@ -25,14 +25,21 @@ from fastconv.kernels.family import (
     epilogue_constants,
     geometry_constants,
 )
-from fastconv.kernels.planning.copies import COPY_THREADS, HalfCopy
+from fastconv.kernels.planning.copies import (
+    COPY_THREADS,
+    SLAB_CONSTANTS,
+    HalfCopy,
+    copied_bytes,
+)
 from fastconv.kernels.planning.layers import AnyLayer, Layer
 from fastconv.kernels.planning.limits import MOST_REDUCE_BLOCKS, REDUCE_THREADS
+from fastconv.kernels.planning.slabs import Slab, last_rows, slabs_of, whole, whole_constants
 
 PACK_THREADS = 256
 SCALE_THREADS = 1024
 CLEAR_THREADS = 256
 MOST_PACK_BLOCKS = 4096
+CONVOLVE_ARGUMENTS = 5  # before the first row of a slab, and the residual
 
 AnyTile = TypeVar("AnyTile")
 
@@ -55,6 +62,7 @@ class TiledLayer:
     channels: int
     columns: int
     input: Argument = "input"  # as the kernel that computes takes it
+    last_grid: int = 0  # of a volume's last slab, which may have fewer rows
 
 
 class _Place(NamedTuple):
@@ -107,17 +115,46 @@ class Launches(NamedTuple):
     regions: tuple[Region, ...] = ()
 
 
-def launches(layers: Sequence[TiledLayer], repairs: TiledLayer | None) -> Launches:
-    """The launches of a pass's layers and their repairs."""
+def launches(
+    layers: Sequence[TiledLayer], repairs: TiledLayer | None, copies: Sequence[Launch] = ()
+) -> Launches:
+    """The launches of a pass's layers and their repairs.
+
+    ``copies`` make the channels-last copy of the input that the layers read, one for each slab.
+    """
     if repairs is not None:
         [layer] = layers
         return _repaired(layer, repairs)
     pairs = [_pair(one, _Place()) for one in layers]
     cleared = _idle_planes([one.layer for one in layers])
     # A layer's launches have finished with the workspace when the next layer's begin.
-    return Launches(
-        (*chain.from_iterable(pairs), *cleared), max(one.packed_bytes for one in layers)
-    )
+    packed_bytes = max(one.packed_bytes for one in layers)
+    if not copies:
+        return Launches((*chain.from_iterable(pairs), *cleared), packed_bytes)
+    region = Region("input_copy", round_up(packed_bytes, REGION_ALIGNMENT))
+    found: list[Launch] = []
+    for number, (copy, slab) in enumerate(zip(copies, slabs_of(layers[0].layer), strict=True)):
+        found.append(copy)
+        for one, (pack, convolve) in zip(layers, pairs, strict=True):
+            if number == 0 or len(pairs) > 1:
+                found.append(pack)
+            found.append(_of_slab(convolve, one, slab, region))
+    size = region.offset + copied_bytes(layers[0].layer)
+    return Launches((*found, *cleared), size, (region,))
+
+
+def _of_slab(convolve: Launch, one: TiledLayer, slab: Slab, copy: Region) -> Launch:
+    """The launch that computes a slab from a copy of what it reads."""
+    _, *arguments = convolve.arguments[:CONVOLVE_ARGUMENTS]
+    residuals = convolve.arguments[CONVOLVE_ARGUMENTS:]
+    arguments += (slab.row, slab.first_volume, slab.volumes) if one.layer.slabs else ()
+    found = replace(convolve, arguments=(copy.name, *arguments, *residuals))
+    rows = last_rows(one.layer)
+    if not slab.is_last or rows == one.layer.out_size[0]:
+        return found
+    constants = {**dict(convolve.kernel.constants), "out_height": rows}
+    kernel = replace(convolve.kernel, constants=tuple(constants.items()))
+    return replace(found, kernel=kernel, grid=(one.last_grid, 1, 1))
 
 
 def _idle_planes(layers: list[Layer]) -> Iterator[Launch]:
@@ -129,7 +166,7 @@ def _idle_planes(layers: list[Layer]) -> Iterator[Launch]:
     channels = layer.groups * layer.out_channels
     last = layer.operands.output_channels_last
     rows, columns = layer.image_size
-    volumes = layer.batch // layer.planes
+    volumes = whole(layer).batch // layer.planes
     planes = volumes * (1 if last else channels) * ceil_div(depth.image_size, depth.step)
     for first in sorted(set(range(min(depth.step, depth.image_size))) - written):
         constants: dict[str, Constant] = {
@@ -156,7 +193,7 @@ def _repaired(one: TiledLayer, repairs: TiledLayer) -> Launches:
     tables = first + one.packed_bytes
     place = _Place(first, tables, one.channels, one.columns)
     again = place._replace(packed_at=0, repairs=True)
-    images = layer.batch // layer.copied_planes * (one.columns + 2)
+    images = whole(layer).batch // layer.copied_planes * (one.columns + 2)
     scratch = tables + 4 * (one.channels + one.columns + images)
     if layer.half_copy:
         return _repaired_copy(one, repairs, place, again, scratch)
@@ -171,22 +208,35 @@ def _repaired_copy(
     """The same with a float16 copy of the input, a region behind ``scratch`` bytes."""
     layer, copy = one.layer, HalfCopy.of(one.layer)
     pack, convolve = _pair(one, place, copy.constants)
+    if layer.slabs is not None:
+        pack = replace(pack, kernel=_of_whole(pack.kernel, layer))
     region = Region("input_copy", round_up(scratch, REGION_ALIGNMENT))
-    convolve = replace(convolve, arguments=(region.name, *convolve.arguments[1:]))
+    found = [_scale(layer, pack.kernel), pack]
+    for slab in slabs_of(layer):
+        found += [_copy(layer, convolve, slab), _of_slab(convolve, one, slab, region)]
     # The kernel that repairs finds marks by the planes that share a copy.
-    repairing = _pair(repairs, again, {"copied_planes": copy.planes})
-    found = (_scale(layer, pack.kernel), pack, _copy(copy, pack), convolve, *repairing)
+    found += _pair(repairs, again, {"copied_planes": copy.planes})
     return Launches((*found, *_idle_planes([layer])), region.offset + copy.bytes, (region,))
 
 
-def _copy(copy: HalfCopy, pack: Launch) -> Launch:
-    """The launch that copies the input, after that which finds the scales."""
+def _of_whole(kernel: Kernel, layer: Layer) -> Kernel:
+    """The kernel that samples the whole input, of a layer that computes slabs."""
+    constants = {**dict(kernel.constants), **whole_constants(layer)}
+    for name in SLAB_CONSTANTS:
+        del constants[name]
+    return replace(kernel, constants=tuple(constants.items()))
+
+
+def _copy(layer: Layer, convolve: Launch, slab: Slab) -> Launch:
+    """The launch that copies a slab of the input, after that which finds the scales."""
+    copy = HalfCopy.of(layer)
+    place = (slab.source, slab.first_volume, slab.volumes) if layer.slabs else ()
     return Launch(
-        replace(pack.kernel, entry="copy"),
-        (copy.blocks, 1, 1),
+        replace(convolve.kernel, entry="copy"),
+        (slab.volumes * copy.image_blocks, 1, 1),
         COPY_THREADS,
         copy.shared_bytes,
-        ("input", "input_copy", "scratch", copy.images * copy.planes),
+        ("input", "input_copy", "scratch", whole(layer).batch, *place),
     )
 
 
@@ -204,7 +254,7 @@ def _scale(layer: Layer, pack: Kernel) -> Launch:
         (min(layer.groups * channels, MOST_PACK_BLOCKS), 1, 1),
         SCALE_THREADS,
         reduction_bytes(SCALE_THREADS),
-        ("weight", "scratch", layer.batch),
+        ("weight", "scratch", whole(layer).batch),
     )
 
 
@@ -219,21 +269,22 @@ def _pair(
         raise Declined(f"{max(one.packed_bytes, place.tables_at)} bytes of packed weights")
     constants = tuple({**one.constants, **place._asdict(), **(more or {})}.items())
     blocks = ceil_div(one.packed_bytes // 16, PACK_THREADS)
+    batch = whole(layer).batch
     if layer.scaled_fp16:
-        blocks = place.table_channels + layer.batch // layer.copied_planes
+        blocks = place.table_channels + batch // layer.copied_planes
     pack = Launch(
         Kernel(one.source, "pack", constants),
         (min(blocks, MOST_PACK_BLOCKS), 1, 1),
         PACK_THREADS,
         reduction_bytes(PACK_THREADS) if layer.scaled_fp16 else 0,
-        ("weight", "input", "scratch", layer.batch),
+        ("weight", "input", "scratch", batch),
     )
     convolve = Launch(
         Kernel(one.source, "convolve", constants),
         (one.grid, 1, 1),
         one.threads,
         one.shared_bytes,
-        (one.input, "scratch", "bias", "output", layer.batch, *layer.operands.residuals),
+        (one.input, "scratch", "bias", "output", batch, *layer.operands.residuals),
     )
     return pack, convolve
 
@@ -285,6 +336,7 @@ def layer_constants(layer: Layer) -> dict[str, Constant]:
         "in_channels_last": operands.input_channels_last,
         "out_channels_last": operands.output_channels_last,
         "vector_loads": layer.vector_loads,
+        **({} if layer.slabs is None else {"slabs": True}),
         **({} if layer.depth is None else layer.depth.constants(operands.weight_strides[2])),
         **epilogue_constants(operands.epilogue),
     }

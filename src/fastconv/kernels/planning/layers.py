@@ -277,6 +277,17 @@ def _beginning(problem: Problem, axis: int, early: int) -> Residue:
     return Residue(placing, ceil_div(size + early, stride), taps, kernel, apart, -first)
 
 
+class Slabs(NamedTuple):
+    """The slabs in which volumes are computed, and what the whole batch has: see ``slabs``."""
+
+    firsts: tuple[int, ...]  # the first row of the image that each slab of a volume writes
+    sources: tuple[int, ...]  # the first row that each reads, which may lie before the image
+    in_rows: int
+    out_rows: int
+    padding: int
+    batch: int
+
+
 @dataclass(frozen=True)
 class Layer:
     """A forward convolution, perhaps that which an input gradient is; ``padding`` is top and left.
@@ -288,7 +299,8 @@ class Layer:
     positions lie.
 
     In volumes, which have a ``depth``, ``batch`` counts the planes that are written, and input
-    channels are counted once for each tap of the depth; sizes are those of planes.
+    channels are counted once for each tap of the depth; sizes are those of planes. With ``slabs``,
+    the batch, the sizes that are read and computed, and the padding are those of one slab.
 
     Derived properties are cached: planning reads them ten thousand times.
     """
@@ -311,7 +323,9 @@ class Layer:
     placing: tuple[Placing, Placing] = (Placing(), Placing())
     scaled_fp16: bool = False  # float32 multiplied as scaled fp16, see scale.cuh
     half_copy: bool = False  # and read from a channels-last copy in float16, see copy.cuh
+    relaid: bool = False  # the input is a channels-last copy of a contiguous one
     depth: Depth | None = None
+    slabs: Slabs | None = None
 
     @classmethod
     def of(cls: type[AnyLayer], problem: Problem, operands: Operands) -> AnyLayer:
@@ -420,6 +434,16 @@ class Layer:
     def copied_planes(self) -> int:
         """Planes that are written, and read the same copy of the input: all those of a volume."""
         return self.planes if self.half_copy else 1
+
+    @lazy
+    def slab_count(self) -> int:
+        """Slabs of a volume."""
+        return 1 if self.slabs is None else len(self.slabs.firsts)
+
+    @lazy
+    def in_whole_slabs(self) -> float:
+        """The rows of the layer, in slabs: the last one may have fewer."""
+        return 1.0 if self.slabs is None else self.slabs.out_rows / self.out_size[0]
 
     @lazy
     def volume_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:

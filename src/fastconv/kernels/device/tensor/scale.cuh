@@ -73,10 +73,14 @@ struct Tables {
 };
 
 // The work items of a block: those of the images that this kernel computes.
-struct Items {
+struct Items : Slab {
   Tables tables;  // its scratch is null if the weights do not fit
+  int images;     // of the slab or the batch; volumes, where their planes share a copy
 
-  __device__ Items(unsigned char* scratch, int batch) : tables{scratch, batch / HalfCopy::planes} {
+  __device__ Items(unsigned char* scratch, int batch, const Slab& slab = {})
+      : Slab(slab),
+        tables{scratch, batch / HalfCopy::planes},
+        images(slab.images_of(batch) / HalfCopy::planes) {
     if constexpr (kSelects) {
       bool fit = true;
 #pragma unroll 4
@@ -103,11 +107,11 @@ struct Items {
   __device__ bool none() const {
     if constexpr (!kSelects) return false;
     bool found = false;
-    for (int i = threadIdx.x % 32; i < tables.batch; i += 32) found = found || has(i);
+    for (int i = threadIdx.x % 32; i < images; i += 32) found = found || has(first_volume + i);
     return !__any_sync(~0u, found);
   }
   __device__ __forceinline__ int count() const {
-    return tables.batch * (HalfCopy::planes * kItemsPerImage);
+    return images * (HalfCopy::planes * kItemsPerImage);
   }
 
   // The indices of a block's first work item, and of the one after `index`.
@@ -115,7 +119,7 @@ struct Items {
   __device__ __forceinline__ int after(int index) const { return next_selected(index + gridDim.x); }
   __device__ __forceinline__ int next_selected(int index) const {
     if constexpr (kSelects) {
-      while (index < count() && !has(index / (HalfCopy::planes * kItemsPerImage)))
+      while (index < count() && !has(first_volume + index / (HalfCopy::planes * kItemsPerImage)))
         index += gridDim.x;
     }
     return index;

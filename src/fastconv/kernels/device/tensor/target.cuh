@@ -170,8 +170,8 @@ __device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& ite
     constexpr int kOfGroup = C::table_channels / C::groups;
     finish.factor =
         items.tables.channels()[item.group * kOfGroup + channel] *
-        inverse(
-            items.tables.images()[item.image / HalfCopy::planes]);  // the factor is a power of two
+        inverse(items.tables.images()[items.first_volume +
+                                      item.image / HalfCopy::planes]);  // a power of two
   }
   return finish;
 }

@@ -61,6 +61,9 @@
 // device/tensor/scale.cuh. With `copied_planes`, the input is read from a channels-last copy in
 // float16, as a channels-last layer of that type would be, and the output is float32.
 //
+// Slabs (`slabs`, see device/tensor/half_copy.cuh): what is read are rows of planes, copied with
+// their padding, and the output begins with the slab's first row.
+//
 // 3xTF32 (float32 with `parts` = 2): x = high + low, both with TF32's mantissa, and x y = low_x
 // high_y + high_x low_y + high_x high_y: three MMAs, and a fourth for low_x low_y if the sum has
 // few terms (`low_low_mma`). The tensor core truncates as it accumulates, so accumulators are
@@ -147,8 +150,8 @@ __device__ __forceinline__ void stream_weights(const unsigned char* packed, cons
 
 __device__ __forceinline__ void convolve(const Given& given, unsigned char* scratch,
                                          const Scalar* bias, Scalar* output, int batch,
-                                         const Epilogue<C>& epilogue) {
-  const Items items(scratch, batch);
+                                         const Slab& slab, const Epilogue<C>& epilogue) {
+  const Items items(scratch, batch, slab);
   if (items.none()) return;
   if (items.first() >= items.count()) return;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -182,6 +185,7 @@ __device__ __forceinline__ void convolve(const Given& given, unsigned char* scra
     }
   } else {
     take_registers<C::consumer_registers>();
+    output += 1LL * slab.first_volume * kOutImage + 1LL * slab.row * C::image_width;
     consume(bias, output, items, epilogue);
   }
 }
@@ -192,6 +196,7 @@ __device__ __forceinline__ void convolve(const Given& given, unsigned char* scra
 extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     convolve(const __grid_constant__ fastconv::hopper::Given input, unsigned char* scratch,
              const Config::Scalar* bias, Config::Scalar* output,
-             int batch FASTCONV_RESIDUAL_PARAMETER) {
-  fastconv::hopper::convolve(input, scratch, bias, output, batch, FASTCONV_EPILOGUE(output));
+             int batch FASTCONV_SLAB_PARAMETERS FASTCONV_RESIDUAL_PARAMETER) {
+  fastconv::hopper::convolve(input, scratch, bias, output, batch, FASTCONV_SLAB,
+                             FASTCONV_EPILOGUE(output));
 }

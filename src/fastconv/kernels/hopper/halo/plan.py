@@ -9,6 +9,7 @@ tiles.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain, islice
@@ -33,7 +34,9 @@ from fastconv.kernels.hopper.halo.tiles import (
     tiles_of,
 )
 from fastconv.kernels.hopper.layers import Layer
+from fastconv.kernels.hopper.relayout.plan import copies_of_slabs
 from fastconv.kernels.planning import limits
+from fastconv.kernels.planning.copies import SM_BYTES, copied_bytes
 from fastconv.kernels.planning.launches import (
     TiledLayer,
     best_way,
@@ -42,6 +45,13 @@ from fastconv.kernels.planning.launches import (
 )
 from fastconv.kernels.planning.layers import views
 from fastconv.kernels.planning.limits import ROUNDING
+from fastconv.kernels.planning.slabs import (
+    in_slabs,
+    last_rows,
+    of_few_volumes,
+    slabs_of,
+    whole,
+)
 
 EXPLAINED = 5  # tiles that an explanation lists
 # Multiply-adds per cycle of an SM's tensor cores, by channels in 16 bytes; and the fewest that have
@@ -135,6 +145,8 @@ def _tensor_share(layers: list[Layer]) -> float:
 def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
     """Plans with every tile that fits, the best first; several layers advance together."""
     layers, tiles = best_way(ways, partial(_checked_tiles, gpu=gpu), _cost, may_take_less)
+    if layers[0].slabs is not None:
+        layers, tiles = _best_slabs(layers, tiles, gpu)
     explanation = tuple(line for of_layer in tiles for line in _explanation(of_layer, gpu))
     key = _key(layers, gpu)
     repairs = None
@@ -142,11 +154,11 @@ def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
         repairing = _repairs(layers[0], gpu)
         repairs = _tiled_layer(repairing, gpu, repairs=True)
         explanation += (f"beyond float16's range, in TF32: {_explain(repairing, gpu)}",)
-    copied = layers[0].half_copy
-    copy_cycles = layers[0].input_copy.cycles(gpu.sm_count) if copied else 0.0
+    copies = copies_of_slabs(layers[0]) if layers[0].relaid else ()
+    copy_cycles = _copy_cycles(layers[0], gpu)
     for rank in range(max(map(len, tiles))):
         chosen = [of_layer[min(rank, len(of_layer) - 1)] for of_layer in tiles]
-        made = launches([_tiled_layer(tile, gpu) for tile in chosen], repairs)
+        made = launches([_tiled_layer(tile, gpu) for tile in chosen], repairs, copies)
         yield Plan(
             made.launches,
             made.scratch_bytes,
@@ -156,11 +168,61 @@ def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
             key,
             " + ".join(tile.name for tile in chosen),
             # Weights can stay packed unless the workspace also holds tables of images (scaled
-            # fp16), or several layers use it in turn.
-            packs=int(len(chosen) == 1 and repairs is None),
-            cycles=LAUNCH_CYCLES + copy_cycles + sum(tile.cycles(gpu.sm_count) for tile in chosen),
+            # fp16) or copies, or several layers use it in turn.
+            packs=int(len(chosen) == 1 and repairs is None and not copies),
+            cycles=LAUNCH_CYCLES
+            + len(slabs_of(layers[0])) * copy_cycles
+            + sum(_slabs_cycles(tile, gpu) for tile in chosen),
             regions=made.regions,
         )
+
+
+def _best_slabs(
+    layers: list[Layer], tiles: list[tuple[Tile, ...]], gpu: Gpu
+) -> tuple[list[Layer], list[tuple[Tile, ...]]]:
+    """The slabs with which the batch takes the fewest cycles: of whole tiles, planes, or any."""
+    most = layers[0].out_size[0]
+    heights = dict.fromkeys(_tile_rows(tile) for of_layer in tiles for tile in of_layer[:EXPLAINED])
+    wholes = [whole(layer) for layer in layers]
+    found = [(layers, tiles)]
+    for height in heights:
+        rows = most // height * height
+        if 0 < rows < most:
+            with suppress(Declined):
+                fewer = in_slabs(wholes, rows)
+                found.append((fewer, _checked_tiles(fewer, gpu)))
+
+    with suppress(Declined):
+        fewer = of_few_volumes(wholes)
+        found.append((fewer, _checked_tiles(fewer, gpu)))
+
+    def cycles(way: tuple[list[Layer], list[tuple[Tile, ...]]]) -> float:
+        layers, tiles = way
+        copies = len(slabs_of(layers[0])) * _copy_cycles(layers[0], gpu)
+        return copies + sum(_slabs_cycles(of_layer[0], gpu) for of_layer in tiles)
+
+    return min(found, key=cycles)
+
+
+def _tile_rows(tile: Tile) -> int:
+    return tile.shape.tile_rows * tile.layer.row_step
+
+
+def _slabs_cycles(tile: Tile, gpu: Gpu) -> float:
+    """The cycles of all slabs of a tile's layer, the last of which may have fewer rows."""
+    of_image, planes = tile.shape.image_tiles, tile.layer.planes
+    last_of_image = of_image // tile.shape.row_tiles * _last_row_tiles(tile)
+    counts = (
+        slab.volumes * planes * (last_of_image if slab.is_last else of_image)
+        for slab in slabs_of(tile.layer)
+    )
+    return sum(ceil_div(count, gpu.sm_count) for count in counts) * tile.tile_cycles
+
+
+def _last_row_tiles(tile: Tile) -> int:
+    """Tiles, one below the other, of a layer's last slab, or of the whole layer."""
+    rows = ceil_div(last_rows(tile.layer), tile.layer.row_step)
+    return ceil_div(rows, tile.shape.tile_rows)
 
 
 @lru_cache(maxsize=64)
@@ -185,11 +247,19 @@ def _cost(layers: list[Layer], tiles: list[tuple[Tile, ...]]) -> float:
 def _way_cycles(layers: list[Layer], cycles: float) -> float:
     """The cycles of an image or volume whose tiles take ``cycles``, with its share of launches."""
     more = LAYER_COST * len(layers)
+    cycles *= layers[0].in_whole_slabs
     if not layers[0].scaled_fp16:
         return cycles * (1 + more)
     copy = layers[0].input_copy.image_cycles if layers[0].half_copy else 0.0
     cycles *= 1 + more + _scaled_fp16_cost(layers[0])
     return max(cycles + copy, SCALED_FP16_CYCLES)
+
+
+def _copy_cycles(layer: Layer, gpu: Gpu) -> float:
+    """The cycles of the copy that a layer reads of all images, or of one slab of them."""
+    if layer.half_copy:
+        return layer.input_copy.cycles(gpu.sm_count)
+    return 2 * copied_bytes(layer) / SM_BYTES / gpu.sm_count if layer.relaid else 0.0
 
 
 def _scaled_fp16_cost(layer: Layer) -> float:
@@ -209,10 +279,17 @@ def _why(tiles: list[Tile]) -> str:
     )
     share = _tensor_share([tile.layer for tile in tiles])
     scaled = " in scaled fp16, where the range allows it" if tiles[0].layer.scaled_fp16 else ""
-    scaled += ", from a channels-last copy" if tiles[0].layer.half_copy else ""
+    scaled += _from_a_copy(tiles[0].layer)
     return (
         f"tensor cores{scaled}{residues}: {', '.join(shapes)}; {share:.0%} of the MMA work counts"
     )
+
+
+def _from_a_copy(layer: Layer) -> str:
+    if not (layer.half_copy or layer.relaid):
+        return ""
+    slabs = f" in {len(slabs_of(layer))} slabs" if layer.slabs is not None else ""
+    return f", from a channels-last copy{slabs}"
 
 
 def _residues_as_channels(layer: Layer) -> str:
@@ -236,7 +313,7 @@ def _repairs(layer: Layer, gpu: Gpu) -> Tile:
     Finding these images takes registers. With 3xTF32, where accumulators take twice as many, the
     largest tiles and staged input leave too few.
     """
-    layer = replace(layer, scaled_fp16=False, half_copy=False)
+    layer = replace(whole(layer), scaled_fp16=False, half_copy=False)
     tiles = _tiles(layer, gpu)
     if layer.parts == 1:
         return tiles[0]
@@ -251,6 +328,8 @@ def _tiled_layer(tile: Tile, gpu: Gpu, repairs: bool = False) -> TiledLayer:
     if max(items, tile.shape.tiles) + gpu.sm_count >= 2**31:
         raise Declined("more than 2^31 tiles")
     blocks = layer.groups * tile.shape.output_groups
+    columns = tile.shape.tiles // tile.shape.row_tiles
+    last_items = columns * ceil_div(_last_row_tiles(tile), segment_tiles(tile, gpu))
     return TiledLayer(
         layer,
         "hopper/halo/kernel.cuh",
@@ -262,6 +341,7 @@ def _tiled_layer(tile: Tile, gpu: Gpu, repairs: bool = False) -> TiledLayer:
         blocks * tile.shape.channel_groups * layer.mma_channels,
         layer.groups * _table_columns(layer),
         _pieces(tile) if tile.method.boxes else "input",
+        min(last_items, gpu.sm_count),
     )
 
 
@@ -313,6 +393,8 @@ def _key(layers: list[Layer], gpu: Gpu) -> str:
         operands.precision if operands.scalar == "float" else "-",
         *(("scaled_fp16",) if layer.scaled_fp16 else ()),
         *(("half_copy",) if layer.half_copy else ()),
+        *(("relaid",) if layer.relaid else ()),
+        *((f"slabs={len(slabs_of(layer))}",) if layer.slabs is not None else ()),
         "".join("NHWC" if last else "NCHW" for last in _channels_last(operands)),
         f"{layer.batch}x{layer.groups}x{layer.group_in}x{size(layer.in_size)}",
         " + ".join(map(written, layers)),

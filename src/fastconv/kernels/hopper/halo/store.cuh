@@ -173,7 +173,7 @@ struct Window {
     int last = kStoredWidth;
     if constexpr (C::wraps) {
       if (y > 0) first = round_up(beyond, C::lead) - beyond;
-      if (y + 1 < C::image_height) last = round_up(last + beyond, C::lead) - beyond;
+      if (y + 1 < C::out_height) last = round_up(last + beyond, C::lead) - beyond;
     }
     end = min(min(begin + kStoredColumns, at + kStoredPass), last);
     begin = max(max(begin, first), at);

@@ -6,6 +6,9 @@
 // which are neighbours in the result. A row of words is kPitch words long. Four lanes that read
 // four words each, of one column after the other, are 4 * kPitch words apart: 8 banks, so that a
 // warp's 4 by 8 lanes read from all 32 banks.
+//
+// `transpose_slab` has a matrix for each plane of a volume, and only some of its columns: those of
+// the rows that a slab reads, with zeros for rows outside of the plane (padding).
 #pragma once
 #include "device/tile.cuh"
 
@@ -29,18 +32,38 @@ using Words = unsigned[kWordRows][kPitch];
 
 __device__ __forceinline__ unsigned packed(unsigned low, unsigned high) { return low | high << 16; }
 
-// Loads the tile at (row, column) of a matrix. Elements outside are not loaded: no one stores them.
-// A thread loads a vector of each of two rows.
-__device__ __forceinline__ void load_vectors(const unsigned short* matrix, int rows, int columns,
-                                             int row, int column, Words& words) {
+// A matrix whose rows are `pitch` elements apart. With kPads, columns outside are zeros; otherwise
+// they are not loaded: no one stores them.
+template <class T, bool kPads>
+struct Matrix {
+  const T* first;
+  int rows, columns, pitch;
+
+  __device__ __forceinline__ const T* place(int y, int x) const {
+    return first + (static_cast<long long>(y) * pitch + x);
+  }
+  __device__ __forceinline__ bool has_column(int x) const {
+    return static_cast<unsigned>(x) < static_cast<unsigned>(columns);
+  }
+  __device__ __forceinline__ bool skips(int x) const { return !kPads && !has_column(x); }
+  // A vector at a row that exists, or zeros.
+  __device__ __forceinline__ uint4 vector(int y, int x) const {
+    if (kPads && !has_column(x)) return {};
+    return *reinterpret_cast<const uint4*>(place(y, x));
+  }
+};
+
+// Loads the tile at (row, column) of a matrix. A thread loads a vector of each of two rows.
+template <bool kPads>
+__device__ __forceinline__ void load_vectors(const Matrix<unsigned short, kPads>& matrix, int row,
+                                             int column, Words& words) {
   constexpr int kAcross = kTile / 8;
   const int thread = static_cast<int>(threadIdx.x);
   const int pair = thread / kAcross, at = thread % kAcross * 8;
   const int y = row + 2 * pair, x = column + at;
-  if (x >= columns || y >= rows) return;
-  const unsigned short* const source = matrix + static_cast<long long>(y) * columns + x;
-  const uint4 even = *reinterpret_cast<const uint4*>(source);
-  const uint4 odd = y + 1 < rows ? *reinterpret_cast<const uint4*>(source + columns) : even;
+  if (matrix.skips(x) || y >= matrix.rows) return;
+  const uint4 even = matrix.vector(y, x);
+  const uint4 odd = y + 1 < matrix.rows ? matrix.vector(y + 1, x) : even;
   const unsigned lows[] = {even.x, even.y, even.z, even.w};
   const unsigned highs[] = {odd.x, odd.y, odd.z, odd.w};
 #pragma unroll
@@ -51,18 +74,18 @@ __device__ __forceinline__ void load_vectors(const unsigned short* matrix, int r
 }
 
 // A thread loads vectors of several rows, all before the first store waits for one.
-__device__ __forceinline__ void load_vectors(const unsigned* matrix, int rows, int columns, int row,
+template <bool kPads>
+__device__ __forceinline__ void load_vectors(const Matrix<unsigned, kPads>& matrix, int row,
                                              int column, Words& words) {
   constexpr int kAcross = kTile / 4, kRound = kThreads / kAcross, kRounds = kWordRows / kRound;
   const int thread = static_cast<int>(threadIdx.x);
   const int first = thread / kAcross, at = thread % kAcross * 4, x = column + at;
-  if (x >= columns) return;
+  if (matrix.skips(x)) return;
   uint4 loaded[kRounds] = {};
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) {
     const int y = row + first + i * kRound;
-    const unsigned* const source = matrix + static_cast<long long>(y) * columns + x;
-    if (y < rows) loaded[i] = *reinterpret_cast<const uint4*>(source);
+    if (y < matrix.rows) loaded[i] = matrix.vector(y, x);
   }
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) {
@@ -74,32 +97,34 @@ __device__ __forceinline__ void load_vectors(const unsigned* matrix, int rows, i
 
 // The word of the element at row `y`, and of the next row's.
 __device__ __forceinline__ unsigned load_word(const unsigned short* element, int y, int rows,
-                                              int columns) {
+                                              int pitch) {
   const unsigned low = y < rows ? element[0] : 0;
-  return packed(low, y + 1 < rows ? element[columns] : 0);
+  return packed(low, y + 1 < rows ? element[pitch] : 0);
 }
 __device__ __forceinline__ unsigned load_word(const unsigned* element, int y, int rows, int) {
   return y < rows ? *element : 0;
 }
 
-__device__ __forceinline__ void load_elements(const Element* matrix, int rows, int columns, int row,
+template <bool kPads>
+__device__ __forceinline__ void load_elements(const Matrix<Element, kPads>& matrix, int row,
                                               int column, Words& words) {
   constexpr int kRound = kThreads / kTile, kRounds = kWordRows / kRound;
   const int at = static_cast<int>(threadIdx.x) % kTile, x = column + at;
   const int first = static_cast<int>(threadIdx.x) / kTile;
-  if (x >= columns) return;
-  const Element* const source = matrix + static_cast<long long>(row) * columns + x;
+  if (matrix.skips(x)) return;
+  // No row exists in a column outside.
+  const int rows = matrix.has_column(x) ? matrix.rows : 0;
   unsigned loaded[kRounds];  // All loads are issued before the first store waits for one.
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) {
     const int y = kWordElements * (first + i * kRound);
-    loaded[i] = load_word(source + static_cast<long long>(y) * columns, row + y, rows, columns);
+    loaded[i] = load_word(matrix.place(row + y, x), row + y, rows, matrix.pitch);
   }
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) words[first + i * kRound][at] = loaded[i];
 }
 
-// Stores the tile's transpose: rows of the result are the matrix's columns.
+// Stores the tile's transpose: rows of the result are the matrix's columns, those that exist.
 __device__ __forceinline__ void store_vectors(Element* result, int rows, int columns, int row,
                                               int column, const Words& words) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -109,7 +134,7 @@ __device__ __forceinline__ void store_vectors(Element* result, int rows, int col
     const int item = thread / 4 + part * kRound;
     const int at = item % kTile, word = (item / kTile * 4 + thread % 4) * 4;
     const int x = column + at, y = row + kWordElements * word;
-    if (x < columns && y < rows) {
+    if (static_cast<unsigned>(x) < static_cast<unsigned>(columns) && y < rows) {
       uint4* const target = reinterpret_cast<uint4*>(result + static_cast<long long>(x) * rows + y);
       *target = {words[word][at], words[word + 1][at], words[word + 2][at], words[word + 3][at]};
     }
@@ -124,30 +149,54 @@ __device__ __forceinline__ void store_elements(Element* result, int rows, int co
   if (y >= rows) return;
 #pragma unroll 4
   for (int at = first; at < kTile && column + at < columns; at += kRound) {
+    if (column + at < 0) continue;
     const unsigned word = words[of_column / kWordElements][at];
     result[static_cast<long long>(column + at) * rows + y] =
         static_cast<Element>(of_column % kWordElements ? word >> 16 : word);
   }
 }
 
+// Transposes the tile at (row, column): the result's rows are `count` columns from `begin` on.
+template <bool kPads>
+__device__ __forceinline__ void transpose(const Matrix<Element, kPads>& source, Element* target,
+                                          int begin, int count, int row, int column) {
+  Words& words = *reinterpret_cast<Words*>(shared_memory());
+  if constexpr (C::vector_loads) {
+    load_vectors(source, row, column, words);
+  } else {
+    load_elements(source, row, column, words);
+  }
+  __syncthreads();
+  if constexpr (C::vector_stores) {
+    store_vectors(target, source.rows, count, row, column - begin, words);
+  } else {
+    store_elements(target, source.rows, count, row, column - begin, words);
+  }
+}
+
 __device__ __forceinline__ void transpose(const Element* source, Element* target, int rows,
                                           int columns) {
-  Words& words = *reinterpret_cast<Words*>(shared_memory());
   const int across = ceil_div(columns, kTile), tiles = across * ceil_div(rows, kTile);
   const int block = static_cast<int>(blockIdx.x);
   const int tile = block % tiles, row = tile / across * kTile, column = tile % across * kTile;
   const long long matrix = static_cast<long long>(block / tiles) * rows * columns;
-  if constexpr (C::vector_loads) {
-    load_vectors(source + matrix, rows, columns, row, column, words);
-  } else {
-    load_elements(source + matrix, rows, columns, row, column, words);
-  }
-  __syncthreads();
-  if constexpr (C::vector_stores) {
-    store_vectors(target + matrix, rows, columns, row, column, words);
-  } else {
-    store_elements(target + matrix, rows, columns, row, column, words);
-  }
+  transpose(Matrix<Element, false>{source + matrix, rows, columns, columns}, target + matrix, 0,
+            columns, row, column);
+}
+
+// The matrices are those of the planes of one volume after another, with a row for each channel.
+__device__ __forceinline__ void transpose_slab(const Element* source, Element* target, int channels,
+                                               int planes, int plane, int begin, int count,
+                                               int first_volume) {
+  const int behind = C::vector_loads ? (begin % kVector + kVector) % kVector : 0;
+  const int across = ceil_div(behind + count, kTile), tiles = across * ceil_div(channels, kTile);
+  const int block = static_cast<int>(blockIdx.x), matrix = block / tiles;
+  const int volume = first_volume + matrix / planes, tile = block % tiles;
+  const int row = tile / across * kTile, column = begin - behind + tile % across * kTile;
+  const Element* const first =
+      source + (static_cast<long long>(volume) * channels * planes + matrix % planes) * plane;
+  transpose(Matrix<Element, true>{first, channels, plane, planes * plane},
+            target + static_cast<long long>(matrix) * count * channels, begin, count, row, column);
 }
 
 }  // namespace hopper
@@ -158,4 +207,13 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
   using Element = fastconv::hopper::Element;
   fastconv::hopper::transpose(reinterpret_cast<const Element*>(source),
                               reinterpret_cast<Element*>(target), rows, columns);
+}
+
+extern "C" __global__ void __launch_bounds__(Config::threads)
+    transpose_slab(const Config::Scalar* source, Config::Scalar* target, int channels, int planes,
+                   int plane, int begin, int count, int first_volume) {
+  using Element = fastconv::hopper::Element;
+  fastconv::hopper::transpose_slab(reinterpret_cast<const Element*>(source),
+                                   reinterpret_cast<Element*>(target), channels, planes, plane,
+                                   begin, count, first_volume);
 }

@@ -24,6 +24,8 @@ from fastconv.kernels.family import (
     Region,
 )
 from fastconv.kernels.planning.copies import IMAGE_LAUNCH_CYCLES, LAUNCH_CYCLES, SM_BYTES
+from fastconv.kernels.planning.layers import Layer
+from fastconv.kernels.planning.slabs import Part, Slab, slabs_of
 from fastconv.problem import Problem
 
 SOURCE = "hopper/relayout/kernel.cuh"
@@ -86,6 +88,39 @@ def weight_gradient(plan: Plan, problem: Problem, operands: Operands) -> Plan:
     return _joined(before, plan, [], names, sizes)
 
 
+def weight_gradient_of_slabs(
+    plans: list[Plan],
+    bias: tuple[Launch, ...],
+    bias_bytes: int,
+    problem: Problem,
+    parts: list[Part],
+    operands: Operands,
+) -> Plan:
+    """The plan of a volumes' weight gradient in slabs.
+
+    ``plans`` are those of the slabs with :func:`channels_last` operands: launches that multiply,
+    and that reduce. ``bias`` are the launches for the bias's gradient.
+    """
+    names = {"grad_output": "grad_output_copy", "input": "input_copy"}
+    found = list(bias)
+    for number, (plan, part) in enumerate(zip(plans, parts, strict=True)):
+        grad, read = part.problem.output_shape, part.problem.input_shape
+        for name, of, rows, row in (
+            ("grad_output", problem.output_shape, grad[-2], part.place.row),
+            ("input", problem.input_shape, read[-2], part.place.source),
+        ):
+            found.append(_slab_copy(name, names[name], of, rows, row, part.place, operands))
+        multiply = _renamed(plan.launches[0], names)
+        found.append(replace(multiply, arguments=(*multiply.arguments[:-1], number)))
+    first, largest = plans[0], parts[0].problem
+    shapes = (largest.output_shape, largest.input_shape)
+    sizes = [operands.scalar_bytes * prod(shape) for shape in shapes]
+    whole = replace(first, scratch_bytes=max(first.scratch_bytes, bias_bytes))
+    joined = _joined([], whole, [], names, sizes)
+    why = f"{joined.why} in {len(parts)} slabs"
+    return replace(joined, launches=(*found, *first.launches[1:]), why=why)
+
+
 def _bytes(problem: Problem, operands: Operands) -> int:
     return (prod(problem.input_shape) + prod(problem.output_shape)) * operands.scalar_bytes
 
@@ -137,18 +172,66 @@ def _transpose(
     blocks = images * ceil_div(rows, TILE) * ceil_div(columns, TILE)
     if blocks > MOST_BLOCKS:
         raise Declined(f"channels-last copies of {images} images of {rows} by {columns} elements")
-    shared_bytes = TILE * operands.scalar_bytes * (TILE + 2)
-    constants: tuple[tuple[str, Constant], ...] = (
-        ("Scalar", operands.scalar),
-        ("threads", THREADS),
-        ("shared_bytes", shared_bytes),
-        ("vector_loads", columns % operands.vector == 0),
-        ("vector_stores", rows % operands.vector == 0),
-    )
+    constants = _constants(rows, columns, operands)
     return Launch(
         Kernel(SOURCE, "transpose", constants),
         (blocks, 1, 1),
         THREADS,
-        shared_bytes,
+        _shared_bytes(operands),
         (source, target, rows, columns),
+    )
+
+
+def _constants(rows: int, columns: int, operands: Operands) -> tuple[tuple[str, Constant], ...]:
+    """The constants of a kernel, by the distances of rows that it reads and that it writes."""
+    return (
+        ("Scalar", operands.scalar),
+        ("threads", THREADS),
+        ("shared_bytes", _shared_bytes(operands)),
+        ("vector_loads", columns % operands.vector == 0),
+        ("vector_stores", rows % operands.vector == 0),
+    )
+
+
+def _shared_bytes(operands: Operands) -> int:
+    return TILE * operands.scalar_bytes * (TILE + 2)
+
+
+def copies_of_slabs(layer: Layer) -> tuple[Launch, ...]:
+    """The launches that copy a layer's contiguous input, one for each slab."""
+    channels, operands = layer.groups * layer.in_channels, layer.operands
+    if layer.slabs is None:
+        images, pixels = layer.batch // layer.planes, prod(layer.volume_sizes[0])
+        return (_transpose("input", "input_copy", images, channels, pixels, operands),)
+    depth = 1 if layer.depth is None else layer.depth.in_size
+    shape = (layer.slabs.batch, channels, depth, layer.slabs.in_rows, layer.in_size[1])
+    return tuple(
+        _slab_copy("input", "input_copy", shape, layer.in_size[0], slab.source, slab, operands)
+        for slab in slabs_of(layer)
+    )
+
+
+def _slab_copy(
+    source: str,
+    target: str,
+    shape: tuple[int, ...],
+    rows: int,
+    first_row: int,
+    slab: Slab,
+    operands: Operands,
+) -> Launch:
+    """The launch that copies a slab's rows of a tensor of this shape, from ``first_row`` on."""
+    _, channels, planes, height, width = shape
+    plane, begin, count = height * width, first_row * width, rows * width
+    vector = operands.vector if plane % operands.vector == 0 else 1
+    across = ceil_div(begin % vector + count, TILE)
+    blocks = slab.volumes * planes * across * ceil_div(channels, TILE)
+    if max(blocks, channels * plane, abs(begin) + count) > MOST_BLOCKS:
+        raise Declined(f"channels-last copies of {slab.volumes} volumes of {shape[1:]}")
+    return Launch(
+        Kernel(SOURCE, "transpose_slab", _constants(channels, plane, operands)),
+        (blocks, 1, 1),
+        THREADS,
+        _shared_bytes(operands),
+        (source, target, channels, planes, plane, begin, count, slab.first_volume),
     )

@@ -63,7 +63,8 @@ extern "C" __global__ void __cluster_dims__(Config::cluster, 1, 1)
         wgrad_implicit_gemm(const __grid_constant__ fastconv::hopper::GradOutput grad_output,
                             const __grid_constant__ fastconv::hopper::Input input,
                             float4* workspace, Config::Scalar* grad, Config::Scalar* bias_grad,
-                            int group_tiles, int group_blocks, int most_runs, int batch) {
+                            int group_tiles, int group_blocks, int most_runs,
+                            int batch FASTCONV_SLAB_PARAMETER) {
   using namespace fastconv::hopper;
   const Shared shared;
   const Share share(batch, group_tiles, group_blocks, most_runs);
@@ -74,7 +75,7 @@ extern "C" __global__ void __cluster_dims__(Config::cluster, 1, 1)
   fastconv::allow_later_launch();
   if (static_cast<int>(threadIdx.x) / 32 < kConsumerWarps) {
     if constexpr (kGivesRegisters) fastconv::take_registers<Halo::consumer_registers>();
-    consume(shared, {workspace, grad, bias_grad}, share);
+    consume(shared, {workspace, grad, bias_grad}, share, FASTCONV_SLAB_NUMBER);
   } else {
     if constexpr (kGivesRegisters) fastconv::give_back_registers<Halo::producer_registers>();
     load_steps(shared, sources, share, batch);

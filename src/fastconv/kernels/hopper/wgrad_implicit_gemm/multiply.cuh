@@ -288,7 +288,7 @@ struct Results {
 };
 
 __device__ __forceinline__ void consume(const Shared& shared, const Results& results,
-                                        const Share& share) {
+                                        const Share& share, int slab) {
   const Place place;
   Ring ring(0);
   for_runs(share, static_cast<int>(blockIdx.x), [&](const Run& run, int number) {
@@ -297,7 +297,7 @@ __device__ __forceinline__ void consume(const Shared& shared, const Results& res
     const int consumer = static_cast<int>(threadIdx.x) / 128;
     float4* const slots = results.workspace + share.slots(static_cast<int>(blockIdx.x), number);
     for (int step = run.first; step < run.end; step += C::flush_steps) {
-      const bool set = step == run.first;
+      const bool set = step == run.first && slab == 0;
       Accumulators acc;
       const int end = min(step + C::flush_steps, run.end);
       if constexpr (C::parts == 2) {

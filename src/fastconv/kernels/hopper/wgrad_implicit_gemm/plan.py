@@ -29,7 +29,15 @@ from fastconv.kernels.hopper.wgrad_implicit_gemm.layer import (
 from fastconv.kernels.hopper.wgrad_implicit_gemm.tiles import ROWS, Tile
 from fastconv.kernels.planning.limits import REDUCE_THREADS
 
-__all__ = ["Layer", "boxed_layer_of", "layer_of", "mirrored_layer_of", "plan", "tiles_of"]
+__all__ = [
+    "Layer",
+    "bias_of",
+    "boxed_layer_of",
+    "layer_of",
+    "mirrored_layer_of",
+    "plan",
+    "tiles_of",
+]
 
 SOURCE = "hopper/wgrad_implicit_gemm/kernel.cuh"
 HALO_SOURCE = "hopper/wgrad_implicit_gemm/halo_kernel.cuh"
@@ -47,18 +55,23 @@ def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
     return sorted(found, key=lambda tile: tile.cycles(gpu))
 
 
-def plan(tile: Tile, gpu: Gpu) -> Plan:
-    """The launches that compute a layer with a tile."""
+def plan(tile: Tile, gpu: Gpu, in_slabs: bool = False) -> Plan:
+    """The launches that compute a layer with a tile, but for the bias's gradient if ``in_slabs``.
+
+    Then the layer is one slab of a gradient, and the first launch's last argument is the number of
+    the slab: all slabs are added up in the workspace. The tile's accumulators have to be reduced.
+    """
     layer = tile.layer
     share = (tile.group_tiles, tile.group_blocks, tile.most_runs, layer.problem.batch)
-    constants = tuple(_constants(tile).items())
+    constants = tuple({**_constants(tile), **({"slabs": True} if in_slabs else {})}.items())
     source = HALO_SOURCE if layer.boxed else SOURCE
     multiply = Launch(
         Kernel(source, "wgrad_implicit_gemm", constants),
         (tile.grid, 1, 1),
         tile.threads,
         tile.shared_bytes,
-        (_grad_source(tile), _input_source(tile), "scratch", "output", "bias_grad", *share),
+        (_grad_source(tile), _input_source(tile), "scratch", "output", "bias_grad", *share)
+        + ((0,) if in_slabs else ()),
         early=True,
     )
     slots = tile.count * tile.run_bytes // 16
@@ -70,7 +83,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         ("scratch", "output", "bias_grad", *share),
         early=True,
     )
-    bias, bias_bytes = _bias(tile)
+    bias, bias_bytes = ((), 0) if in_slabs else bias_of(tile.layer, tile.layer.grad_output)
     why = (
         f"tensor cores: {tile.rows} by {tile.columns} channels a block, "
         f"as an implicit GEMM over {layer.steps(1)} pixels"
@@ -85,13 +98,18 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
     )
 
 
-def _bias(tile: Tile) -> tuple[tuple[Launch, ...], int]:
-    """Launches for the bias's gradient where MMAs do not give it, and their workspace in bytes."""
-    layer, problem = tile.layer, tile.layer.problem
+def bias_of(
+    layer: Layer, grad_output: tuple[int, tuple[int, ...], bool], batch: int = 0
+) -> tuple[tuple[Launch, ...], int]:
+    """Launches for the bias's gradient where MMAs do not give it, and their workspace in bytes.
+
+    They read ``grad_output`` of ``batch`` images, by default as many as the layer has.
+    """
     if not layer.operands.bias_grad or layer.sums_bias:
         return (), 0
-    channels, size, channels_last = layer.grad_output
-    splits = max(1, min(BIAS_BLOCKS // channels, ceil_div(problem.batch * prod(size), 4096)))
+    channels, size, channels_last = grad_output
+    batch = batch or layer.problem.batch
+    splits = max(1, min(BIAS_BLOCKS // channels, ceil_div(batch * prod(size), 4096)))
     constants = (
         ("Scalar", layer.operands.scalar),
         ("channels", channels),
@@ -104,7 +122,7 @@ def _bias(tile: Tile) -> tuple[tuple[Launch, ...], int]:
         (channels * splits, 1, 1),
         REDUCE_THREADS,
         REDUCE_THREADS * 4,
-        ("grad_output", "scratch", splits, problem.batch),
+        ("grad_output", "scratch", splits, batch),
     )
     reduce = Launch(
         Kernel(BIAS_SOURCE, "bias_reduce", constants),

@@ -104,6 +104,20 @@ struct Tile {
   __device__ __forceinline__ bool has_bias() const { return C::bias && column == 0; }
 };
 
+// Slabs of volumes (planning/slabs.py) are computed by launches of their own, each of which is told
+// its number: all but the first add to what the one before has left in the workspace. A function's
+// parameters cannot depend on Config: FASTCONV_SLABS is defined where Config has slabs.
+#undef FASTCONV_SLAB_PARAMETER  // an exported file has this text several times
+#undef FASTCONV_SLAB_NUMBER
+#ifdef FASTCONV_SLABS
+#define FASTCONV_SLAB_PARAMETER , int slab
+#define FASTCONV_SLAB_NUMBER slab
+static_assert(!C::whole && C::cluster == 1, "accumulators go to the workspace");
+#else
+#define FASTCONV_SLAB_PARAMETER
+#define FASTCONV_SLAB_NUMBER 0
+#endif
+
 // The workspace holds, for each run, its consumers' accumulators, then those of the bias, in slots
 // of 16 bytes.
 constexpr int kSlots = kGroupColumns / 8;  // slots of a thread
