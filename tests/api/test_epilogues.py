@@ -102,7 +102,8 @@ def test_layers(
 @by_python
 def test_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU computes block by block, with blocks cut along every dimension."""
-    monkeypatch.setattr(cpu.scratch, "SCRATCH_BYTES", 1 << 12)
+    monkeypatch.setattr(cpu.scratch, "BLOCK_BYTES", 1 << 11)
+    monkeypatch.setattr(cpu.scratch, "PACKED_BYTES", 1 << 11)
     for input, weight, options in CASES.values():
         some = random_tensors(input, weight)
         residual = torch.randn_like(oracle.conv2d(*some, **options))

@@ -168,7 +168,7 @@ def exact_results(problem: Problem, given: Tensors) -> list[Tensor]:
     dtype=st.sampled_from((torch.float64, *FLOATS, *COMPLEXES, *INTEGERS)),
     layout=st.sampled_from(LAYOUTS),
     memory_format=st.sampled_from((torch.contiguous_format, torch.channels_last)),
-    scratch=st.sampled_from((cpu.scratch.SCRATCH_BYTES, 100_000, 10_000, 1_000)),
+    scratch=st.sampled_from((cpu.scratch.BLOCK_BYTES, 50_000, 5_000, 500)),
     efficient_positions=st.sampled_from((cpu.tiling.EFFICIENT_POSITIONS, 0)),
 )
 def test_any_geometry(
@@ -181,7 +181,8 @@ def test_any_geometry(
 ) -> None:
     given = tensors(problem, dtype, layout)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu.scratch, "SCRATCH_BYTES", scratch)
+        patch.setattr(cpu.scratch, "BLOCK_BYTES", scratch)
+        patch.setattr(cpu.scratch, "PACKED_BYTES", scratch)
         # With 0, thin layers are computed tap by tap.
         patch.setattr(cpu.tiling, "EFFICIENT_POSITIONS", efficient_positions)
         results = run(problem, given, memory_format)
@@ -260,7 +261,7 @@ THIN = {
 FORMATS = (torch.contiguous_format, torch.channels_last)
 
 
-@pytest.mark.parametrize("scratch", [cpu.scratch.SCRATCH_BYTES, 400_000])
+@pytest.mark.parametrize("scratch", [cpu.scratch.BLOCK_BYTES, 200_000])
 @pytest.mark.parametrize("memory_format", FORMATS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize("case", THIN)
@@ -271,7 +272,7 @@ def test_thin_layers(
     scratch: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cpu.scratch, "SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(cpu.scratch, "BLOCK_BYTES", scratch)
     given = tensors(THIN[case], dtype, LAYOUTS[memory_format == torch.channels_last])
     with _Operators() as operators:
         results = run(THIN[case], given, memory_format)
@@ -451,3 +452,19 @@ def test_memory_is_bounded(case: str, dtype: torch.dtype) -> None:
         lambda: cpu.weight_grad(problem, grad, every_other, weight_out, bias),
     ):
         assert peak_memory(function) < 64 << 20
+
+
+@pytest.mark.parametrize("memory_format", FORMATS, ids=str)
+def test_memory_beside_a_first_layer(memory_format: torch.memory_format) -> None:
+    """Buffers are bounded however large the tensors are: here 98 MiB of gradients."""
+    problem = Problem.of((8, 3, 224, 224), (64, 3, 7, 7), (2, 2), (3,) * 4, (1, 1), 1)
+    input, weight, grad = (
+        torch.ones(shape).contiguous(memory_format=memory_format)
+        for shape in (problem.input_shape, problem.weight_shape, problem.output_shape)
+    )
+    for function in (
+        lambda: cpu.forward(problem, input, weight, None, grad),
+        lambda: cpu.input_grad(problem, grad, weight, input),
+        lambda: cpu.weight_grad(problem, grad, input, weight, None),
+    ):
+        assert 1 << 20 < peak_memory(function) < 8 << 20

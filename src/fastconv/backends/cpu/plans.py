@@ -151,7 +151,7 @@ def _direct_plan(
     for high, wide in _tiles(rows, columns):
         staged = depth * _staged(rows, columns, high, wide)
         sums = high * wide * written
-        if 2 * staged * itemsize <= l2_bytes() and (staged + sums) * itemsize <= _SCRATCH_BYTES:
+        if 4 * staged * itemsize <= l2_bytes() and (staged + sums) * itemsize <= _SCRATCH_BYTES:
             images = 1
             if (high, wide) == (rows.outputs, columns.outputs):
                 most = _SCRATCH_BYTES // ((staged + sums) * itemsize)

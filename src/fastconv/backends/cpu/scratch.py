@@ -10,8 +10,12 @@ from torch import Tensor
 
 from fastconv.backends.cpu.axes import Axis
 
-SCRATCH_BYTES = 48 << 20
-"""Bound on the extra memory of a pass: half for a block and half for a rearranged weight."""
+BLOCK_BYTES = 6 << 20
+"""Bound on a pass's buffers, whatever the number of threads, so that no result depends on it. A
+matrix product has some of its own, so that one thread's are 8 MiB together."""
+
+PACKED_BYTES = 24 << 20
+"""The largest weight that is rearranged at once, in memory of its own."""
 
 SUM_DTYPES = {
     torch.float16: torch.float32,
@@ -19,10 +23,6 @@ SUM_DTYPES = {
     torch.complex32: torch.complex64,
 }
 """The types that sums are kept in, where they are not the tensors' own."""
-
-
-def block_bytes() -> int:
-    return SCRATCH_BYTES // 2
 
 
 class Scratch:
@@ -34,7 +34,7 @@ class Scratch:
 
     def __init__(self, dtype: torch.dtype, channels_last: bool) -> None:
         self.dtype = SUM_DTYPES.get(dtype, dtype)
-        self.limit = block_bytes() // self.dtype.itemsize
+        self.limit = BLOCK_BYTES // self.dtype.itemsize
         self.channels_last = channels_last
         self._buffers: dict[str, Tensor] = {}
 
@@ -73,7 +73,7 @@ class Scratch:
         Also returns how many copies a pass makes of the part that it uses.
         """
         copies = 1 if self.is_plain(kernel) else 2
-        if copies * kernel.numel() * self.dtype.itemsize > SCRATCH_BYTES - block_bytes():
+        if copies * kernel.numel() * self.dtype.itemsize > PACKED_BYTES:
             return kernel, 2
         joined = self.plain(kernel).flatten(1, last)
         return joined.view(kernel.shape), 0

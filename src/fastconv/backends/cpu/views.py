@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastconv.backends.cpu.scratch import SUM_DTYPES, block_bytes
+from fastconv.backends.cpu import scratch
+from fastconv.backends.cpu.scratch import SUM_DTYPES
 
 
 def by_group(tensor: Tensor, dim: int, groups: int) -> Tensor:
@@ -53,7 +54,7 @@ def add_positions(tensor: Tensor, total: Tensor) -> None:
 
     PyTorch converts the whole tensor before it sums, so a large one is summed in halves.
     """
-    if tensor.numel() * total.element_size() <= block_bytes():
+    if tensor.numel() * total.element_size() <= scratch.BLOCK_BYTES:
         total += tensor.sum(_all_but_channels(tensor), dtype=total.dtype)
         return
     longest = tensor.shape.index(max(tensor.shape))

@@ -11,6 +11,7 @@
 // one another, kPitch elements after those of the pixel before.
 #pragma once
 
+#include "ahead.h"
 #include "multiply.h"
 #include "pack.h"
 
@@ -45,7 +46,8 @@ class DirectGather {
                : std::min(pass.depth, pass.blocks.depth) <= kNarrowPitch ? kNarrowPitch
                                                                          : kPitch),
         weights_(weights),
-        epilogue_{pass.activation, T(pass.slope)} {}
+        epilogue_{pass.activation, T(pass.slope)},
+        is_plain_(pass.activation == kIdentity && !pass.residual.data) {}
 
   void run(const Parallel& parallel) const {
     const int64_t images = pass_.blocks.images,
@@ -60,27 +62,29 @@ class DirectGather {
         balanced(pass_.rows.outputs, pass_.blocks.rows, others * column_tiles, parallel.threads());
     const int64_t row_tiles = ceil_div(pass_.rows.outputs, rows);
     const int64_t tasks = others * row_tiles * column_tiles;
+    const auto tile_of = [&](int64_t rest) {
+      const auto next = [&rest](int64_t count) {
+        const int64_t index = rest % count;
+        rest /= count;
+        return index;
+      };
+      Tile tile;
+      tile.channel = next(shares) * channels;
+      tile.column = next(column_tiles) * columns;
+      tile.row = next(row_tiles) * rows;
+      tile.group = next(pass_.groups);
+      tile.plane = next(pass_.planes.outputs);
+      tile.image = rest * images;
+      tile.images = std::min(images, pass_.images - tile.image);
+      tile.channels = std::min(channels, pass_.channels - tile.channel);
+      tile.columns = std::min(columns, pass_.columns.outputs - tile.column);
+      tile.rows = std::min(rows, pass_.rows.outputs - tile.row);
+      return tile;
+    };
     parallel(tasks, [&](int64_t begin, int64_t end) {
       Scratch scratch;
       for (int64_t task = begin; task < end; ++task) {
-        int64_t rest = task;
-        const auto next = [&rest](int64_t count) {
-          const int64_t index = rest % count;
-          rest /= count;
-          return index;
-        };
-        Tile tile;
-        tile.channel = next(shares) * channels;
-        tile.column = next(column_tiles) * columns;
-        tile.row = next(row_tiles) * rows;
-        tile.group = next(pass_.groups);
-        tile.plane = next(pass_.planes.outputs);
-        tile.image = rest * images;
-        tile.images = std::min(images, pass_.images - tile.image);
-        tile.channels = std::min(channels, pass_.channels - tile.channel);
-        tile.columns = std::min(columns, pass_.columns.outputs - tile.column);
-        tile.rows = std::min(rows, pass_.rows.outputs - tile.row);
-        compute(tile, scratch);
+        compute(tile_of(task), task + 1 < end ? tile_of(task + 1) : Tile{}, scratch);
       }
     });
   }
@@ -110,7 +114,72 @@ class DirectGather {
     return unit * kTileChannels<T>;
   }
 
-  void compute(const Tile& tile, Scratch& scratch) const {
+  // A part of images: how much of each axis.
+  struct Extent {
+    int64_t images, channels, rows, columns;
+  };
+
+  // Nothing, unless channels or columns are neighbours in memory.
+  static Ahead ahead_of(Ahead::Use use, const Images& images, const Stored* first,
+                        const Extent& part, int64_t shares) {
+    const auto along = [](int64_t count, int64_t stride) {
+      return Ahead::Along{count, stride * int64_t(sizeof(Stored))};
+    };
+    const auto& s = images.strides;
+    const Ahead::Along by_image = along(part.images, s[0]), by_row = along(part.rows, s[2]);
+    if (s[1] == 1) {
+      return {use,
+              first,
+              {by_image, by_row, along(part.columns, s[3])},
+              part.channels * int64_t(sizeof(Stored)),
+              shares};
+    }
+    if (s[3] != 1) return {};
+    return {use,
+            first,
+            {by_image, along(part.channels, s[1]), by_row},
+            part.columns * int64_t(sizeof(Stored)),
+            shares};
+  }
+
+  // Requests what a tile reads for one of its blocks.
+  Ahead block_ahead(const Tile& tile, int64_t block, int64_t depth, int64_t shares) const {
+    const auto [begin, end] = existing_taps(pass_.planes, tile.plane);
+    const int64_t parts = ceil_div(pass_.depth, depth), plane = begin + block / parts,
+                  first = block % parts * depth;
+    // The elements that exist, from the first to before the last.
+    const auto range = [](const Axis& axis, int64_t output, int64_t outputs) {
+      const int64_t least = output * axis.step - axis.before,
+                    most = least + (outputs - 1) * axis.step + (axis.taps - 1) * axis.reach;
+      return std::pair(std::max<int64_t>(least, 0), std::min(most + 1, axis.size));
+    };
+    const auto [top, bottom] = range(pass_.rows, tile.row, tile.rows);
+    const auto [left, right] = range(pass_.columns, tile.column, tile.columns);
+    if (tile.images == 0 || plane >= end || top >= bottom || left >= right) return {};
+    const auto& s = pass_.source.strides;
+    const Stored* from = source_of(tile, plane, first) + top * s[2] + left * s[3];
+    const Extent part{tile.images, std::min(depth, pass_.depth - first), bottom - top,
+                      right - left};
+    return ahead_of(Ahead::kRead, pass_.source, from, part, shares);
+  }
+
+  // Requests what a tile writes of some channels.
+  Ahead results_ahead(const Tile& tile, int64_t channel, int64_t channels, int64_t shares) const {
+    return ahead_of(Ahead::kWritten, pass_.target, place(pass_.target, tile, channel, {}, 0),
+                    {tile.images, channels, tile.rows, tile.columns}, shares);
+  }
+
+  // A channel of the source's plane that a tap plane reads.
+  const Stored* source_of(const Tile& tile, int64_t tap_plane, int64_t channel) const {
+    const auto& axis = pass_.planes;
+    const auto& s = pass_.source.strides;
+    const int64_t plane = tile.plane * axis.step + tap_plane * axis.reach - axis.before;
+    return static_cast<const Stored*>(pass_.source.data) + tile.image * s[0] +
+           (tile.group * pass_.depth + channel) * s[1] + plane * pass_.source.plane;
+  }
+
+  // Computes a tile, and requests what the next one reads first.
+  void compute(const Tile& tile, const Tile& after, Scratch& scratch) const {
     const Window rows(pass_.rows, row_phases_, tile.row, tile.rows),
         columns(pass_.columns, column_phases_, tile.column, tile.columns);
     const Layout layout(rows, columns);
@@ -133,11 +202,7 @@ class DirectGather {
       const int64_t some = begin == end ? 0 : std::min(depth, pass_.depth - first);
       if (some != listed) list_offsets(offsets, layout, listed = some);
       if (taps > 0 && some > 0) {
-        const int64_t read =
-            tile.plane * pass_.planes.step + plane * pass_.planes.reach - pass_.planes.before;
-        const Stored* source = static_cast<const Stored*>(pass_.source.data) + tile.image * s[0] +
-                               (tile.group * pass_.depth + first) * s[1] +
-                               read * pass_.source.plane;
+        const Stored* source = source_of(tile, plane, first);
         for (int64_t n = 0; n < tile.images; ++n) {
           T* to = staged + n * of_image;
           if (is_pixels_) {
@@ -149,8 +214,11 @@ class DirectGather {
       }
       const Block<T> block{staged, layout.row,  of_image, offsets,        plane,
                            first,  some * taps, i == 0,   i == blocks - 1};
+      const int64_t calls = count_calls(tile, block) * ceil_div(tile.channels, kTileChannels<T>);
+      Ahead next_block = block.is_last ? block_ahead(after, 0, depth, calls)
+                                       : block_ahead(tile, i + 1, depth, calls);
       for (int64_t c = 0; c < tile.channels; c += kTileChannels<T>) {
-        multiply_block(tile, block, c, sums + (kept > 1 ? positions * c : 0));
+        multiply_block(tile, block, c, sums + (kept > 1 ? positions * c : 0), next_block);
       }
     }
   }
@@ -171,14 +239,39 @@ class DirectGather {
     }
   }
 
+  // How many register tiles are multiplied for a block and a tile of channels.
+  int64_t count_calls(const Tile& tile, const Block<T>& block) const {
+    const int64_t lines = tile.images * tile.rows,
+                  of_steps = lines_share_tiles(tile)
+                                 ? ceil_div(lines, 2)
+                                 : lines * ceil_div(tile.columns, kTilePositions);
+    return of_steps * count_chunks(block);
+  }
+
+  // Whether two lines of a tile are multiplied together.
+  static bool lines_share_tiles(const Tile& tile) { return 2 * tile.columns <= kTilePositions; }
+
+  // In how many parts steps are multiplied: one even without steps, where nothing is added up.
+  int64_t count_chunks(const Block<T>& block) const {
+    return std::max<int64_t>(1, ceil_div(block.steps, most_steps(block)));
+  }
+
   // Multiplies a staged block for a tile's channels from `c` on.
-  void multiply_block(const Tile& tile, const Block<T>& block, int64_t c, T* sums) const {
+  void multiply_block(const Tile& tile, const Block<T>& block, int64_t c, T* sums,
+                      Ahead& next_block) const {
     const int64_t channel = tile.channel + c,
                   channels = std::min<int64_t>(kTileChannels<T>, tile.channels - c);
     const T* right = weights_.of(tile.group, channel / kTileChannels<T>, block.plane, block.first);
     const Parts pieces(tile.columns, kTilePositions);
-    const int64_t most = part_of(block.steps, most_steps(block));
-    const bool has_pairs = 2 * tile.columns <= kTilePositions;
+    const int64_t chunks = count_chunks(block),
+                  most = std::max<int64_t>(1, ceil_div(block.steps, chunks));
+    const bool has_pairs = lines_share_tiles(tile);
+    // Results are requested until the last steps, at whose end they are written.
+    const int64_t before_last = count_calls(tile, block) / chunks * (chunks - 1);
+    Ahead results;
+    if (block.is_last && before_last > 0) {
+      results = results_ahead(tile, channel, channels, before_last);
+    }
     // Where a line of the tile starts in the stage.
     const auto start_of = [&](const Line& line) {
       return line.image * block.image + line.row * block.row * pitch_;
@@ -195,6 +288,8 @@ class DirectGather {
                       jump = start_of(next) - start;
         for (int64_t piece = 0; piece < pieces.count(); ++piece) {
           const int64_t x = pieces.begin(piece), positions = pieces.size(piece);
+          next_block.next();
+          if (!is_last) results.next();
           function_for(lines, positions, channels)(
               block.staged + start + x * pitch_, block.offsets + step, steps,
               right + step * kTileChannels<T>, kTileChannels<T>, to, kTileChannels<T>, is_first,
@@ -228,20 +323,24 @@ class DirectGather {
     return found(positions, channels);
   }
 
+  // Where a register tile's sums are in a result, or a residual, which may be null.
+  Stored* place(const Images& images, const Tile& tile, int64_t channel, const Line& line,
+                int64_t x) const {
+    const auto& s = images.strides;
+    Stored* data = static_cast<Stored*>(images.data);
+    return data
+               ? data + (tile.image + line.image) * s[0] +
+                     (tile.group * pass_.channels + channel) * s[1] + (tile.row + line.row) * s[2] +
+                     (tile.column + x) * s[3] + tile.plane * images.plane
+               : nullptr;
+  }
+
   // Adds the bias to a register tile's sums, and stores them.
   void finish_tile(const Tile& tile, int64_t channel, int64_t channels, const Line& line, int64_t x,
                    int64_t positions, T* sums) const {
     const int64_t whole = tile.group * pass_.channels + channel;
-    const auto place = [&](const Images& images) {
-      const auto& s = images.strides;
-      Stored* data = static_cast<Stored*>(images.data);
-      return data ? data + (tile.image + line.image) * s[0] + whole * s[1] +
-                        (tile.row + line.row) * s[2] + (tile.column + x) * s[3] +
-                        tile.plane * images.plane
-                  : nullptr;
-    };
-    Stored* to = place(pass_.target);
-    const Stored* residual = place(pass_.residual);
+    Stored* to = place(pass_.target, tile, channel, line, x);
+    const Stored* residual = place(pass_.residual, tile, channel, line, x);
     const Stored* bias = pass_.bias ? static_cast<const Stored*>(pass_.bias) + whole : nullptr;
     for (int64_t c = 0; c < channels; c += kLanes<T>) {
       const int64_t some = std::min<int64_t>(kLanes<T>, channels - c);
@@ -262,6 +361,14 @@ class DirectGather {
   void finish_channels(Vector<T> bias, Stored* to, const Stored* residual, const T* sums,
                        int64_t positions, int64_t channels) const {
     const auto& from = pass_.residual.strides;
+    if constexpr (std::is_same_v<Stored, T>) {
+      if (is_plain_ && channels == kLanes<T>) {
+        for (int64_t p = 0; p < positions; ++p, to += pass_.target.strides[3]) {
+          store(to, load(sums + p * kTileChannels<T>) + bias);
+        }
+        return;
+      }
+    }
     for (int64_t p = 0; p < positions; ++p) {
       finish(load(sums + p * kTileChannels<T>) + bias, epilogue_,
              residual ? residual + p * from[3] : nullptr, from[1], to + p * pass_.target.strides[3],
@@ -279,6 +386,13 @@ class DirectGather {
       Vector<T> block[kBlock] = {};
       for (int64_t i = 0; i < some; ++i) block[i] = load(sums + (p + i) * kTileChannels<T>) + bias;
       transpose<T>(block);
+      if constexpr (std::is_same_v<Stored, T>) {
+        if (is_plain_ && into[3] == 1) {
+          Stored* row = to + p;
+          for (int64_t c = 0; c < channels; ++c, row += into[1]) store_some(row, block[c], some);
+          continue;
+        }
+      }
       for (int64_t c = 0; c < channels; ++c) {
         finish(block[c], epilogue_, residual ? residual + c * from[1] + p * from[3] : nullptr,
                from[3], to + c * into[1] + p * into[3], into[3], some);
@@ -292,6 +406,7 @@ class DirectGather {
   int64_t pitch_;  // elements between neighbouring positions of a stage
   const PackedWeights<Stored>& weights_;
   Epilogue<T> epilogue_;
+  bool is_plain_;  // sums and the bias are the result
 };
 
 // Computes passes that write different rows and columns of one result. Returns false if weights are

@@ -55,6 +55,7 @@ void multiply(const T* left, const int32_t* offsets, int64_t steps, const T* rig
               T* sums, int64_t stride, bool is_first, int64_t jump, T* copy) {
   constexpr int kAll = kLines * kPositions, kAhead = 16;
   Vector<T> chain[kAll][kVectors] = {};
+#pragma GCC unroll 2
   for (int64_t step = 0; step < steps; ++step) {
     const T* from = left + offsets[step];
     if constexpr (kApart == kLine<T>) {

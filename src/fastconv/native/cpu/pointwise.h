@@ -527,7 +527,7 @@ class MatrixProduct {
   // Requests what a register tile will write, while it is multiplied.
   void prefetch_tile(const Block& block, const Panel& panel, int64_t row, int64_t rows,
                      const int64_t* places) const {
-    if (!is_whole(panel)) return;
+    if (!is_in_a_line(panel)) return;
     const Stored* to = result.data + block.group * result.group + panel.results[0].offset;
     for (int64_t r = row; r < row + rows; ++r) {
 #pragma GCC unroll 4
@@ -574,15 +574,17 @@ class MatrixProduct {
     }
     Stored* to = result.data + block.group * result.group;
     if constexpr (std::is_same_v<Stored, T>) {
-      if (is_whole(panel) && !residual.data && epilogue.activation == kIdentity) {
+      if (is_in_a_line(panel) && !residual.data && epilogue.activation == kIdentity) {
         to += panel.results[0].offset;
         for (int64_t r = row; r < row + rows; ++r, sums += kTileChannels<T>) {
           const Vector<T> of_row =
               added && has_row_bias ? broadcast(added[block.m + r]) : Vector<T>{};
 #pragma GCC unroll 4
           for (int v = 0; v < kTileVectors; ++v) {
-            store(to + places[r] + v * kLanes<T>,
-                  load(sums + v * kLanes<T>) + of_columns[v] + of_row);
+            const int64_t some = panel.columns - v * kLanes<T>;
+            if (some <= 0) break;
+            store_some(to + places[r] + v * kLanes<T>,
+                       load(sums + v * kLanes<T>) + of_columns[v] + of_row, some);
           }
         }
         return;
@@ -601,18 +603,26 @@ class MatrixProduct {
     }
   }
 
-  // Whether a panel's columns are as many as there can be, and neighbours in the result's memory.
+  // Whether a panel's columns are neighbours in the result's memory.
+  bool is_in_a_line(const Panel& panel) const {
+    return panel.runs == 1 && result.columns.column == 1;
+  }
+
+  // Whether they are also as many as there can be.
   bool is_whole(const Panel& panel) const {
-    return panel.runs == 1 && result.columns.column == 1 && panel.columns == kTileChannels<T>;
+    return is_in_a_line(panel) && panel.columns == kTileChannels<T>;
   }
 
   void store_row(Vector<T>* totals, const Panel& panel, Stored* to, const Stored* beside) const {
     const int64_t stride = result.columns.column, other_stride = residual.columns.column;
     if constexpr (std::is_same_v<Stored, T>) {
-      if (is_whole(panel) && !beside) {
+      if (is_in_a_line(panel) && !beside) {
 #pragma GCC unroll 4
         for (int v = 0; v < kTileVectors; ++v) {
-          store(to + panel.results[0].offset + v * kLanes<T>, epilogue.applied(totals[v]));
+          const int64_t some = panel.columns - v * kLanes<T>;
+          if (some <= 0) break;
+          store_some(to + panel.results[0].offset + v * kLanes<T>, epilogue.applied(totals[v]),
+                     some);
         }
         return;
       }

@@ -278,6 +278,17 @@ void stage_pixels(Computed<Stored>* to, const Pieces& pieces, const Stored* sour
             continue;
           }
         }
+        if constexpr (std::is_same_v<Stored, T>) {
+          if (channel_stride == 1 && channels <= wide && channels % kLanes<T> == 0 &&
+              channels == pitch) {
+            for (int64_t x = begin; x < end; ++x, from += step) {
+              for (int64_t c = 0; c < pitch; c += kLanes<T>) {
+                store(to + x * pitch + c, load(from + c));
+              }
+            }
+            continue;
+          }
+        }
         for (int64_t x = begin; x < end; ++x, from += step) {
           for_pieces(to + x * pitch, [&](T* pixel, int64_t c, int64_t some) {
             copy_pixel(pixel, pitch, from + c * channel_stride, some, channel_stride);
