@@ -45,7 +45,8 @@ VERIFY_START_SECONDS = 30.0  # to start the processes, and to end the last trial
 def measure_networks(job: Job, folder: Path, device: torch.device, deadline: float) -> None:
     """Measures whole networks, training before inference."""
     contestants.settle(device)
-    every = [*networks.cases(NETWORKS), *networks.cases(TRAINED, [networks.TRAINING])]
+    every = [*networks.cases(TRAINED, [networks.TRAINING]), *networks.cases(NETWORKS)]
+    every.sort(key=lambda case: case.mode != networks.TRAINING)
     words = (
         f"{NETWORK_EFFORT.repeats} samples a round, at most {NETWORK_EFFORT.seconds} s a row "
         f"({COMPILED_EFFORT.seconds} s with compiled networks)"
