@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fastconv
 from fastconv.network import training_graph
+from fastconv.network.block_calls import BlockCall
+from fastconv.network.calls import Times
 from fastconv.ops import batchnorm_schema
 from network.helpers import (
     EXAMPLE,
@@ -412,6 +414,21 @@ def test_convolutions_that_gain_only_with_their_batch_norm(kind: str, clock: Clo
         found, expected = _step(optimized, example), _step(model, example)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+
+
+def test_a_block_that_cannot_be_measured(clock: Clock) -> None:
+    def fail(call: BlockCall) -> Times:
+        raise RuntimeError("out of memory")
+
+    clock.gains, clock.together = lambda call: times(1, 2), fail
+    model = nn.Sequential(layer_of("Conv2d", 3, 4, 3), norm_for("Conv2d", 4)).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        optimized = fastconv.optimize(model, EXAMPLE)
+    assert ours(optimized) == []
+    assert (
+        "0 was not measured with its BatchNorm: RuntimeError: out of memory"
+        in report(optimized).notes
+    )
 
 
 class Same(nn.Conv2d):

@@ -119,10 +119,14 @@ def _times(
     pairs = _pairs(mine, seen, _gaining(of_blocks, found))
     tried = {name: [pair] for name, pair in pairs.items() if name in losing}
     by_pair = measurement.layer_times(subject, layers, tried)
-    together = {name: by_pair[pair] for name, (pair,) in tried.items()}
-    return found, {
-        name: times for name, times in together.items() if isinstance(times, Times) and times.gains
-    }
+    together: dict[str, Times] = {}
+    for name, (pair,) in tried.items():
+        times = by_pair[pair]
+        if isinstance(times, str):
+            subject.notes.append(f"{name} was not measured with its BatchNorm: {times}")
+        elif times.gains:
+            together[name] = times
+    return found, together
 
 
 def _pairs(
