@@ -114,6 +114,9 @@ SOURCES["hopper/halo/kernel.cuh"] = r"""
 // device/tensor/scale.cuh. With `copied_planes`, the input is read from a channels-last copy in
 // float16, as a channels-last layer of that type would be, and the output is float32.
 //
+// Slabs (`slabs`, see device/tensor/half_copy.cuh): what is read are rows of planes, copied with
+// their padding, and the output begins with the slab's first row.
+//
 // 3xTF32 (float32 with `parts` = 2): x = high + low, both with TF32's mantissa, and x y = low_x
 // high_y + high_x low_y + high_x high_y: three MMAs, and a fourth for low_x low_y if the sum has
 // few terms (`low_low_mma`). The tensor core truncates as it accumulates, so accumulators are
@@ -199,8 +202,8 @@ __device__ __forceinline__ void stream_weights(const unsigned char* packed, cons
 
 __device__ __forceinline__ void convolve(const Given& given, unsigned char* scratch,
                                          const Scalar* bias, Scalar* output, int batch,
-                                         const Epilogue<C>& epilogue) {
-  const Items items(scratch, batch);
+                                         const Slab& slab, const Epilogue<C>& epilogue) {
+  const Items items(scratch, batch, slab);
   if (items.none()) return;
   if (items.first() >= items.count()) return;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -234,6 +237,7 @@ __device__ __forceinline__ void convolve(const Given& given, unsigned char* scra
     }
   } else {
     take_registers<C::consumer_registers>();
+    output += 1LL * slab.first_volume * kOutImage + 1LL * slab.row * C::image_width;
     consume(bias, output, items, epilogue);
   }
 }
@@ -244,8 +248,9 @@ __device__ __forceinline__ void convolve(const Given& given, unsigned char* scra
 __global__ void __launch_bounds__(Config::threads, 1)
     convolve(const __grid_constant__ fastconv::hopper::Given input, unsigned char* scratch,
              const Config::Scalar* bias, Config::Scalar* output,
-             int batch FASTCONV_RESIDUAL_PARAMETER) {
-  fastconv::hopper::convolve(input, scratch, bias, output, batch, FASTCONV_EPILOGUE(output));
+             int batch FASTCONV_SLAB_PARAMETERS FASTCONV_RESIDUAL_PARAMETER) {
+  fastconv::hopper::convolve(input, scratch, bias, output, batch, FASTCONV_SLAB,
+                             FASTCONV_EPILOGUE(output));
 }
 """
 
@@ -2348,6 +2353,9 @@ SOURCES["device/tensor/copy.cuh"] = r"""
 // vector at one pixel, and its neighbours those of the next pixels. The tile is stored from shared
 // memory, where an odd number of vectors lies between two pixels, so that lanes write to different
 // banks: neighbouring threads store neighbouring vectors of a pixel.
+//
+// The copy of a slab has `in_height` of the `source_height` rows of each plane, from the slab's row
+// on, and zeros for those that lie outside: padding.
 #include "device/tensor/input.cuh"
 
 namespace fastconv {
@@ -2362,6 +2370,10 @@ struct CopyTile {
   static constexpr int kAcross = kChannels / 8 / kVectors;  // tiles that divide the channels
   static constexpr int kImagePixels = Depth::in * Config::in_height * Config::in_width;
   static constexpr int kAlong = ceil_div(kImagePixels, kPixels);
+  using Slabs = SlabsOf<Config>;
+  static constexpr int kCopiedPlane = Config::in_height * Config::in_width;
+  static constexpr int kPlane = Slabs::source_height * Config::in_width;
+  static constexpr int kSourcePixels = Depth::in * kPlane;
   // Vectors at 32 pixels, which a warp loads at once, and how many of them it loads ahead.
   static constexpr int kItems = kVectors * (kPixels / 32), kOfWarp = kItems / (kThreads / 32);
   static constexpr int kAhead = kOfWarp % 3 == 0 ? 3 : kOfWarp % 2 == 0 ? 2 : 1;
@@ -2371,13 +2383,15 @@ struct CopyTile {
                 "a channel's number is that of its power");
 
   const Items& items;
-  int image, first_vector, first_pixel;
+  int image, first_vector, first_pixel;  // the image counts from the slab's first
 
   __device__ explicit CopyTile(const Items& items, int block) : items(items) {
     image = block / (kAcross * kAlong);
     first_vector = block % kAcross * kVectors;
     first_pixel = block / kAcross % kAlong * kPixels;
   }
+
+  __device__ __forceinline__ int in_batch() const { return items.first_volume + image; }
 
   // The item-th of a warp's items: its vector, and the lane's pixel in the tile.
   __device__ static int vector(int item) { return item % kVectors; }
@@ -2386,17 +2400,25 @@ struct CopyTile {
   }
   __device__ __forceinline__ Numbers load(const float* input, int item) const {
     const int channel = 8 * (first_vector + vector(item)), at = first_pixel + pixel(item);
-    const float* const source = input + (1LL * image * kChannels + channel) * kImagePixels + at;
+    const float* source = input + (1LL * in_batch() * kChannels + channel) * kSourcePixels;
+    bool inside = at < kImagePixels;
+    if constexpr (Slabs::exists) {
+      const int in_plane = at % kCopiedPlane + items.row * Config::in_width;
+      inside = inside && static_cast<unsigned>(in_plane) < static_cast<unsigned>(kPlane);
+      source += at / kCopiedPlane * kPlane + in_plane;
+    } else {
+      source += at;
+    }
     Numbers numbers;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      numbers.number[i] = load_or_zero(source + 1LL * i * kImagePixels, at < kImagePixels);
+      numbers.number[i] = load_or_zero(source + 1LL * i * kSourcePixels, inside);
     }
     return numbers;
   }
   // Scales and rounds a vector, and writes it to shared memory.
   __device__ __forceinline__ void stage(const Numbers& numbers, int item, HalfRange& range) const {
-    const Powers powers(items.tables.powers(image) + 8 * (first_vector + vector(item)));
+    const Powers powers(items.tables.powers(in_batch()) + 8 * (first_vector + vector(item)));
     if (powers.strict()) range.see_strictly(numbers, powers);
     unsigned char* const target = shared_memory() + 16 * (pixel(item) * kPitch + vector(item));
     store_input(target, 0, numbers, powers, range);
@@ -2416,11 +2438,11 @@ struct CopyTile {
 
 template <class Config>
 __device__ __forceinline__ void copy_halves(const Scalar* input, void* copy, unsigned char* scratch,
-                                            int batch) {
+                                            int batch, const Slab& slab) {
   using Tile = CopyTile<Config>;
-  const Items items(scratch, batch);
+  const Items items(scratch, batch, slab);
   const Tile tile(items, blockIdx.x);
-  if (!items.has_scales(tile.image)) return;  // other blocks may be marking images
+  if (!items.has_scales(tile.in_batch())) return;  // other blocks may be marking images
   const int warp = static_cast<int>(threadIdx.x) / 32;
   HalfRange range;
 #pragma unroll 1
@@ -2431,7 +2453,7 @@ __device__ __forceinline__ void copy_halves(const Scalar* input, void* copy, uns
 #pragma unroll
     for (int k = 0; k < Tile::kAhead; ++k) tile.stage(numbers[k], warp + 8 * (i + k), range);
   }
-  items.judge(range, tile.image);
+  items.judge(range, tile.in_batch());
   __syncthreads();
   tile.store(static_cast<uint4*>(copy));
 }
@@ -2440,9 +2462,10 @@ __device__ __forceinline__ void copy_halves(const Scalar* input, void* copy, uns
 }  // namespace fastconv
 
 __global__ void __launch_bounds__(256)
-    copy(const Config::Scalar* input, void* input_copy, unsigned char* scratch, int batch) {
+    copy(const Config::Scalar* input, void* input_copy, unsigned char* scratch,
+         int batch FASTCONV_SLAB_PARAMETERS) {
   using namespace fastconv::tensor;
-  if constexpr (kLoadsCopy) copy_halves<C>(input, input_copy, scratch, batch);
+  if constexpr (kLoadsCopy) copy_halves<C>(input, input_copy, scratch, batch, FASTCONV_SLAB);
 }
 """
 
@@ -3233,7 +3256,7 @@ struct Window {
     int last = kStoredWidth;
     if constexpr (C::wraps) {
       if (y > 0) first = round_up(beyond, C::lead) - beyond;
-      if (y + 1 < C::image_height) last = round_up(last + beyond, C::lead) - beyond;
+      if (y + 1 < C::out_height) last = round_up(last + beyond, C::lead) - beyond;
     }
     end = min(min(begin + kStoredColumns, at + kStoredPass), last);
     begin = max(max(begin, first), at);
@@ -3916,8 +3939,8 @@ __device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& ite
     constexpr int kOfGroup = C::table_channels / C::groups;
     finish.factor =
         items.tables.channels()[item.group * kOfGroup + channel] *
-        inverse(
-            items.tables.images()[item.image / HalfCopy::planes]);  // the factor is a power of two
+        inverse(items.tables.images()[items.first_volume +
+                                      item.image / HalfCopy::planes]);  // a power of two
   }
   return finish;
 }
@@ -5020,10 +5043,14 @@ struct Tables {
 };
 
 // The work items of a block: those of the images that this kernel computes.
-struct Items {
+struct Items : Slab {
   Tables tables;  // its scratch is null if the weights do not fit
+  int images;     // of the slab or the batch; volumes, where their planes share a copy
 
-  __device__ Items(unsigned char* scratch, int batch) : tables{scratch, batch / HalfCopy::planes} {
+  __device__ Items(unsigned char* scratch, int batch, const Slab& slab = {})
+      : Slab(slab),
+        tables{scratch, batch / HalfCopy::planes},
+        images(slab.images_of(batch) / HalfCopy::planes) {
     if constexpr (kSelects) {
       bool fit = true;
 #pragma unroll 4
@@ -5050,11 +5077,11 @@ struct Items {
   __device__ bool none() const {
     if constexpr (!kSelects) return false;
     bool found = false;
-    for (int i = threadIdx.x % 32; i < tables.batch; i += 32) found = found || has(i);
+    for (int i = threadIdx.x % 32; i < images; i += 32) found = found || has(first_volume + i);
     return !__any_sync(~0u, found);
   }
   __device__ __forceinline__ int count() const {
-    return tables.batch * (HalfCopy::planes * kItemsPerImage);
+    return images * (HalfCopy::planes * kItemsPerImage);
   }
 
   // The indices of a block's first work item, and of the one after `index`.
@@ -5062,7 +5089,7 @@ struct Items {
   __device__ __forceinline__ int after(int index) const { return next_selected(index + gridDim.x); }
   __device__ __forceinline__ int next_selected(int index) const {
     if constexpr (kSelects) {
-      while (index < count() && !has(index / (HalfCopy::planes * kItemsPerImage)))
+      while (index < count() && !has(first_volume + index / (HalfCopy::planes * kItemsPerImage)))
         index += gridDim.x;
     }
     return index;
@@ -5304,8 +5331,13 @@ SOURCES["device/tensor/half_copy.cuh"] = r"""
 //
 // `copied_planes` planes that are written, all those of a volume, read one copy. The kernel that
 // repairs reads the tensor itself, but the tables of the same volumes.
+//
+// A copy may be that of a slab, some rows of all planes of some volumes (planning/slabs.py). Then
+// launches are told the slab's volumes, and the first row that is copied or that is written. A
+// function's parameters cannot depend on Config, only on what the preprocessor can do:
+// FASTCONV_SLABS is defined where Config has slabs.
 #include "device/epilogue.cuh"
-#include "device/tensor/operand.cuh"
+#include "device/tensor/depth.cuh"
 
 namespace fastconv {
 namespace tensor {
@@ -5321,6 +5353,41 @@ struct HalfCopyOf<Config, typename Exists<decltype(Config::copied_planes)>::type
   static constexpr int planes = Config::copied_planes;
 };
 using HalfCopy = HalfCopyOf<C>;
+
+#undef FASTCONV_SLAB_PARAMETERS  // an exported file has this text several times
+#undef FASTCONV_SLAB
+#ifdef FASTCONV_SLABS
+struct Slab {
+  int row, first_volume, volumes;
+
+  // Images of the slab, of a batch of so many.
+  __device__ __forceinline__ int images_of(int) const { return volumes * Depth::out; }
+};
+#define FASTCONV_SLAB_PARAMETERS , int slab_row, int first_volume, int slab_volumes
+#define FASTCONV_SLAB \
+  fastconv::tensor::Slab { slab_row, first_volume, slab_volumes }
+#else
+struct Slab {
+  static constexpr int row = 0, first_volume = 0;
+
+  __device__ __forceinline__ static int images_of(int batch) { return batch; }
+};
+#define FASTCONV_SLAB_PARAMETERS
+#define FASTCONV_SLAB \
+  fastconv::tensor::Slab {}
+#endif
+
+// The rows of planes that slabs are copied from.
+template <class Config, class = void>
+struct SlabsOf {
+  static constexpr bool exists = false;
+  static constexpr int source_height = Config::in_height;
+};
+template <class Config>
+struct SlabsOf<Config, typename Exists<decltype(Config::source_height)>::type> {
+  static constexpr bool exists = true;
+  static constexpr int source_height = Config::source_height;
+};
 
 // The input as the convolution loads it: elements, how many of them are 16 bytes, and the format.
 constexpr bool kLoadsCopy = HalfCopy::exists && C::scaled_fp16;
@@ -11995,10 +12062,13 @@ def device_code(kernels: tuple[Kernel, ...]) -> str:
         condition = CONDITIONS.get(source.split("/")[0])
         if condition is not None:
             text = f"#if !defined(__CUDA_ARCH__) || {condition}\n{text}\n#endif"
-        code.append(
+        space = (
             f"namespace kernels_{number} {{\n{types}\n"
             f"struct Config {{\n{members}\n}};\n{text}\n}}  // namespace kernels_{number}\n"
         )
+        if "slabs" in dict(constants):  # which are parameters of functions, too
+            space = f"#define FASTCONV_SLABS\n{space}#undef FASTCONV_SLABS\n"
+        code.append(space)
     return "\n".join(code)
 
 

@@ -152,7 +152,7 @@ def test_pytorchs_layers_have_one_name_by_which_none_is_made() -> None:
     users = {name for name, text in sources.items() if re.search(r"\bCOUNTERPARTS\b", text)}
     assert users == {"modules", "conversion", "exchange"}
     users = {name for name, text in sources.items() if re.search(r"kind\S*\.pytorchs\b", text)}
-    assert users == {"exchange", "calls", "inspection"}
+    assert users == {"exchange", "calls"}
     # Nothing of these classes is used but the name: none is called or asked for a method.
     used = re.compile(r"kind\S*\.pytorchs(\(|\.(?!__name__\b))")
     assert not any(used.search(text) for text in sources.values())

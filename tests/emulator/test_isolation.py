@@ -490,8 +490,8 @@ MUTANTS = [
         "sm_90a/4 forward*half tf32 nchw/nchw: 2x16x5x6x7 24x16x3x3x3 padding=1,1,1",
         Fault(
             "device/tensor/copy.cuh",
-            "load_or_zero(source + 1LL * i * kImagePixels,",
-            "load_or_zero(source + 1LL * i * kImagePixels + (i == 7 && at + 1 < kImagePixels),",
+            "load_or_zero(source + 1LL * i * kSourcePixels,",
+            "load_or_zero(source + 1LL * i * kSourcePixels + (i == 7 && at + 1 < kImagePixels),",
         ),
     ),
     Mutant(

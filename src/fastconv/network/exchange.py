@@ -10,7 +10,7 @@ import copyreg
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from inspect import get_annotations
+from inspect import get_annotations, getmro
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -88,9 +88,10 @@ def is_exact(module: nn.Module) -> bool:
     kind, own = known_kind(module), type(module)
     if own in kind or EXCHANGED in vars(own):
         return True
-    added = [cls for cls in own.__mro__ if cls not in kind.pytorchs.__mro__]
-    known = {name for cls in kind.ours.__mro__ for name in vars(cls)}
-    known |= {name for cls in kind.pytorchs.__mro__ for name in get_annotations(cls)}
+    plain = getmro(kind.pytorchs)
+    added = [cls for cls in getmro(own) if cls not in plain]
+    known = {name for cls in getmro(kind.ours) for name in vars(cls)}
+    known |= {name for cls in plain for name in get_annotations(cls)}
     known |= vars(module).keys() | module._parameters.keys() | module._buffers.keys()
     defined = {name for cls in added for name in vars(cls)} - _HARMLESS
     return type(own) is type and "__slots__" not in defined and known.isdisjoint(defined)
@@ -143,7 +144,10 @@ def _derived(own: Any, ours: Any) -> Any:
 
 def _parts(made: Any) -> Any:
     """How a class is pickled that :func:`_derived` has made; one derived from it, by its name."""
-    return (_derived, made.__bases__) if EXCHANGED in vars(made) else made.__qualname__
+    own = vars(made).get(EXCHANGED)
+    if own is None:
+        return made.__qualname__
+    return _derived, (own, next(kind.ours for kind in _KINDS if issubclass(made, kind.ours)))
 
 
 copyreg.pickle(_Made, _parts)
