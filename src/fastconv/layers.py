@@ -72,10 +72,12 @@ class Layer(torch.nn.Module):
         return tracer.is_leaf_module(twin, tracer.path_of_module(self))
 
     def __prepare_scriptable__(self) -> NoReturn:
-        name = type_before_parametrizations(self).__name__
+        own = type_before_parametrizations(self)
+        name, before = own.__name__, vars(own).get(EXCHANGED)
+        pytorchs = f"{before.__module__}.{name}" if before else f"torch.nn.{name}"
         raise NotImplementedError(
             f"torch.jit.script does not take a fastconv.{name}: use torch.jit.trace or "
-            f"torch.export, or turn it into PyTorch's first: module.__class__ = torch.nn.{name}"
+            f"torch.export, or turn it into PyTorch's first: module.__class__ = {pytorchs}"
         )
 
     def _get_name(self) -> str:

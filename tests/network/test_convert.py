@@ -74,6 +74,8 @@ def test_classes_that_only_add_to_pytorchs(kind: type[Widened]) -> None:
         (restored,) = fastconv.restore(copied)
         assert type(restored) is kind
         torch.testing.assert_close(restored(images), layer(images))
+    with pytest.raises(NotImplementedError, match=rf"__class__ = \S*\.{kind.__name__}$"):
+        torch.jit.script(converted)
     parametrize.register_parametrization(one, "weight", nn.Identity())
     torch.testing.assert_close(converted(images), layer(images))
     (restored,) = fastconv.restore(converted)
