@@ -273,11 +273,16 @@ def causal_check(case: Case) -> bool:
             grad, final, *inputs, case.silu, True, case.states
         )
         results.append([result.cpu().double() for result in (output, *gradients)])
+    return agree(str(case), results, 2e-2)
+
+
+def agree(what: str, results: list[list[torch.Tensor]], bound: float) -> bool:
+    """Whether the GPU's results are those of the CPU, which come second."""
     try:
         for actual, expected in zip(*results, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(actual, expected, rtol=bound, atol=bound)
     except AssertionError as error:
-        print(f"wrong: {case}: {error}")
+        print(f"wrong: {what}: {error}")
         return False
     return True
 
@@ -299,13 +304,7 @@ def batchnorm_check(case: batchnorm_cases.Case) -> bool:
             case.residual,
         )  # fmt: skip
         results.append([one.cpu().double() for one in (y, mean, var, *gradients)])
-    try:
-        for actual, expected in zip(*results, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=3e-2, atol=3e-2)
-    except AssertionError as error:
-        print(f"wrong: {case}: {error}")
-        return False
-    return True
+    return agree(str(case), results, 3e-2)
 
 
 def whole_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -448,20 +447,16 @@ def statistics_check(problem: Problem, dtype: torch.dtype) -> bool:
             [tensor.double() for tensor in on_cpu],
         ):
             wide = torch.promote_types(input.dtype, torch.float32)
-            running = [torch.zeros(problem.out_channels, dtype=wide) for _ in range(2)]
-            mean, var = (one.to(input.device) for one in running)
+            mean, var = torch.zeros(2, problem.out_channels, dtype=wide).to(input.device)
             y = fastconv.conv_bn_act(
                 input, weight, None, mean, var, None, None, momentum=1.0, **options
             )
             found.append([one.cpu().double() for one in (y, mean, var)])
-    try:
-        assert asked.call_args.args[0] > 0, "the plan leaves no statistics"
-        for actual, expected in zip(*found, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=3e-2, atol=3e-2)
-    except AssertionError as error:
-        print(f"wrong: statistics of {problem}, {dtype}: {error}")
+    what = f"statistics of {problem}, {dtype}"
+    if asked.call_args.args[0] == 0:
+        print(f"wrong: {what}: the plan leaves none")
         return False
-    return True
+    return agree(what, found, 3e-2)
 
 
 if __name__ == "__main__":

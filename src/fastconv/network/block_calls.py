@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fastconv.backends import left_statistics
 from fastconv.batchnorm import conv_bn_act
-from fastconv.network.calls import Call, Form, Trial
+from fastconv.network.calls import Call, Form, Passes, Trial
 from fastconv.network.norm_calls import NormCall, NormTrial
 
 
@@ -48,7 +48,7 @@ class BlockCall:
         return BlockTrial(self, layer, device)
 
 
-class BlockTrial:
+class BlockTrial(Passes):
     """A block with random data, whose convolution is PyTorch's or fastconv's; the rest is ours."""
 
     def __init__(self, call: BlockCall, layer: nn.Module, device: torch.device) -> None:
@@ -58,32 +58,23 @@ class BlockTrial:
         self.input, self.residual = self._conv.input, self._norm.residual
         # The normalization's own input is the convolution's output here.
         beside = [one for one in self._norm.wanted if one is not self._norm.input]
-        self._wanted = [*self._conv.wanted, *beside]
-        self._grad_output: Tensor | None = None
+        self.wanted = [*self._conv.wanted, *beside]
 
     def pytorchs(self) -> object:
-        with torch.set_grad_enabled(bool(self._wanted)):
+        with torch.set_grad_enabled(bool(self.wanted)):
             output = self._conv.pytorchs_forward(self.input, None)
-            return self._backward(self._norm.ours_forward(output, self.residual))
+            return self.gradients(self._norm.ours_forward(output, self.residual))
 
     def ours(self) -> object:
-        return self._backward(self.ours_forward(self.input, self.residual))
+        return self.gradients(self.ours_forward(self.input, self.residual))
 
     def ours_forward(self, input: Tensor, residual: Tensor | None) -> Tensor:
         layer: Any = self._conv.layer
         (mean, var), (scale, shift) = self._norm.statistics, self._norm.parameters
-        with self._conv.settings(), torch.set_grad_enabled(bool(self._wanted)):
+        with self._conv.settings(), torch.set_grad_enabled(bool(self.wanted)):
             input, padding = layer._padded(input)
             return conv_bn_act(
                 input, layer.weight, layer.bias, mean, var, scale, shift, layer.stride, padding,
                 layer.dilation, layer.groups, training=True,
                 activation=self.call.norm.activation, residual=residual,
             )  # fmt: skip
-
-    def _backward(self, output: Tensor) -> object:
-        torch.clear_autocast_cache()  # in a network, each step casts each weight once
-        if not self._wanted:
-            return output
-        if self._grad_output is None:
-            self._grad_output = torch.randn_like(output)
-        return torch.autograd.grad(output, self._wanted, self._grad_output)

@@ -7,7 +7,7 @@ import inspect
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -284,7 +284,23 @@ def _instructions(code: CodeType) -> object:
 # --- Repeated -------------------------------------------------------------------------------------
 
 
-class Trial:
+class Passes:
+    """What trials of calls have in common: the backward pass, from random gradients."""
+
+    wanted: list[Tensor]  # the tensors whose gradients the call computes
+    _grad_output: Tensor | None = None  # the same in every call
+
+    def gradients(self, output: Tensor) -> object:
+        """The gradients that are wanted, or the output if there are none."""
+        torch.clear_autocast_cache()  # in a network, each step casts each weight once
+        if not self.wanted:
+            return output
+        if self._grad_output is None:
+            self._grad_output = torch.randn_like(output)
+        return torch.autograd.grad(output, self.wanted, self._grad_output)
+
+
+class Trial(Passes):
     """A call with random data, by PyTorch's layer and by fastconv's.
 
     Neither runs hooks, and the layer's own parameters are not touched.
@@ -297,7 +313,6 @@ class Trial:
         self.residual = None if call.residual is None else call.residual.random(device)
         tensors = {"input": self.input, "weight": weight, "bias": bias}
         self.wanted = [tensors[name].requires_grad_() for name in call.gradients]  # type: ignore[union-attr]
-        self._grad_output: Tensor | None = None
         parameters = {"weight": weight, "bias": bias}
         kind = known_kind(layer)
         self._pytorchs = _twin(layer, kind.pytorchs, parameters, call.output_padding)
@@ -305,10 +320,10 @@ class Trial:
         self.layer.activation = call.activation
 
     def pytorchs(self) -> object:
-        return self._passes(self.pytorchs_forward)
+        return self.gradients(self.pytorchs_forward(self.input, self.residual))
 
     def ours(self) -> object:
-        return self._passes(self.ours_forward)
+        return self.gradients(self.ours_forward(self.input, self.residual))
 
     def pytorchs_forward(self, input: Tensor, residual: Tensor | None) -> Tensor:
         with self.settings():
@@ -319,15 +334,6 @@ class Trial:
         with self.settings():
             output: Tensor = self.layer.forward(input, residual=residual)
             return output
-
-    def _passes(self, forward: Callable[[Tensor, Tensor | None], Tensor]) -> object:
-        output = forward(self.input, self.residual)
-        torch.clear_autocast_cache()  # in a network, each step casts each weight once
-        if not self.wanted:
-            return output
-        if self._grad_output is None:
-            self._grad_output = torch.randn_like(output)
-        return torch.autograd.grad(output, self.wanted, self._grad_output)
 
     @contextmanager
     def settings(self) -> Iterator[None]:

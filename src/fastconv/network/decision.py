@@ -61,7 +61,7 @@ def _decided(subject: Subject, fuse: bool, inplace: bool, recompute: bool) -> De
     if graph is not None:
         for name, site in sites.items():
             seen[name] = [fusion.with_followers(seen[name][0], site, graph)]
-    of_blocks = {name: mine.norm_calls[name] for name in mine.blocks}
+    of_blocks = mine.block_calls
     # Rank 0 decides. Its calls may be other ones than this process's, but its layers are the same.
     judged, judged_blocks, found, together = ranks.from_rank_0(
         lambda: (seen, of_blocks, *_times(subject, layers, mine, seen))
@@ -113,7 +113,7 @@ def _times(
     seen: Mapping[str, Sequence[Call]],
 ) -> tuple[dict[measurement.AnyCall, Times | str], dict[str, Times]]:
     """The times of all calls, and those of layers that only gain with their BatchNorms, by name."""
-    of_blocks = {name: mine.norm_calls[name] for name in mine.blocks}
+    of_blocks = mine.block_calls
     found = measurement.layer_times(subject, {**layers, **mine.norms}, {**seen, **of_blocks})
     losing = seen.keys() - _gaining(seen, found)
     pairs = _pairs(mine, seen, _gaining(of_blocks, found))

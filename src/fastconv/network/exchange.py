@@ -109,14 +109,12 @@ def exchange(layers: Iterable[nn.Module], back: bool = False) -> None:
         layer.__class__ = _rebased(layer, _pytorchs(layer) if back else _ours(layer))
 
 
-def _ours(layer: nn.Module) -> Any:
+def _ours(layer: nn.Module) -> type[nn.Module]:
     """The class of a layer, without parametrizations, when it is fastconv's."""
-    own: Any = type_before_parametrizations(layer)
-    kind: Any = known_kind(layer)
-    ours, pytorchs = kind
-    if own is pytorchs:
-        return ours
-    return own if isinstance(layer, ours) else _derived(own, ours)
+    kind, own = known_kind(layer), type_before_parametrizations(layer)
+    if own is kind.pytorchs:
+        return kind.ours
+    return own if isinstance(layer, kind.ours) else _derived(own)
 
 
 def _pytorchs(layer: nn.Module) -> type[nn.Module]:
@@ -131,8 +129,9 @@ class _Made(type):
 
 
 @cache
-def _derived(own: Any, ours: Any) -> Any:
+def _derived(own: Any) -> Any:
     """The class of layers of the class ``own``, derived from PyTorch's, that computes as ours."""
+    ours = next(kind.ours for kind in _KINDS if issubclass(own, kind.pytorchs))
     names = {
         EXCHANGED: own,
         "__module__": own.__module__,
@@ -145,9 +144,7 @@ def _derived(own: Any, ours: Any) -> Any:
 def _parts(made: Any) -> Any:
     """How a class is pickled that :func:`_derived` has made; one derived from it, by its name."""
     own = vars(made).get(EXCHANGED)
-    if own is None:
-        return made.__qualname__
-    return _derived, (own, next(kind.ours for kind in _KINDS if issubclass(made, kind.ours)))
+    return made.__qualname__ if own is None else (_derived, (own,))
 
 
 copyreg.pickle(_Made, _parts)

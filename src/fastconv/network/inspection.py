@@ -51,6 +51,11 @@ class Inspection:
         return {name: block for region in self.regions for name, block in region.blocks.items()}
 
     @property
+    def block_calls(self) -> dict[str, list[NormCall]]:
+        """How the BatchNorms of blocks are called, by name."""
+        return {name: self.norm_calls[name] for name in self.blocks}
+
+    @property
     def convolved(self) -> dict[str, str]:
         """The names of the convolutions of blocks, and those of these blocks' BatchNorms."""
         return {

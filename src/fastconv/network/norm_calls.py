@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fastconv.backends.epilogue import applied
 from fastconv.batchnorm import batch_norm_act
 from fastconv.geometry import Activation, activation_of
-from fastconv.network.calls import Form
+from fastconv.network.calls import Form, Passes
 from fastconv.problem import Epilogue
 
 
@@ -90,7 +90,7 @@ def watched_norms(
             handle.remove()
 
 
-class NormTrial:
+class NormTrial(Passes):
     """A call with random data, by PyTorch's operations and by fastconv."""
 
     def __init__(self, call: NormCall, device: torch.device) -> None:
@@ -111,7 +111,6 @@ class NormTrial:
         of_input = [one for one in (self.input, self.residual) if one is not None]
         wanted = {"input": of_input, "parameters": [p for p in self.parameters if p is not None]}
         self.wanted = [one.requires_grad_() for name in call.gradients for one in wanted[name]]
-        self._grad_output: Tensor | None = None
 
     def pytorchs(self) -> object:
         return self._passes(self._pytorchs_forward)
@@ -133,9 +132,4 @@ class NormTrial:
 
     def _passes(self, forward: Any) -> object:
         with torch.set_grad_enabled(bool(self.wanted)):
-            output = forward(self.input, self.residual)
-            if not self.wanted:
-                return output
-            if self._grad_output is None:
-                self._grad_output = torch.randn_like(output)
-            return torch.autograd.grad(output, self.wanted, self._grad_output)
+            return self.gradients(forward(self.input, self.residual))

@@ -29,15 +29,20 @@ LEAST_ITEMS = 16  # vectors at 32 pixels each that a tile has at least: two for 
 COPIED_BYTES = 6  # that each element moves: it is read as float32, and written as float16
 
 
-def copied_bytes(layer: Layer) -> int:
-    """Bytes of the copy that a layer reads: of all images, of one slab if there are slabs."""
-    pixels = layer.batch // layer.planes * prod(layer.volume_sizes[0])
+def volume_copy_bytes(layer: Layer) -> int:
+    """Bytes of the copy of an image or a volume, of one slab if there are slabs."""
+    pixels = prod(layer.volume_sizes[0])
     return layer.loaded_bytes * layer.groups * layer.in_channels * pixels
+
+
+def copied_bytes(layer: Layer) -> int:
+    """The same of all images or volumes that a copy has."""
+    return layer.batch // layer.planes * volume_copy_bytes(layer)
 
 
 def relayout_cycles(layer: Layer) -> float:
     """Estimated cycles of one SM to copy an image's input, or a volume's, slab by slab."""
-    moved = 2 * copied_bytes(layer) * layer.planes / layer.batch * layer.in_whole_slabs
+    moved = 2 * volume_copy_bytes(layer) * layer.in_whole_slabs
     return moved / SM_BYTES + (2 * layer.slab_count - 1) * IMAGE_LAUNCH_CYCLES
 
 

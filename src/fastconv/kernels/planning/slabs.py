@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import REGION_ALIGNMENT, Constant, Declined, Operands
+from fastconv.kernels.planning.copies import volume_copy_bytes
 from fastconv.kernels.planning.layers import AnyLayer, Layer, Slabs
 from fastconv.problem import Padding, Problem
 
@@ -29,9 +30,11 @@ def most_copied(layer: Layer) -> int:
     it reads more than twice as much, it is half of that.
     """
     size = layer.operands.scalar_bytes * layer.groups
-    planes = 1 if layer.depth is None else layer.depth.image_size
-    written = size * layer.out_channels * planes * prod(layer.image_size)
-    read = size * layer.in_channels * _read_pixels(layer)
+    read_pixels, written_pixels = map(prod, layer.volume_sizes)
+    read, written = (
+        size * layer.in_channels * read_pixels,
+        size * layer.out_channels * written_pixels,
+    )
     return (read if layer.transposed and read > 2 * written else written) // 2
 
 
@@ -45,7 +48,7 @@ def in_slabs(layers: list[AnyLayer], rows: int = 0) -> list[AnyLayer]:
         Declined: there would have to be too many slabs.
     """
     first = layers[0]
-    most, copied = most_copied(first), _copied_bytes(first)
+    most, copied = most_copied(first), volume_copy_bytes(first)
     if first.depth is None or copied <= most:
         return layers
     placing = first.placing[0]
@@ -68,7 +71,7 @@ def of_few_volumes(layers: list[AnyLayer]) -> list[AnyLayer]:
     """
     first = layers[0]
     volumes = first.batch // first.planes
-    fitting = volumes * most_copied(first) // _copied_bytes(first)
+    fitting = volumes * most_copied(first) // volume_copy_bytes(first)
     if fitting < 1:
         raise Declined("copies of whole volumes")
     equal = ceil_div(volumes, ceil_div(volumes, fitting))  # or nearly, each time
@@ -240,13 +243,3 @@ def _both_bytes(problem: Problem, operands: Operands) -> int:
 def _reach(layer: Layer) -> int:
     """Rows from the first tap's to the last one's."""
     return layer.dilation[0] * (layer.kernel[0] - 1)
-
-
-def _read_pixels(layer: Layer) -> int:
-    """Pixels of a channel of a volume that the layer reads."""
-    return (1 if layer.depth is None else layer.depth.in_size) * prod(layer.in_size)
-
-
-def _copied_bytes(layer: Layer) -> int:
-    """Bytes of the copy of a volume."""
-    return layer.loaded_bytes * layer.groups * layer.in_channels * _read_pixels(layer)
