@@ -87,7 +87,7 @@ def batch_norm_act(
     if not torch.compiler.is_compiling() and (host := native.batch_norm_act) is not None:
         computed = host(
             input, residual, weight, bias, running_mean, running_var, num_batches_tracked, training,
-            momentum, eps, activation,
+            momentum, eps, activation, False,
         )  # fmt: skip
         if computed is not NotImplemented:
             return computed
@@ -188,7 +188,7 @@ def conv_bn_act(
         computed = _by_host(
             host, input, weight, bias, running_mean, running_var, norm_weight, norm_bias, stride,
             padding, dilation, groups, momentum, eps, activation, residual, num_batches_tracked,
-            precision, False,
+            False, precision, False,
         )  # fmt: skip
         if computed is not NotImplemented:
             return computed
@@ -248,6 +248,7 @@ def _by_host(
     activation: Activation | None,
     residual: Tensor | None,
     num_batches_tracked: Tensor | None,
+    counts: bool,
     precision: Precision | None,
     recomputes: bool,
 ) -> Any:
@@ -257,7 +258,7 @@ def _by_host(
         return host(
             input, weight, bias, stride, padding, dilation, groups, mode, residual, norm_weight,
             norm_bias, running_mean, running_var, num_batches_tracked, True, momentum, eps,
-            activation, recomputes,
+            activation, counts, recomputes,
         )  # fmt: skip
     except RuntimeError:
         if weight.dim() == 3:
@@ -323,21 +324,26 @@ class _Statistics(NamedTuple):
     training: bool
     momentum: float | None
     num_batches_tracked: Tensor | None
+    counts: bool  # whether the call counts its batch in num_batches_tracked
 
     @classmethod
-    def counted(cls, bn: Any) -> "_Statistics":
-        """Those of the layer's next call, which is counted as the layer itself does."""
+    def of(cls, bn: Any) -> "_Statistics":
+        """Those of the layer's next call."""
         buffers = bn._buffers
         mean, var = _tensor(bn, buffers, "running_mean"), _tensor(bn, buffers, "running_var")
         batches = _tensor(bn, buffers, "num_batches_tracked")
-        if bn.training and bn.track_running_stats and batches is not None:
-            batches.add_(1)
+        counts = bool(bn.training and bn.track_running_stats and batches is not None)
         training = bn.training or (mean is None and var is None)
         if bn.training and not bn.track_running_stats:
             mean = var = None
         # Without a count, PyTorch takes a momentum of None to be zero.
         momentum = 0.0 if bn.momentum is None and batches is None else bn.momentum
-        return cls(mean, var, training, momentum, batches)
+        return cls(mean, var, training, momentum, batches, counts)
+
+    def count_batch(self) -> None:
+        """Counts the batch, for functions that do not."""
+        if self.counts and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
 
 
 def bn_act(
@@ -368,7 +374,15 @@ def bn_act(
         output = bn_act(bn, input)
         output = output.add_(residual) if adds_in_place else output + residual
         return applied(output, None, Epilogue(*activation_of(activation)))
-    of = _Statistics.counted(bn)
+    of = _Statistics.of(bn)
+    if not torch.compiler.is_compiling() and (host := native.batch_norm_act) is not None:
+        computed = host(
+            input, residual, bn.weight, bn.bias, of.running_mean, of.running_var,
+            of.num_batches_tracked, of.training, of.momentum, bn.eps, activation, of.counts,
+        )  # fmt: skip
+        if computed is not NotImplemented:
+            return computed
+    of.count_batch()
     return batch_norm_act(
         input, of.running_mean, of.running_var, bn.weight, bn.bias, of.training, of.momentum,
         bn.eps, activation=activation, residual=residual,
@@ -408,7 +422,7 @@ def _block(
     recomputes: bool = False,
 ) -> Tensor:
     """Computes the next call of both layers, with what follows, by :func:`conv_bn_act`."""
-    of = _Statistics.counted(bn)
+    of = _Statistics.of(bn)
     input, padding = conv._padded(input)
     ours, theirs = conv._parameters, bn._parameters
     operands = (
@@ -416,15 +430,15 @@ def _block(
         of.running_var, _tensor(bn, theirs, "weight"), _tensor(bn, theirs, "bias"), conv.stride,
         padding, conv.dilation, conv.groups,
     )  # fmt: skip
-    if recomputes and of.training and not torch.compiler.is_compiling():
-        host = native.conv_bn_act
-        if host is not None:
-            computed = _by_host(
-                host, *operands, of.momentum, bn.eps, activation, residual, of.num_batches_tracked,
-                conv.precision, True,
-            )  # fmt: skip
-            if computed is not NotImplemented:
-                return computed
+    compiling = torch.compiler.is_compiling()
+    if of.training and not compiling and (host := native.conv_bn_act) is not None:
+        computed = _by_host(
+            host, *operands, of.momentum, bn.eps, activation, residual, of.num_batches_tracked,
+            of.counts, conv.precision, recomputes,
+        )  # fmt: skip
+        if computed is not NotImplemented:
+            return computed
+    of.count_batch()
     return conv_bn_act(
         *operands, training=of.training, momentum=of.momentum, eps=bn.eps, activation=activation,
         residual=residual, num_batches_tracked=of.num_batches_tracked, precision=conv.precision,

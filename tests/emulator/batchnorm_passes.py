@@ -58,7 +58,7 @@ def forward_run(
     made = plan.forward(need.call.planned_for, need.of.planned_for, gpu)
     given = (
         tensors.x, tensors.residual, tensors.weight, tensors.bias, tensors.running_mean,
-        tensors.running_var, batches, _sums(case), _sums(case), y,
+        tensors.running_var, batches, None, _sums(case), _sums(case), y,
     )  # fmt: skip
     return Run(made, dict(zip(launches.FORWARD, given, strict=False)))
 

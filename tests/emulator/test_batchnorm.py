@@ -135,6 +135,17 @@ def test_running_statistics_as_averages_of_all_batches() -> None:
     check_close(tensors.running_var, exact.running_var, case.dtype, "running variance")
 
 
+def test_a_batch_is_counted() -> None:
+    case = Case(5, 19, (7, 7))
+    tensors, others, counted = Tensors.random(case), Tensors.random(case), torch.tensor(2**40)
+    run, other = forward_run(case, tensors), forward_run(case, others)
+    run.tensors["counted"] = counted
+    run.execute()
+    other.execute()
+    assert int(counted) == 2**40 + 1
+    assert torch.equal(tensors.running_var, others.running_var)
+
+
 def test_given_statistics() -> None:
     """Gradients of an evaluation, whose statistics do not depend on x."""
     case = Case(5, 8, (7, 7), activation="gelu")

@@ -288,6 +288,22 @@ def test_activations_computed_again_have_the_same_bits(
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize("momentum", [0.1, None], ids=str)
+def test_batches_are_counted(momentum: float | None) -> None:
+    """Also by launches that a CUDA graph replays."""
+    native.settle()
+    layer = fastconv.ConvBNAct2d(8, 24, 3, device=CUDA)
+    layer.bn.momentum = momentum
+    images, replayed = torch.randn(4, 8, 9, 9, device=CUDA), torch.cuda.CUDAGraph()
+    for _ in range(3):
+        layer(images).sum().backward()
+    with torch.cuda.graph(replayed):
+        layer(images)
+    for _ in range(4):
+        replayed.replay()
+    assert int(layer.bn.num_batches_tracked) == 7
+
+
 @pytest.mark.parametrize("axes", [1, 2, 3])
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels last"])
 def test_a_block_trains_as_pytorchs(channels_last: bool, axes: int) -> None:

@@ -144,6 +144,47 @@ class TestPyTorch:
         assert torch.equal(after, -before)
         assert host.filled == ["forward"] * 2
 
+    @pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "not leaves"])
+    def test_autocast_records_no_cast(self, host: Host, leaves: bool) -> None:
+        """The engine casts gradients back: hooks, ``grad`` and second derivatives see float32."""
+
+        def gradients(function: Callable[..., Tensor]) -> list[Tensor]:
+            torch.manual_seed(0)
+            some = tensors(INPUT, WEIGHT, BIAS, requires_grad=True)
+            given = some if leaves else [one * 1 for one in some]
+            hooked: list[torch.dtype] = []
+            for one in given:
+                one.register_hook(lambda grad: hooked.append(grad.dtype))
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                output = function(*given)
+            if function is fastconv.conv2d:
+                nodes = [node for node, _ in output.grad_fn.next_functions]
+                assert nodes == [torch.autograd.graph.get_gradient_edge(t).node for t in given]
+            loss = output.float().square().sum()
+            first = torch.autograd.grad(loss, given, retain_graph=True)
+            twice = torch.autograd.grad(loss, given, create_graph=True)
+            second = torch.autograd.grad(sum(one.square().sum() for one in twice), some)
+            assert {one.dtype for one in (*first, *second)} == {*hooked} == {torch.float32}
+            return [*first, *second]
+
+        for found, expected in zip(gradients(fastconv.conv2d), gradients(F.conv2d), strict=True):
+            assert (found - expected).norm() <= 0.02 * expected.norm()
+
+    def test_a_weight_may_change_behind_its_cast(self, host: Host) -> None:
+        """As in PyTorch, the backward pass of a call under autocast reads the casts it made."""
+
+        def gradient(function: Callable[..., Tensor]) -> Tensor:
+            torch.manual_seed(0)
+            input, weight = tensors(INPUT, WEIGHT, requires_grad=True)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                output = function(input, weight)
+            with torch.no_grad():
+                weight.neg_()
+            return torch.autograd.grad(output.float().square().sum(), input)[0]
+
+        found, expected = gradient(fastconv.conv2d), gradient(F.conv2d)
+        assert (found - expected).norm() <= 0.02 * expected.norm()
+
     def test_profiler(self, host: Host) -> None:
         some = tensors(INPUT, WEIGHT, requires_grad=True)
         with torch.profiler.profile() as profile:

@@ -648,7 +648,7 @@ class TestLaunches:
     @pytest.fixture(autouse=True)
     def _launched(self, host: Host, driver: Driver) -> None:
         self.driver = driver
-        count = {FORWARD: 11, BACKWARD: 12}
+        count = {FORWARD: 12, BACKWARD: 12}
         functions = {FORWARD: 0xF0, BACKWARD: 0xF1}
         driver.signatures = {functions[name]: "p" * size for name, size in count.items()}
         self.troubles: list[Any] = []
@@ -674,14 +674,14 @@ class TestLaunches:
         given = (x, residual, weight, bias, operands.mean, operands.var, batches)
         ((*_, forward),) = self.driver.launched
         assert forward[:7] == [one.data_ptr() for one in given]
-        assert forward[9] == output.data_ptr()
-        assert len(set(forward)) == 11
+        assert forward[10] == output.data_ptr()
+        assert len(set(forward)) == 12
         grad = torch.randn_like(x)
         found = torch.autograd.grad(output, (x, residual, weight, bias), grad)
         *_, backward = self.driver.launched[-1]
         tensors = (grad, x, residual, weight, bias)
         assert backward[:5] == [one.data_ptr() for one in tensors]
-        assert backward[5:7] == forward[7:9], "the statistics of the forward pass"
+        assert backward[5:7] == forward[8:10], "the statistics of the forward pass"
         assert backward[7:11] == [one.data_ptr() for one in found]
         assert len(set(backward)) == 12
 
@@ -690,9 +690,36 @@ class TestLaunches:
         output = fastconv.batch_norm_act(x, None, None, training=True)
         (found,) = torch.autograd.grad(output, x, torch.ones_like(x))
         (*_, forward), (*_, backward) = self.driver.launched
-        assert [number for number, one in enumerate(forward) if not one] == [1, 2, 3, 4, 5, 6]
+        assert [number for number, one in enumerate(forward) if not one] == [1, 2, 3, 4, 5, 6, 7]
         assert [number for number, one in enumerate(backward) if not one] == [2, 3, 4, 8, 9, 10]
         assert backward[7] == found.data_ptr()
+
+    @pytest.mark.parametrize("momentum", [0.1, None], ids=str)
+    @pytest.mark.parametrize("block", [True, False], ids=["block", "norm"])
+    def test_layers_count_by_launches(
+        self, host: Host, block: bool, momentum: float | None
+    ) -> None:
+        """Not while a launch reads the number of batches, which is counted before."""
+        layer = fastconv.ConvBNAct2d(4, 4, 1)
+        layer.bn.momentum, batches = momentum, layer.bn.num_batches_tracked
+        input, version = torch.randn(2, 4, 3, 3), batches._version
+        layer(input) if block else bn_act(layer.bn, input)
+        ((*_, forward),) = self.driver.launched
+        read, counted = forward[6:8]
+        assert (read, counted) == ((0, batches.data_ptr()) if momentum else (batches.data_ptr(), 0))
+        assert int(batches) == (0 if momentum else 1)  # the driver's launches do nothing
+        assert batches._version == version + 1
+
+    @pytest.mark.parametrize(
+        "batches",
+        [torch.tensor(3.0), torch.tensor([3]), torch.tensor(3, dtype=torch.int32)],
+        ids=str,
+    )
+    def test_counts_that_launches_do_not_take(self, host: Host, batches: Tensor) -> None:
+        norm = nn.BatchNorm2d(4)
+        norm.num_batches_tracked = batches
+        bn_act(norm, torch.randn(2, 4, 3, 3))
+        assert batches.flatten().tolist() == [4]
 
     def test_copies(self, host: Host) -> None:
         """Tensors of x's size that are laid out otherwise are copied; others are not."""
@@ -738,14 +765,14 @@ class TestStatistics:
     @pytest.fixture(autouse=True)
     def _launched(self, host: Host, driver: Driver) -> None:
         self.driver, self.shares = driver, self.SHARES
-        driver.signatures = {0xF0: "p" * 9, 0xF1: "p" * 11}
+        driver.signatures = {0xF0: "p" * 9, 0xF1: "p" * 12}
 
         def answer(name: str, *args: Any) -> Any:
             entry = make_entry(name, *args)
             is_norm = isinstance(entry, NormEntry)
             if name not in (WITH_STATISTICS, FORWARD):
                 return entry
-            tensors = tuple(("tensor", number) for number in range(11 if is_norm else 9))
+            tensors = tuple(("tensor", number) for number in range(12 if is_norm else 9))
             launch = (0xF0 + is_norm, (5, 6, 7), 64, 0, False, tensors)
             entry = entry._replace(launches=[launch], fill=None, trouble=lambda *_: None)
             return entry if is_norm else entry._replace(cpu_plan=None, shares=self.shares)
@@ -768,7 +795,7 @@ class TestStatistics:
         conv, norm = self._launches()
         output, statistics = conv[4], conv[8]
         assert norm[0] == output
-        assert norm[10] == statistics
+        assert norm[11] == statistics
         assert statistics
         (*_, shares) = host.asked[1]
         assert host.operators == [WITH_STATISTICS, FORWARD]
@@ -779,7 +806,7 @@ class TestStatistics:
         operands = Operands(torch.float16)
         operands.block()
         conv, norm = self._launches()
-        assert conv[8] == norm[10] == 0  # this entry's workspace has no bytes either
+        assert conv[8] == norm[11] == 0  # this entry's workspace has no bytes either
         assert host.operators == [WITH_STATISTICS, FORWARD]
         assert len(host.asked[1]) == 1 + len(batchnorm_schema.Arguments._fields)
 

@@ -63,8 +63,8 @@ batch_norm_act: Callable[..., Any] | None = None
 """The library's function for eager calls of batch normalization, or None while Python serves them.
 
 ``batch_norm_act(input, residual, weight, bias, running_mean, running_var, num_batches_tracked,
-training, momentum, eps, activation)``, all by position, returns NotImplemented as :data:`conv2d`
-does.
+training, momentum, eps, activation, counts)``, all by position, returns NotImplemented as
+:data:`conv2d` does. ``counts`` says whether the call adds one to ``num_batches_tracked``.
 """
 
 conv_bn_act: Callable[..., Any] | None = None

@@ -303,6 +303,24 @@ inline Tensor record(const Call& call) {
   return call.pass == kForward ? record_by<Conv2d>(call) : record_by<ConvTranspose>(call);
 }
 
+// --- Autocast ------------------------------------------------------------------------------------
+
+// Casts a tensor to autocast's type, if autocast casts it. The copy has the tensor's own gradient
+// edge: no node has to cast its gradient back, as the engine casts gradients to the type of the
+// tensor that they are of.
+inline void autocast(Tensor& tensor, c10::DeviceType device, at::ScalarType type) {
+  if (!at::autocast::is_eligible(tensor, device) || tensor.scalar_type() == type) return;
+  Tensor cast;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    cast = tensor.to(type);
+  }
+  if (is_recorded(tensor)) {
+    torch::autograd::impl::set_gradient_edge(cast, torch::autograd::impl::gradient_edge(tensor));
+  }
+  tensor = std::move(cast);
+}
+
 // --- Eager calls ---------------------------------------------------------------------------------
 
 // Computes a convolution; returns nothing if the dispatcher has to see the call.
@@ -320,7 +338,7 @@ inline std::optional<Tensor> convolve(Call call) {
     const auto device = call.first.device().type();
     const auto type = at::autocast::get_autocast_dtype(device);
     for (Tensor* tensor : {&call.first, &call.second, &call.third, &call.residual}) {
-      if (at::autocast::is_eligible(*tensor, device)) *tensor = tensor->to(type);
+      autocast(*tensor, device, type);
     }
   }
   const bool batched = call.first.dim() == call.second.dim();

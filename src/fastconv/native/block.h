@@ -333,13 +333,19 @@ inline bool has_dense_statistics(const Norm& call) {
          (!call.running_var.defined() || call.running_var.is_contiguous());
 }
 
+// Whether kernels can count a call's batch, if it counts it.
+inline bool is_countable(const Norm& call) {
+  return !call.counted.defined() ||
+         (call.training && call.counted.scalar_type() == at::kLong && call.counted.dim() == 0);
+}
+
 // Computes a normalization; returns nothing if the dispatcher has to see the call.
 inline std::optional<Tensor> normalize(Norm call) {
   const auto keys = keys_of(call.x, call.residual, call.weight, call.bias, call.running_mean,
-                            call.running_var, call.batches);
+                            call.running_var, call.batches, call.counted);
   const auto casts = keys & c10::autocast_dispatch_keyset;
   if (!is_plain(keys - casts) || has_tangent(call.x, call.residual, call.weight, call.bias) ||
-      !has_dense_statistics(call) || call.x.dim() < 2) {
+      !has_dense_statistics(call) || !is_countable(call) || call.x.dim() < 2) {
     return {};
   }
   const c10::impl::ExcludeDispatchKeyGuard cast_already(casts);
@@ -354,10 +360,12 @@ inline std::optional<Tensor> normalize(Norm call) {
 // Computes a convolution and the normalization of its output in training; returns nothing if the
 // dispatcher has to see the call.
 inline std::optional<Tensor> convolve_and_normalize(Call conv, Norm norm, bool recomputes) {
-  const auto keys = keys_of(conv.first, conv.second, conv.third, norm.residual, norm.weight,
-                            norm.bias, norm.running_mean, norm.running_var, norm.batches);
+  const auto keys =
+      keys_of(conv.first, conv.second, conv.third, norm.residual, norm.weight, norm.bias,
+              norm.running_mean, norm.running_var, norm.batches, norm.counted);
   const auto casts = keys & c10::autocast_dispatch_keyset;
-  if (!is_plain(keys - casts) || !has_dense_statistics(norm) || conv.first.is_complex() ||
+  if (!is_plain(keys - casts) || !has_dense_statistics(norm) || !is_countable(norm) ||
+      conv.first.is_complex() ||
       has_tangent(conv.first, conv.second, conv.third, norm.residual, norm.weight, norm.bias)) {
     return {};
   }
@@ -366,7 +374,7 @@ inline std::optional<Tensor> convolve_and_normalize(Call conv, Norm norm, bool r
     const auto device = conv.first.device().type();
     const auto type = at::autocast::get_autocast_dtype(device);
     for (Tensor* tensor : {&conv.first, &conv.second, &conv.third}) {
-      if (at::autocast::is_eligible(*tensor, device)) *tensor = tensor->to(type);
+      autocast(*tensor, device, type);
     }
     if (norm.residual.defined() && norm.residual.is_floating_point()) {
       norm.residual = norm.residual.to(conv.first.scalar_type());

@@ -97,10 +97,10 @@ PyObject* call_from_python(PyObject*, PyObject* const* arguments, Py_ssize_t cou
 }
 
 // batch_norm_act(input, residual, weight, bias, running_mean, running_var, num_batches_tracked,
-// training, momentum, eps, activation), all by position, or NotImplemented.
+// training, momentum, eps, activation, counts), all by position, or NotImplemented.
 PyObject* norm_from_python(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 1 + kNormArguments, "batch_norm_act takes 11 arguments, not ", count);
+  TORCH_CHECK_TYPE(count == 1 + kNormArguments, "batch_norm_act takes 12 arguments, not ", count);
   Norm call;
   std::optional<Tensor> output;
   if (!at::impl::torch_function_mode_enabled() && parse(arguments[0], call.x) && call.x.defined() &&
@@ -128,7 +128,7 @@ bool set_axes(PyObject* weight, Call& call) {
 // batch_norm_act. `recomputes` is for inputs that are outputs of either function: see block.h.
 PyObject* block_from_python(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 9 + kNormArguments, "conv_bn_act takes 19 arguments, not ", count);
+  TORCH_CHECK_TYPE(count == 9 + kNormArguments, "conv_bn_act takes 20 arguments, not ", count);
   Call conv{kForward};
   Norm norm;
   bool recomputes = false;

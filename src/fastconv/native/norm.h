@@ -12,6 +12,7 @@ namespace fastconv::host {
 // A call of batch_norm_forward (ops/batchnorm.py).
 struct Norm {
   Tensor x{}, residual{}, weight{}, bias{}, running_mean{}, running_var{}, batches{};
+  Tensor counted{};  // a number of batches, in which a call in training counts its own
   bool training = false;
   double momentum = 0, eps = 0;
   int64_t activation = kIdentity;
@@ -188,6 +189,9 @@ inline Normalized run(Norm call) {
   const auto sums = call.x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   Normalized made{new_like(call.x), of_channels(call.x, sums), of_channels(call.x, sums)};
   made.beside = entry->beside == kOutput ? made.y : entry->beside == kResidual ? given : Tensor();
+  // Launches count a batch, but not while they read the number of batches.
+  const bool is_counted = entry->fill || call.batches.defined();
+  if (call.counted.defined() && is_counted) call.counted.add_(1);
   if (entry->fill) {
     entry->fill(call, made);
   } else {
@@ -200,6 +204,7 @@ inline Normalized run(Norm call) {
                                   address_of(call.running_mean),
                                   address_of(call.running_var),
                                   address_of(call.batches),
+                                  is_counted ? 0 : address_of(call.counted),
                                   address_of(made.mean),
                                   address_of(made.invstd),
                                   address_of(made.y),
@@ -209,6 +214,7 @@ inline Normalized run(Norm call) {
   if (call.training) {
     count_version(call.running_mean);
     count_version(call.running_var);
+    count_version(call.counted);
   }
   return made;
 }

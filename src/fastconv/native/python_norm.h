@@ -161,15 +161,22 @@ inline bool parse_momentum(PyObject* momentum, PyObject* batches, Norm& call) {
   return parse(batches, call.batches) && call.batches.defined();
 }
 
-// Parses residual, weight, bias, running_mean, running_var, batches, training, momentum, eps and
-// activation.
-constexpr Py_ssize_t kNormArguments = 10;
+// Parses whether a call counts its batch in the number of batches.
+inline bool parse_counts(PyObject* counts, PyObject* batches, Norm& call) {
+  bool is_wanted = false;
+  return parse(counts, is_wanted) && (!is_wanted || parse(batches, call.counted));
+}
+
+// Parses residual, weight, bias, running_mean, running_var, batches, training, momentum, eps,
+// activation, and whether the call counts its batch.
+constexpr Py_ssize_t kNormArguments = 11;
 inline bool parse_norm(PyObject* const* arguments, Norm& call) {
   return parse(arguments[0], call.residual) && parse(arguments[1], call.weight) &&
          parse(arguments[2], call.bias) && parse(arguments[3], call.running_mean) &&
          parse(arguments[4], call.running_var) && parse(arguments[6], call.training) &&
          parse_momentum(arguments[7], arguments[5], call) && parse(arguments[8], call.eps) &&
-         parse_activation(arguments[9], call.activation, call.slope);
+         parse_activation(arguments[9], call.activation, call.slope) &&
+         parse_counts(arguments[10], arguments[5], call);
 }
 
 }  // namespace fastconv::host

@@ -137,7 +137,7 @@ def _forward_cuda(*args: Any) -> tuple[Tensor, ...]:
     left = left_statistics.take(given.x) if given.training else None
     with _dense_running(given.running_mean, given.running_var) as running:
         given = given._replace(running_mean=running[0], running_var=running[1])
-        tensors = (*given[:7], mean, invstd, y)
+        tensors = (*given[:7], None, mean, invstd, y)
         if left is None:
             ready_forward(given).run(*tensors)
         else:

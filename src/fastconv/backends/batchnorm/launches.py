@@ -21,8 +21,8 @@ from fastconv.kernels.batchnorm.plan import Normalization, Statistics
 from fastconv.kernels.family import ALIGNMENT, Plan
 
 FORWARD = (
-    "x", "residual", "weight", "bias", "running_mean", "running_var", "batches", "mean", "invstd",
-    "y", "scratch",
+    "x", "residual", "weight", "bias", "running_mean", "running_var", "batches", "counted", "mean",
+    "invstd", "y", "scratch",
 )  # fmt: skip
 OUTPUT = ("x", "residual", "weight", "bias", "mean", "invstd", "y")
 BACKWARD = (

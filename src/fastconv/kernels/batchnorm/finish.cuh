@@ -60,15 +60,17 @@ __device__ __forceinline__ double square_root(double number) { return sqrt(numbe
 // Shares have (mean, squares, count). With d the difference of a share's mean from that of the
 // first share, all elements' mean and squares follow from the sums of count * d and of
 // squares + count * d * d. A batch is one of `batches` where that is given: running statistics are
-// then averages of all batches, and `momentum` is not used.
+// then averages of all batches, and `momentum` is not used. One is added to `counted` if it is
+// given, which is another number then.
 extern "C" __global__ void __launch_bounds__(fastconv::batchnorm::kThreads)
     batchnorm_finish_statistics(const void* __restrict__ scratch,
                                 Config::Running* __restrict__ running_mean,
                                 Config::Running* __restrict__ running_var,
                                 const long long* __restrict__ batches,
-                                Config::Acc* __restrict__ mean, Config::Acc* __restrict__ invstd,
-                                int channels, int shares, int count_low, int count_high,
-                                int eps_low, int eps_high, int momentum_low, int momentum_high) {
+                                long long* __restrict__ counted, Config::Acc* __restrict__ mean,
+                                Config::Acc* __restrict__ invstd, int channels, int shares,
+                                int count_low, int count_high, int eps_low, int eps_high,
+                                int momentum_low, int momentum_high) {
   using namespace fastconv::batchnorm;
   begin_launch();
   const int thread = static_cast<int>(threadIdx.x);
@@ -92,6 +94,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::batchnorm::kThreads)
   }
   add_up(sum, squares);
   if (!finishes) return;
+  if (channel == 0 && counted != nullptr) *counted += 1;
   const double count = wide(count_low, count_high);
   const Acc shift = sum / static_cast<Acc>(count);
   squares -= sum * shift;

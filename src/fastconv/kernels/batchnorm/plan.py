@@ -152,8 +152,9 @@ class Tile:
 def forward(norm: Normalization, statistics: Statistics, gpu: Gpu) -> Plan:
     """Plans the output, and the statistics that it is normalized with.
 
-    Tensors are x, residual, weight, bias, running_mean, running_var, batches, mean, invstd and y.
-    Statistics that a convolution has left are the tensor ``scratch``.
+    Tensors are x, residual, weight, bias, running_mean, running_var, batches, counted, mean, invstd
+    and y. Statistics that a convolution has left are the tensor ``scratch``. One is added to
+    ``counted``, the number of batches, if it is given; ``batches`` is not given then.
     """
     _check(norm)
     tile = tile_of(norm)
@@ -364,7 +365,7 @@ def _finish_running(norm: Normalization, statistics: Statistics, gpu: Gpu) -> La
 def _finish_statistics(
     norm: Normalization, statistics: Statistics, momentum: float, shares: int, gpu: Gpu
 ) -> Launch:
-    tensors = ("scratch", "running_mean", "running_var", "batches", "mean", "invstd")
+    tensors = ("scratch", "running_mean", "running_var", "batches", "counted", "mean", "invstd")
     numbers = (norm.count, statistics.eps, momentum)
     halved = [half for one in numbers for half in halves(one)]
     arguments: tuple[Argument, ...] = (*tensors, norm.channels, shares, *halved)
