@@ -58,6 +58,8 @@ FEW_OUTPUTS_ROW_SHARE = 2.75
 # As many outputs as this in channels-last tensors, which take 1.4 to 1.8 times as long as in
 # contiguous ones, against implicit GEMMs that take 0.8 of their estimates there.
 MANY_OUTPUTS, MANY_OUTPUTS_SHARE = 32, 2.4
+# Pointwise weight gradients of contiguous float32 by halo tiles.
+WGRAD_HALO_POINTWISE_SHARE = 1.7
 # Contiguous weight gradients in 16 bits: halo tiles, of images with many taps too, implicit GEMMs
 # that gather, and those that gather few channels.
 WGRAD_HALO_SHARE = 1.3
@@ -141,6 +143,9 @@ _Way = tuple[float, Callable[[], Plan]]
 def _halo_tiles(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
     tile = wgrad_halo.choose_tile(problem, operands, gpu, most)
     share = 1.0
+    last = operands.input_channels_last or operands.output_channels_last
+    if prod(problem.kernel_size) == 1 and not last and operands.scalar_bytes == 4:
+        share = WGRAD_HALO_POINTWISE_SHARE
     if _gathers_16_bits(operands):
         many = problem.depth is None and prod(problem.kernel_size) >= MANY_TAPS
         share = WGRAD_HALO_OF_MANY_TAPS_SHARE if many else WGRAD_HALO_SHARE

@@ -25,10 +25,7 @@ STRIDED_OUTPUTS_BYTES = 0.8  # elements that a stride keeps apart: 64x64 taps of
 LEAST_CHANNELS = 8
 LEAST_TAPS = 64
 FEW_CHANNELS_LOSS = (1.6, 5.0)  # below the first limit, below both
-# Those of one tap reach 3 to 21 multiply-adds, and rows of one output, of which a block has little
-# else to do, 10.
-POINTWISE_LOSS = 4.0
-SINGLE_OUTPUT_LOSS = 7.0
+POINTWISE_LOSS = 4.0  # of one tap, which reads a number for few products
 
 
 def rate(gpu: Gpu) -> float:
@@ -40,7 +37,8 @@ def rate(gpu: Gpu) -> float:
 
 def wgrad_cycles(problem: Problem, gpu: Gpu) -> float:
     """The cycles of a weight gradient."""
-    loss = max(_few_channels_loss(problem), _little_reuse_loss(problem))
+    is_pointwise = prod(problem.weight_shape[2:]) == 1
+    loss = max(_few_channels_loss(problem), POINTWISE_LOSS if is_pointwise else 1.0)
     return loss * problem.flops / 2 / (rate(gpu) * gpu.sm_count)
 
 
@@ -68,10 +66,3 @@ def _few_channels_loss(problem: Problem) -> float:
     if problem.in_channels // problem.groups >= LEAST_CHANNELS:
         return 1.0
     return FEW_CHANNELS_LOSS[prod(problem.weight_shape[2:]) < LEAST_TAPS]
-
-
-def _little_reuse_loss(problem: Problem) -> float:
-    """How many times longer a weight gradient takes that reads a number for few products."""
-    if prod(problem.weight_shape[2:]) == 1:
-        return POINTWISE_LOSS
-    return SINGLE_OUTPUT_LOSS if problem.output_size[1] == 1 else 1.0

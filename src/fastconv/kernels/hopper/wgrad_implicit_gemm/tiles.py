@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -50,6 +51,8 @@ MEMORY_BYTES = 19.65  # bytes a cycle and SM from the GPU's memory
 KEPT_BYTES = 40 << 20  # bytes that the L2 cache keeps
 EVEN_LOSS = 1.07  # several tiles that read the same positions at the same time
 UNEVEN_LOSS = 1.67  # several tiles that do not
+# The same of contiguous planes: what each further tile that reads a tensor adds to its time.
+UNEVEN_READER_LOSS = 0.6
 # Of pointwise layers: what each doubling of the tiles that read a tensor adds to its time, and
 # tiles that do not read the same positions at the same time.
 READER_LOSS = 0.23
@@ -386,22 +389,33 @@ class Tile:
         """Cycles of one SM to read both tensors from memory."""
         if self._is_pointwise:
             return self._pointwise_memory_cycles
-        loss = 1.0
-        if self.count > 1 and self.layer.bytes > KEPT_BYTES:
-            loss = EVEN_LOSS if self.is_even else UNEVEN_LOSS
-        return loss * self.layer.bytes / MEMORY_BYTES
+        layer = self.layer
+        if self.count == 1 or layer.bytes <= KEPT_BYTES:
+            return layer.bytes / MEMORY_BYTES
+        if self.is_even:
+            return EVEN_LOSS * layer.bytes / MEMORY_BYTES
+        if layer.flat and layer.pixels is None and not layer.gathered:
+            again = [UNEVEN_READER_LOSS * (many - 1) for many in self._readers]
+            return self._bytes_read(again) / MEMORY_BYTES
+        return UNEVEN_LOSS * layer.bytes / MEMORY_BYTES
 
     @property
     def _pointwise_memory_cycles(self) -> float:
-        """The same for matrices, each of which is read by as many tiles as the other one has."""
-        layer = self.layer
-        readers = (ceil_div(layer.columns, self.columns), ceil_div(layer.group_out, self.rows))
-        bytes_ = sum(
-            size * (1 + READER_LOSS * log2(many))
-            for size, many in zip(layer.operand_bytes, readers, strict=True)
-        )
-        uneven = not self.is_even and layer.bytes > KEPT_BYTES
+        """The same for matrices of whole pixels."""
+        uneven = not self.is_even and self.layer.bytes > KEPT_BYTES
+        bytes_ = self._bytes_read([READER_LOSS * log2(many) for many in self._readers])
         return bytes_ / MEMORY_BYTES * (UNEVEN_POINTWISE_LOSS if uneven else 1.0)
+
+    @property
+    def _readers(self) -> tuple[int, int]:
+        """The tiles that read each tensor: as many as the other one has."""
+        layer = self.layer
+        return ceil_div(layer.columns, self.columns), ceil_div(layer.group_out, self.rows)
+
+    def _bytes_read(self, again: Sequence[float]) -> float:
+        """Bytes of both tensors, and those that are read ``again`` so many times."""
+        sizes = self.layer.operand_bytes
+        return sum(size * (1 + more) for size, more in zip(sizes, again, strict=True))
 
 
 def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
