@@ -144,7 +144,7 @@ def _halo_tiles(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> 
     tile = wgrad_halo.choose_tile(problem, operands, gpu, most)
     share = 1.0
     last = operands.input_channels_last or operands.output_channels_last
-    if prod(problem.kernel_size) == 1 and not last and operands.scalar_bytes == 4:
+    if prod(problem.weight_shape[2:]) == 1 and not last and operands.scalar_bytes == 4:
         share = WGRAD_HALO_POINTWISE_SHARE
     if _gathers_16_bits(operands):
         many = problem.depth is None and prod(problem.kernel_size) >= MANY_TAPS
