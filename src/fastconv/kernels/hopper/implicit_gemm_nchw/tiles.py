@@ -24,7 +24,7 @@ ROWS = 64  # M of a wgmma
 STEP = 8  # K of a TF32 wgmma
 MOST_BOX = 256  # elements of a TMA box along each axis
 MOST_COLUMNS = 256  # N of a warpgroup's MMAs, over all residues and row tiles: 128 accumulators
-LEAST_COLUMNS = 32  # N, unless a layer has fewer output channels
+LEAST_COLUMNS = 32  # N, unless a group has fewer output channels
 MOST_STARTS = 4096  # tiles of a layer with different places in an image; layers with more decline
 MOST_INPUT_STAGES = 6
 MOST_WEIGHT_STAGES = 8
@@ -106,8 +106,7 @@ def _flat_cuts(layer: Layer) -> Iterator[Cut]:
 def _whole_cuts(layer: Layer) -> Iterator[Cut]:
     pixels, width = layer.in_pixels, layer.in_size[1]
     if pixels % 4:
-        fits = pixels <= FEW_BULK_PIXELS and layer.chunk * pixels % 32 == 0
-        if fits and layer.in_channels * pixels % 4 == 0:
+        if pixels <= FEW_BULK_PIXELS and layer.in_channels * pixels % 4 == 0:
             yield Cut("whole", 1, width, pixels, bulk=True)
         return
     if pixels > FEW_PIXELS:
@@ -249,7 +248,8 @@ class Tile:
 
     @property
     def column_tiles(self) -> int:
-        return ceil_div(self.layer.out_channels, self.columns)
+        """Tiles of the output channels: each has channels of one group."""
+        return self.layer.groups * ceil_div(self.layer.group_out, self.columns)
 
     @property
     def packed_bytes(self) -> int:
@@ -395,7 +395,7 @@ def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
     found = []
     for row_tiles in (1, 2):
         most = MOST_COLUMNS // (layer.reached_residues * row_tiles)
-        widths = _widths(layer.out_channels, most)
+        widths = _widths(layer.group_out, most)
         for cut in cuts_of(layer) if widths else ():
             for shape in shapes_of(layer, CONSUMERS * ROWS * row_tiles):
                 if cut.flat and (shape.tile_pixels % 4 or shape.image_pixels % 4):
