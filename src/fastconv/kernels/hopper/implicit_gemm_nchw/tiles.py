@@ -13,6 +13,7 @@ from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu, TensorMap
 from fastconv.kernels.hopper.block import CONSUMERS
 from fastconv.kernels.hopper.implicit_gemm_nchw.layer import (
+    CHUNK,
     FEW_BULK_PIXELS,
     FEW_PIXELS,
     Layer,
@@ -46,6 +47,10 @@ VECTOR_BYTES = 22.0
 PAIR_BYTES = 14.0
 NARROWEST_MMA = 64  # columns of an MMA with A in registers; fewer take as long
 UNIT_CYCLES = 396.0  # to load a unit's fragments of A, for each row tile of a warpgroup
+# The part of them for addresses and waits, which fewer channels do not shorten: units of 8, 16 and
+# 32 channels have 170, 195 and about 280 instructions. Measured tiles of layers without groups fit
+# better without this distinction.
+UNIT_START = 0.4
 # Cycles from a copy's start to its arrival.
 PLANES_LATENCY = 530.0
 WEIGHTS_LATENCY = 1170.0
@@ -310,6 +315,13 @@ class Tile:
         rows = self.cut.piece if self.cut.kind == "rows" else 1
         return rows + self.cut.pitch / 32
 
+    @property
+    def unit_cycles(self) -> float:
+        """Cycles to load a unit's fragments, for each row tile of a warpgroup."""
+        if self.layer.groups == 1:
+            return UNIT_CYCLES
+        return UNIT_CYCLES * (UNIT_START + (1 - UNIT_START) * self.layer.chunk / CHUNK)
+
     @lazy
     def work(self) -> dict[str, float]:
         """Cycles of each kind of work of a tile, as if there were nothing else to do."""
@@ -333,7 +345,7 @@ class Tile:
             "mma": mmas * mma_cycles,
             "shared": (mmas * self.columns * 32 + fragments * lanes + loaded + weights)
             / SHARED_BYTES,
-            "units": units * UNIT_CYCLES * self.row_tiles + mmas * mma_cycles / CONSUMERS,
+            "units": units * self.unit_cycles * self.row_tiles + mmas * mma_cycles / CONSUMERS,
             "planes": layer.chunks * PLANES_LATENCY / (self.input_stages - 1),
             "weights": 0.0 if self.resident else waited / (self.weight_stages - 1),
             "stores": outputs / stored,
