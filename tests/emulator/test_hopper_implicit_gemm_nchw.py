@@ -227,7 +227,9 @@ def test_an_image_does_not_depend_on_its_batch(case: PassCase) -> None:
     assert_alone_as_in_batch(case)
 
 
-@pytest.mark.parametrize("conv", [POINTWISE, STRIDED_TAPS, TAPS, STRIDED_GROUPS], ids=lambda conv: conv.name)
+@pytest.mark.parametrize(
+    "conv", [POINTWISE, STRIDED_TAPS, TAPS, STRIDED_GROUPS], ids=lambda conv: conv.name
+)
 @pytest.mark.parametrize("direction", ["forward", "input_grad"])
 def test_all_tiles_give_the_same_bits(direction: str, conv: Conv) -> None:
     """A few different tiles: of one and two row tiles, and of each way to cut planes."""
@@ -254,7 +256,9 @@ def test_infinity_stays_where_it_is() -> None:
     check_special_values(case, tensors)
 
 
-@pytest.mark.parametrize("conv", [GROUPS, STRIDED_GROUPS, POINTWISE_GROUPS], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "conv", [GROUPS, STRIDED_GROUPS, POINTWISE_GROUPS], ids=lambda conv: conv.name
+)
 @pytest.mark.parametrize("planned", [forward, input_grad])
 def test_a_group_does_not_see_another_ones_numbers(planned: Any, conv: Conv) -> None:
     case = _case(planned, conv)
