@@ -56,7 +56,7 @@ STRIDED_VOLUME_SHARE = 1.4
 # for groups of images with few pixels, and 0.6 to 0.8 for large ones.
 FEW_PIXELS = 256
 GROUPS_OF_FEW_PIXELS_SHARE = 0.7
-GROUPS_SHARE = 1.5
+GROUPS_SHARE = 1.6
 # Few outputs of images of one row in TF32, which take 1.7 of their estimates, against halo tiles
 # that take 0.6 of theirs there.
 FEW_OUTPUTS_ROW_SHARE = 2.75

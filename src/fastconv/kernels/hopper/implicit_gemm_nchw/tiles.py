@@ -47,10 +47,10 @@ VECTOR_BYTES = 22.0
 PAIR_BYTES = 14.0
 NARROWEST_MMA = 64  # columns of an MMA with A in registers; fewer take as long
 UNIT_CYCLES = 396.0  # to load a unit's fragments of A, for each row tile of a warpgroup
-# The part of them for addresses and waits, which fewer channels do not shorten: units of 8, 16 and
-# 32 channels have 170, 195 and about 280 instructions. Measured tiles of layers without groups fit
-# better without this distinction.
-UNIT_START = 0.4
+# The part of them that units of groups with fewer channels do not save: addresses and waits. With
+# two row tiles, units of 8, 16 and 32 channels have 170, 195 and 250 instructions. What was fitted
+# to layers without groups does not distinguish them.
+UNIT_START = 0.55
 # Cycles from a copy's start to its arrival.
 PLANES_LATENCY = 530.0
 WEIGHTS_LATENCY = 1170.0
