@@ -68,13 +68,15 @@ def _case(planner: Any, conv: Conv, **options: Any) -> PassCase:
 
 def _conv(name: str, batch: int, channels: tuple[int, int], size: tuple[int, int],
           kernel: tuple[int, int] = (1, 1), stride: int | tuple[int, int] = 1,
-          padding: int | tuple[int, int, int, int] = 0, **more: Any) -> Conv:  # fmt: skip
+          padding: int | tuple[int, int, int, int] = 0, groups: int = 1,
+          **more: Any) -> Conv:  # fmt: skip
     return Conv(
         name,
         (batch, channels[0], *size),
-        (channels[1], channels[0], *kernel),
+        (channels[1], channels[0] // groups, *kernel),
         (stride, stride) if isinstance(stride, int) else stride,
         (padding,) * 4 if isinstance(padding, int) else padding,
+        groups=groups,
         **more,
     )
 
@@ -84,6 +86,9 @@ SMALL = _conv("7x7", 4, (36, 40), (7, 7))
 TAPS = _conv("7x7 taps", 3, (36, 24), (7, 7), (3, 3), padding=1)
 STRIDED = _conv("strided", 2, (40, 24), (12, 12), (1, 1), 2)
 STRIDED_TAPS = _conv("strided taps", 2, (40, 24), (14, 14), (3, 3), 2, 1)
+GROUPS = _conv("groups", 3, (48, 64), (7, 7), (3, 3), padding=1, groups=2)
+STRIDED_GROUPS = _conv("strided groups", 2, (32, 48), (14, 14), (3, 3), 2, 1, groups=2)
+POINTWISE_GROUPS = _conv("pointwise groups", 3, (96, 120), (6, 10), groups=3)
 WIDE_STRIDED_TAPS = _conv("wide strided taps", 2, (24, 16), (17, 20), (3, 3), 2, 1)
 
 CASES = [
@@ -139,6 +144,22 @@ CASES = [
     _case(input_grad, _conv("stride 3", 1, (16, 16), (12, 12), (1, 1), 3)),
     _case(input_grad, _conv("dilated strided", 1, (16, 16), (16, 16), (2, 2), 2, 1,
                             dilation=(2, 2))),
+    # Groups: chunks of 8, 16 and 32 channels, copied by TMA or not; one column tile or several.
+    _case(forward, GROUPS),
+    _case(input_grad, GROUPS),
+    _case(forward, STRIDED_GROUPS),
+    _case(input_grad, STRIDED_GROUPS),
+    _case(forward, POINTWISE_GROUPS),
+    _case(Chosen("input_grad", row_tiles=1), POINTWISE_GROUPS, gpu=FEW),
+    _case(forward, _conv("groups of 16", 5, (64, 64), (7, 7), (3, 3), padding=1, groups=4)),
+    _case(Chosen("forward", columns=72), _conv("several tiles of a group", 2, (64, 272), (6, 6),
+                                               groups=2), gpu=FEW),
+    _case(Chosen("input_grad", columns=48), _conv("several chunks of groups", 3, (144, 96), (9, 8),
+                                                  (3, 3), padding=1, groups=3)),
+    _case(forward, _conv("odd outputs of groups", 2, (48, 45), (11, 12), (2, 3), 1, (1, 0, 2, 1),
+                         groups=3)),
+    _case(input_grad, _conv("odd inputs of groups", 2, (45, 48), (11, 13), (3, 2), (1, 2),
+                            (1, 2, 0, 1), dilation=(2, 1), groups=3)),
 ]  # fmt: skip
 
 
@@ -146,12 +167,15 @@ def _random(seed: int) -> PassCase:
     """A random test case that the kernel takes."""
     draw = Random(seed)
     while True:
-        kernel = draw.choice(((1, 1), (1, 1), (3, 3), (2, 3)))
+        kernel = draw.choice(((1, 1), (1, 1), (3, 3), (2, 3), (5, 5), (1, 4)))
         size = draw.choice(((7, 7), (14, 14), (draw.randint(4, 18), draw.randint(4, 18))))
+        groups = draw.choice((1, 1, 2, 3))
+        channels = (groups * draw.randint(8, 80 // groups), groups * draw.randint(8, 80 // groups))
         conv = _conv(
-            f"random {seed}", draw.randint(1, 9), (draw.randint(8, 80), draw.randint(8, 80)), size,
+            f"random {seed}", draw.randint(1, 9), channels, size,
             kernel, draw.choice((1, 2)), tuple(draw.randint(0, side // 2) for side in
                                                (kernel[0], kernel[0], kernel[1], kernel[1])),
+            groups, dilation=draw.choice(((1, 1), (1, 1), (1, 2))),
         )  # fmt: skip
         case = _case(draw.choice((forward, input_grad)), conv, bias=draw.random() < 0.7,
                      gpu=draw.choice((ONE, FEW)))  # fmt: skip
@@ -163,7 +187,12 @@ def _random(seed: int) -> PassCase:
 
 
 RUN = [*some(CASES, one_in=7), *map(_random, range(40 if ALL else 4))]
-ALONE = [_case(forward, SMALL), _case(forward, POINTWISE), _case(input_grad, STRIDED_TAPS)]
+ALONE = [
+    _case(forward, SMALL),
+    _case(forward, POINTWISE),
+    _case(input_grad, STRIDED_TAPS),
+    _case(forward, GROUPS),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -187,6 +216,10 @@ def test_all_branches_are_taken() -> None:
     assert {of["resident"] for of in taken} == {False, True}
     assert {of["chunk"] for of in taken} == {8, 16, 32}
     assert any(of["row_pixels"] > of["in_width"] for of in taken)
+    grouped = [of for of in taken if of["groups"] > 1]
+    assert {of["chunk"] for of in grouped} == {8, 16, 32}
+    assert {of["bulk"] for of in grouped} == {of["transposed"] for of in grouped} == {False, True}
+    assert any(of["group_out"] > of["columns"] for of in grouped)
 
 
 @pytest.mark.parametrize("case", ALONE, ids=str)
@@ -194,7 +227,9 @@ def test_an_image_does_not_depend_on_its_batch(case: PassCase) -> None:
     assert_alone_as_in_batch(case)
 
 
-@pytest.mark.parametrize("conv", [POINTWISE, STRIDED_TAPS, TAPS], ids=lambda conv: conv.name)
+@pytest.mark.parametrize(
+    "conv", [POINTWISE, STRIDED_TAPS, TAPS, STRIDED_GROUPS], ids=lambda conv: conv.name
+)
 @pytest.mark.parametrize("direction", ["forward", "input_grad"])
 def test_all_tiles_give_the_same_bits(direction: str, conv: Conv) -> None:
     """A few different tiles: of one and two row tiles, and of each way to cut planes."""
@@ -221,6 +256,27 @@ def test_infinity_stays_where_it_is() -> None:
     check_special_values(case, tensors)
 
 
+@pytest.mark.parametrize(
+    "conv", [GROUPS, STRIDED_GROUPS, POINTWISE_GROUPS], ids=lambda conv: conv.name
+)
+@pytest.mark.parametrize("planned", [forward, input_grad])
+def test_a_group_does_not_see_another_ones_numbers(planned: Any, conv: Conv) -> None:
+    case = _case(planned, conv)
+    tensors = Tensors.random(case)
+    expected = run(case, tensors)
+    read = tensors.input if case.direction == "forward" else tensors.grad_output
+    for group, taken in enumerate(read.chunk(conv.groups, dim=1)):
+        kept = taken.clone()
+        taken.fill_(float("nan"))
+        found = run(case, tensors)
+        taken.copy_(kept)
+        for other, results in enumerate(found.chunk(conv.groups, dim=1)):
+            if other != group:
+                assert torch.equal(results, expected.chunk(conv.groups, dim=1)[other])
+            else:
+                assert results.isnan().any()
+
+
 def test_declines() -> None:
     def declined(conv: Conv, **options: Any) -> str:
         with pytest.raises(Declined) as reason:
@@ -230,5 +286,8 @@ def test_declines() -> None:
     assert "no planes" in declined(POINTWISE, channels_last=True)
     assert "aligned" in declined(POINTWISE, aligned=False)
     assert "4 channels" in declined(_conv("few", 1, (8, 4), (6, 6)))
+    # A chunk of 8 channels would have some of the next group, whose NaNs zero weights keep.
+    of_12 = _conv("groups of 12", 1, (16, 24), (6, 6), groups=2)
+    assert "groups of 12 channels" in declined(of_12)
     # Each residue is stored by code of its own.
     assert "10000 residues" in declined(_conv("far", 1, (8, 8), (200, 200), stride=100))

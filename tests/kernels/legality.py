@@ -414,18 +414,19 @@ def _assert_legal_nchw(plan: Plan, gpu: Gpu) -> None:
         c["transposed"] and c["stride_width"] == 2 and c["out_width"] % 2 == 0
     )
 
-    # Stages, which begin at multiples of 128 bytes.
+    # Stages, which begin at multiples of 128 bytes, or of 16 for bulk copies.
+    assert c["groups"] == 1 or c["group_in"] % c["chunk"] == 0
     piece = 4 * c["chunk"] * c["pitch"]
     weights = unit_taps * 4 * c["chunk"] * c["columns"]
-    assert piece % 128 == weights % 128 == 0
+    assert piece % (16 if c["bulk"] else 128) == weights % 128 == 0
     if c["bulk"]:
-        assert c["group_in"] * c["in_height"] * c["in_width"] % 4 == 0
+        assert c["groups"] * c["group_in"] * c["in_height"] * c["in_width"] % 4 == 0
     else:
         assert launch.arguments[0].box_bytes == piece
     used = c["input_stages"] * (c["pieces"] * piece + 16) + c["weight_stages"] * (weights + 16)
     assert used <= launch.shared_bytes == c["shared_bytes"] <= gpu.shared_bytes_per_block
     chunks = ceil_div(c["group_in"], c["chunk"])
-    tiles_across = ceil_div(c["group_out"], c["columns"])
+    tiles_across = c["groups"] * ceil_div(c["group_out"], c["columns"])
     if c["resident"]:
         assert (tiles_across, c["weight_stages"]) == (1, chunks * units)
     assert c["input_stages"] >= 2

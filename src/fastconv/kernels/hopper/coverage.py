@@ -358,6 +358,7 @@ def _implicit_gemm_nchw(c: Mapping[str, Any]) -> dict[str, Constant]:
         "empty residues": _empty_residues(c),
         "several chunks": chunks > 1,
         "whole chunks": c["group_in"] % c["chunk"] == 0,
+        "grouped": c["groups"] > 1,
         "several column tiles": c["group_out"] > c["columns"],
         "whole columns": c["group_out"] % c["columns"] == 0,
         "biases": "some" if c["columns"] > 64 else "all",
@@ -380,13 +381,13 @@ IMPLICIT_GEMM_NCHW = Anatomy(
     chosen=_implicit_gemm_nchw,
     parts={
         "load": ("flat", "whole", "bulk", "long rows", "rows left out", "several pieces",
-                 "several images", "resident"),
+                 "several images", "resident", "grouped"),
         "multiply": ("ties_to_even", "flat", "whole", "bulk", "row_tiles", "chunk", "vector",
                      "resident", "several residues", "left over", "whole chunks"),
         "store": ("row_tiles", "vector", "pairs", "row residues", "column residues",
-                  "empty residues", "whole columns"),
+                  "empty residues", "whole columns", "grouped"),
         "pack": ("transposed", "ties_to_even", "chunk", "several taps", "whole chunks",
-                 "whole columns"),
+                 "whole columns", "grouped"),
     },
 )  # fmt: skip
 

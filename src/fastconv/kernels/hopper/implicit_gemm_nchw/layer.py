@@ -6,6 +6,7 @@ The order in which a sum is added up depends on these alone, and these on the la
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.hopper.directed import Directed
@@ -82,6 +83,20 @@ class Layer(Directed):
         rows, columns = (Axis(*side, self.transposed) for side in self.sides)
         return rows, columns
 
+    @property
+    def groups(self) -> int:
+        return self.problem.groups
+
+    @property
+    def group_in(self) -> int:
+        """Channels of a group that is read."""
+        return self.in_channels // self.groups
+
+    @property
+    def group_out(self) -> int:
+        """Channels of a group that is written."""
+        return self.out_channels // self.groups
+
     @lazy
     def grid(self) -> tuple[int, int]:
         """Positions of an image, along both axes: one for all residues of a gradient's stride."""
@@ -126,8 +141,13 @@ class Layer(Directed):
     def chunk(self) -> int:
         """Channels that are copied at once: fewer where taps or strides need many rows.
 
-        A sum goes over all taps of a chunk, then over those of the next chunk.
+        A sum goes over all taps of a chunk, then over those of the next chunk. Chunks of several
+        groups have no channels of the next group: zero weights would not keep out its NaNs.
         """
+        return self._most_chunk if self.groups == 1 else gcd(self._most_chunk, self.group_in)
+
+    @lazy
+    def _most_chunk(self) -> int:
         rows, columns = self.axes
         if self.units == 1 or self.in_pixels <= FEW_PIXELS:
             return CHUNK
@@ -139,7 +159,7 @@ class Layer(Directed):
 
     @lazy
     def chunks(self) -> int:
-        return ceil_div(self.in_channels, self.chunk)
+        return ceil_div(self.group_in, self.chunk)
 
     @lazy
     def ties_to_even(self) -> bool:

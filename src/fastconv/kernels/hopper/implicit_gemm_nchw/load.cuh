@@ -12,15 +12,17 @@ using Planes = Either<C::bulk, const float*, TensorMap>::type;
 constexpr int kInPlane = C::in_height * C::in_width;
 
 __device__ __forceinline__ void load_piece(void* target, const float* planes, int image, int,
-                                           int channel, Barrier* full) {
+                                           int group, int channel, Barrier* full) {
   const int bytes = min(C::chunk, C::group_in - channel) * kInPlane * 4;
-  bulk_load(target, planes + (static_cast<long long>(image) * C::group_in + channel) * kInPlane,
-            bytes, full);
+  const long long first = (static_cast<long long>(image) * C::groups + group) * C::group_in;
+  bulk_load(target, planes + (first + channel) * kInPlane, bytes, full);
 }
 __device__ __forceinline__ void load_piece(void* target, const TensorMap& planes, int image,
-                                           int begin, int channel, Barrier* full) {
-  tensor_load(target, planes,
-              {C::flat ? begin : 0, C::flat || C::whole ? 0 : begin, channel, image}, full);
+                                           int begin, int group, int channel, Barrier* full) {
+  tensor_load(
+      target, planes,
+      {C::flat ? begin : 0, C::flat || C::whole ? 0 : begin, group * C::group_in + channel, image},
+      full);
 }
 
 // Calls `visit` for each piece of a tile, with its image and the row or pixel where it begins.
@@ -54,7 +56,7 @@ __device__ __forceinline__ void load_planes(const Planes& planes, int batch) {
       barrier_arrive_expect(full, pieces * piece_bytes(channel));
       unsigned char* target = shared_memory() + at.stage * kInputBytes;
       each_piece(tile, batch, [&](int image, int begin) {
-        load_piece(target, planes, image, begin, channel, full);
+        load_piece(target, planes, image, begin, tile.group, channel, full);
         target += kPieceBytes;
       });
       at.advance();

@@ -67,7 +67,7 @@ def _tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
 def _check(layer: Layer, gpu: Gpu) -> None:
     problem, operands = layer.problem, layer.operands
     block.check(gpu)
-    channels = (layer.in_channels, layer.out_channels)
+    channels = (layer.group_in, layer.group_out)
     if problem.depth is not None:
         raise Declined("volumes")
     limits.check(operands, problem.groups, channels, layer.in_size, layer.image_size)
@@ -77,10 +77,10 @@ def _check(layer: Layer, gpu: Gpu) -> None:
         raise Declined("channels-last tensors, which have no planes")
     if not operands.aligned:
         raise Declined("tensors that are not aligned to 16 bytes")
-    if problem.groups > 1:
-        raise Declined(f"{problem.groups} groups")
-    if layer.in_channels < LEAST_CHANNELS:
-        raise Declined(f"{layer.in_channels} channels, fewer than {LEAST_CHANNELS}")
+    if layer.group_in < LEAST_CHANNELS:
+        raise Declined(f"{layer.group_in} channels, fewer than {LEAST_CHANNELS}")
+    if problem.groups > 1 and layer.group_in % LEAST_CHANNELS:
+        raise Declined(f"groups of {layer.group_in} channels, no multiple of {LEAST_CHANNELS}")
     if layer.taps > MOST_TAPS:
         raise Declined(f"{layer.taps} taps, more than {MOST_TAPS}")
     residues = layer.axes[0].residues * layer.axes[1].residues
@@ -161,8 +161,9 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "Scalar": operands.scalar,
         "transposed": layer.transposed,
         "ties_to_even": layer.ties_to_even,
-        "group_in": layer.in_channels,
-        "group_out": layer.out_channels,
+        "groups": layer.groups,
+        "group_in": layer.group_in,
+        "group_out": layer.group_out,
         "in_height": in_size[0],
         "in_width": in_size[1],
         "out_height": layer.image_size[0],

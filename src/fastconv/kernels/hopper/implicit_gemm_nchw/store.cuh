@@ -10,6 +10,7 @@ namespace hopper {
 // which may not be a channel.
 constexpr IndexTo<elements_of(kColumns, C::out_height, C::out_width)> kOutPlane =
     C::out_height * C::out_width;
+constexpr int kOutChannels = C::groups * C::group_out;
 static_assert(!kAddsResidual || kRowResidues * kColumnResidues == 1, "of a forward pass");
 
 struct Storer {
@@ -18,7 +19,8 @@ struct Storer {
   bool exist[C::vector > 1 ? 1 : kRows];
   int row_ends[C::vector > 1 ? 1 : kRows];  // residues that are in the image
   int column_ends[C::vector > 1 ? 1 : kRows];
-  int channel;  // channel of the thread's first column
+  int channel;        // channel of the thread's first column, in its group
+  int first_channel;  // of the group
   Epilogue<C> epilogue;
 
   __device__ Storer(const float* bias, float* output, const Tile& tile, int batch,
@@ -26,6 +28,7 @@ struct Storer {
       : bias(bias), epilogue(epilogue) {
     const int thread = static_cast<int>(threadIdx.x);
     channel = tile.column + thread % 4 * 2;
+    first_channel = tile.group * C::group_out;
 #pragma unroll
     for (int i = 0; i < (C::vector > 1 ? 1 : kRows); ++i) {
       const int index = (thread / 128 - 1) * 64 * kRowTiles + position_of(i);
@@ -36,7 +39,8 @@ struct Storer {
       row_ends[i] = C::out_height - row;
       column_ends[i] = C::out_width - column;
       rows[i] = output +
-                (static_cast<long long>(position.image) * C::group_out + channel) * kOutPlane +
+                (static_cast<long long>(position.image) * kOutChannels + first_channel + channel) *
+                    kOutPlane +
                 row * C::out_width + column;
     }
   }
@@ -53,7 +57,7 @@ struct Storer {
   using Added = Either<kAddsResidual, BiasAndResidual, float>::type;
 
   __device__ __forceinline__ void load(float& added, int column) const {
-    added = load_or_zero(bias + channel + column, bias != nullptr && has(column));
+    added = load_or_zero(bias + first_channel + channel + column, bias != nullptr && has(column));
   }
   __device__ __forceinline__ void load(BiasAndResidual& added, int column) const {
     load(added.bias, column);

@@ -123,7 +123,9 @@ constexpr int kRows = 2 * kRowTiles;     // rows of M of a thread
 constexpr int kColumns = C::columns;     // N: output channels
 constexpr int kSteps = C::chunk / kStep;
 constexpr int kChunks = ceil_div(C::group_in, C::chunk);
-constexpr int kColumnTiles = ceil_div(C::group_out, kColumns);
+constexpr int kGroupTiles = ceil_div(C::group_out, kColumns);  // column tiles of a group
+constexpr int kColumnTiles = C::groups * kGroupTiles;
+static_assert(C::groups == 1 || C::group_in % C::chunk == 0, "no channels of the next group");
 static_assert(C::tile_pixels <= kConsumers * 64 * kRowTiles, "rows of the MMAs");
 static_assert(kReachedResidues * kRowTiles * kColumns <= 256, "accumulators of a thread");
 
@@ -141,7 +143,8 @@ constexpr int kWeightBytes = most_unit_taps() * kTapBytes;
 constexpr int kWeightRing = C::input_stages * kInputBytes;
 constexpr int kBarriers = kWeightRing + C::weight_stages * kWeightBytes;
 static_assert(kBarriers + 16 * (C::input_stages + C::weight_stages) <= C::shared_bytes, "");
-static_assert(kPieceBytes % 128 == 0 && kWeightBytes % 128 == 0, "as copies need them aligned");
+static_assert(kPieceBytes % (C::bulk ? 16 : 128) == 0, "as copies need them aligned");
+static_assert(kWeightBytes % 128 == 0, "as copies need them aligned");
 
 struct Barriers {
   Barrier input_full[C::input_stages];
@@ -173,14 +176,15 @@ struct Span {
   __device__ int pieces() const { return max(end - begin + C::piece - 1, 0) / C::piece; }
 };
 
-// A tile: positions from `image`, `pixel` on, and output channels from `column` on. Tiles of the
-// same positions follow each other, so that their input is still in the cache.
+// A tile: positions from `image`, `pixel` on, and output channels of a group from `column` on.
+// Tiles of the same positions follow each other, so that their input is still in the cache.
 struct Tile {
-  int image, pixel, column;
+  int image, pixel, group, column;
 
   __device__ explicit Tile(int index) {
     const int first = index / kColumnTiles * C::tile_pixels;
-    column = index % kColumnTiles * kColumns;
+    group = index / kGroupTiles % C::groups;
+    column = index % kGroupTiles * kColumns;
     image = first / C::image_pixels;
     pixel = first % C::image_pixels;
   }

@@ -1,5 +1,5 @@
 // Weights, rounded to TF32 and packed in wgmma's layout without a swizzle:
-//   [column tile][chunk][tap, by units][step][2][column][4 channels]
+//   [column tile, of all groups][chunk][tap, by units][step][2][column][4 channels]
 #pragma once
 #include "hopper/implicit_gemm_nchw/tile.cuh"
 
@@ -25,7 +25,9 @@ __device__ __forceinline__ void pack_weights(const float* weight, float4* packed
     const int chunk = index / kTaps / kTapVectors;  // chunk, counted over all column tiles
     const int quad = C::transposed ? inside / kColumns : inside % kQuads;
     const int column = C::transposed ? inside % kColumns : inside / kQuads;
-    const int out = chunk / kChunks * kColumns + column;
+    const int tile = chunk / kChunks;
+    const int group = C::groups == 1 ? 0 : tile / kGroupTiles;
+    const int out = (tile - group * kGroupTiles) * kColumns + column;
     const int in = chunk % kChunks * C::chunk + quad * 4;
     const int row = tap / C::kernel_width;
     const long long at = 1LL * row * C::weight_stride_height +
@@ -33,7 +35,8 @@ __device__ __forceinline__ void pack_weights(const float* weight, float4* packed
     float values[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const long long first = C::transposed ? in + i : out;
+      const long long first =
+          C::transposed ? group * C::group_in + in + i : group * C::group_out + out;
       const long long second = C::transposed ? out : in + i;
       values[i] = rounded(
           load_or_zero(weight + at + first * C::weight_stride_out + second * C::weight_stride_in,
