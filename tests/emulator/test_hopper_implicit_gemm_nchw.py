@@ -169,13 +169,19 @@ def _random(seed: int) -> PassCase:
     while True:
         kernel = draw.choice(((1, 1), (1, 1), (3, 3), (2, 3), (5, 5), (1, 4)))
         size = draw.choice(((7, 7), (14, 14), (draw.randint(4, 18), draw.randint(4, 18))))
+        dilation = draw.choice(((1, 1), (1, 1), (1, 2)))
+        if any(
+            (side - 1) * step >= along
+            for side, step, along in zip(kernel, dilation, size, strict=True)
+        ):
+            continue
         groups = draw.choice((1, 1, 2, 3))
         channels = (groups * draw.randint(8, 80 // groups), groups * draw.randint(8, 80 // groups))
         conv = _conv(
             f"random {seed}", draw.randint(1, 9), channels, size,
             kernel, draw.choice((1, 2)), tuple(draw.randint(0, side // 2) for side in
                                                (kernel[0], kernel[0], kernel[1], kernel[1])),
-            groups, dilation=draw.choice(((1, 1), (1, 1), (1, 2))),
+            groups, dilation=dilation,
         )  # fmt: skip
         case = _case(draw.choice((forward, input_grad)), conv, bias=draw.random() < 0.7,
                      gpu=draw.choice((ONE, FEW)))  # fmt: skip

@@ -563,6 +563,15 @@ MORE = [
         ),
     ),
     Mutant(
+        "the first group's bias",
+        "sm_90a/1 forward*gemm tf32 nchw/nchw: 2x16x6x8 16x8x3x3 padding=1,1 groups=2",
+        Fault(
+            "hopper/implicit_gemm_nchw/store.cuh",
+            "load_or_zero(bias + first_channel + channel + column,",
+            "load_or_zero(bias + channel + column,",
+        ),
+    ),
+    Mutant(
         "a row too far: the next channel's",
         "sm_80/1 weight_grad* float32 nchw/nchw bias: 2x3x5x6 8x3x3x3 padding=1,1",
         Fault(
