@@ -52,11 +52,8 @@ HALF_COPY_OF_GROUPS_SHARE = 1.5
 RELAID_LOSS = 1.1
 # Implicit GEMMs of strided input gradients of volumes, whose stores are far apart.
 STRIDED_VOLUME_SHARE = 1.4
-# Contiguous implicit GEMMs of groups, which take about their estimates, against halo tiles of them,
-# which take 1.1 to 2.2 of theirs for images with few pixels, and 0.7 to 1.6 for large ones.
-FEW_PIXELS = 256
-GROUPS_OF_FEW_PIXELS_SHARE = 0.7
-GROUPS_SHARE = 1.15
+# Contiguous implicit GEMMs of groups' input gradients that store every third column or fewer.
+SPARSE_COLUMNS, SPARSE_COLUMNS_SHARE = 3, 2.4
 # Few outputs of images of one row in TF32, which take 1.7 of their estimates, against halo tiles
 # that take 0.6 of theirs there.
 FEW_OUTPUTS_ROW_SHARE = 2.75
@@ -464,9 +461,8 @@ def _gemm(gemm: Any, problem: Problem, operands: Operands, gpu: Gpu, is_reversed
     layer = gemm.layer_of(problem, operands, gpu, is_reversed)
     strided = is_reversed and any(axis.stride > 1 for axis in problem.axes)
     share = STRIDED_VOLUME_SHARE if strided and problem.depth is not None else 1.0
-    if problem.groups > 1:
-        few = prod(problem.output_size) <= FEW_PIXELS
-        share = GROUPS_OF_FEW_PIXELS_SHARE if few else GROUPS_SHARE
+    if problem.groups > 1 and is_reversed and problem.stride[1] >= SPARSE_COLUMNS:
+        share = SPARSE_COLUMNS_SHARE
     return _Choice(
         gemm.image_cycles(layer, gpu) * share,
         lambda: gemm.plans(layer, gpu, most=1)[0],
