@@ -4687,6 +4687,11 @@ __device__ __forceinline__ void wait_for_earlier_launch() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
+// Says that a block accesses no tensor that the launch before writes, and writes none that it
+// reads, and so need not wait for it. Some block of the grid waits, so that later launches come
+// after both.
+__device__ __forceinline__ void go_beside_earlier_launch() {}
+
 // Lets the blocks of the next launch begin where there is room for them, once all blocks of this
 // one have called it or ended.
 __device__ __forceinline__ void allow_later_launch() {
@@ -12066,8 +12071,10 @@ def device_code(kernels: tuple[Kernel, ...]) -> str:
             f"namespace kernels_{number} {{\n{types}\n"
             f"struct Config {{\n{members}\n}};\n{text}\n}}  // namespace kernels_{number}\n"
         )
-        if "slabs" in dict(constants):  # which are parameters of functions, too
-            space = f"#define FASTCONV_SLABS\n{space}#undef FASTCONV_SLABS\n"
+        for name in ("slabs", "most_registers"):  # parameters and bounds of functions, too
+            if name in dict(constants):
+                macro = f"FASTCONV_{name.upper()}"
+                space = f"#define {macro}\n{space}#undef {macro}\n"
         code.append(space)
     return "\n".join(code)
 

@@ -86,7 +86,7 @@ def _execute(
     memory = {
         name: _span(tensor).view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()
     }
-    for launch in launches:
+    for launch in _moved_forward(launches) if reverse else launches:
         names = [name for name in launch.tensors if name in memory]
         order = "reverse" if reverse else "forward"
         command = [_runtime(), _library(launch.kernel), order]
@@ -99,6 +99,15 @@ def _execute(
             size = len(memory[name])
             memory[name], output = output[:size], output[size:]
     return memory
+
+
+def _moved_forward(launches: Iterable[Launch]) -> list[Launch]:
+    """The launches, with those that may run beside the one before them in front of that one."""
+    moved: list[Launch] = []
+    for launch in launches:
+        beside = launch.early and dict(launch.kernel.constants).get("beside", False)
+        moved.insert(len(moved) - 1 if beside else len(moved), launch)
+    return moved
 
 
 def _argument(argument: Argument, places: Mapping[str, str]) -> str:

@@ -13,6 +13,7 @@ from emulator.snippets import THREADS, VALUES, change, launch, tensors
 # EARLY is sound in a programmatic dependent launch. FAULTY_EARLY has bodies that are not, with a
 # pattern of the error message.
 EARLY = "wait_for_earlier_launch(); allow_later_launch(); out[i] = in[i] + 1;"
+BESIDE = "go_beside_earlier_launch(); out[i] = in[i] + 1; wait_for_earlier_launch();"
 FAULTY_EARLY = {
     "early_read": (
         "tile[i] = in[i]; wait_for_earlier_launch(); out[i] = tile[i];",
@@ -43,6 +44,10 @@ FAULTY_EARLY = {
         r"thread 8\nin an early launch, before wait_for_earlier_launch\nat byte 32 of out, ",
     ),
     "early_without_a_wait": ("tile[i] = 1;", "no thread of the block calls wait_for_earlier_la"),
+    "beside_without_a_wait": (
+        "go_beside_earlier_launch(); out[i] = in[i];",
+        "no block waits for the launch before",
+    ),
 }
 
 # Each of the two blocks of a cluster reads what the other has written.
@@ -106,7 +111,7 @@ CLUSTER_LAUNCHES = {
 }
 EARLY_LAUNCHES = {
     name: replace(launch(name, body), early=True)
-    for name, (body, _) in {"early": (EARLY, ""), **FAULTY_EARLY}.items()
+    for name, (body, _) in {"early": (EARLY, ""), "beside": (BESIDE, ""), **FAULTY_EARLY}.items()
 }
 
 
@@ -115,9 +120,10 @@ def _compiled() -> None:
     precompile(launch.kernel for launch in (*EARLY_LAUNCHES.values(), *CLUSTER_LAUNCHES.values()))
 
 
-def test_early_launch() -> None:
+@pytest.mark.parametrize("name", ["early", "beside"])
+def test_early_launch(name: str) -> None:
     """The wait returns at once in a launch that is not early."""
-    early = EARLY_LAUNCHES["early"]
+    early = EARLY_LAUNCHES[name]
     for one in (early, replace(early, early=False)):
         memory = tensors()
         run_both_orders([one], memory)

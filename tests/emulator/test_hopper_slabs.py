@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 from unittest import mock
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from effort import ALL
-from emulator.driver import precompile
+from emulator.driver import EmulatorError, precompile
 from emulator.forced_plans import HalfCopies, HaloCopies
 from emulator.pass_cases import (
     Conv,
@@ -46,6 +46,12 @@ CONVS = (
     Conv("many", (9, 16, 2, 8, 7), (16, 16, 2, 3, 1), ONE, (1, 0, 1, 1, 0, 0), ONE),
     Conv("residues", (2, 24, 4, 12, 14), (48, 24, 3, 4, 4), (1, 2, 2), (1,) * 6, ONE),
     Conv("expanding", (2, 8, 3, 12, 10), (64, 8, 2, 2, 3), (1, 2, 1), (1, 0, 0, 0, 1, 1), ONE),
+)
+# Weight gradients whose slabs can be copied beside the multiplication of those before.
+TALL = (
+    Conv("tall", (1, 16, 3, 30, 9), (24, 16, 2, 3, 3), ONE, (1, 0, 1, 1, 1, 1), ONE),
+    Conv("ragged", (3, 40, 4, 23, 8), (16, 40, 3, 3, 3), ONE, (0,) * 6, ONE),
+    Conv("strides", (5, 16, 4, 27, 17), (64, 16, 2, 2, 3), (1, 1, 2), (0, 0, 1, 0, 1, 1), ONE),
 )
 KINDS = ("rows", "tiles", "volumes")
 
@@ -130,9 +136,9 @@ def _gradients() -> list[PassCase]:
     found = [
         PassCase(conv, Gradient(number, kind), dtype, gpu=gpu, bias_grad=dtype.itemsize == 2)
         for (conv, number, kind), dtype, gpu in zip(
-            product(CONVS, (0, 1), kinds),
-            (torch.bfloat16, torch.float16, torch.bfloat16) * 99,
-            (FEW, replace(FEW, sm_count=3)) * 99,
+            product((*CONVS, *TALL), range(8), kinds),
+            cycle((torch.bfloat16, torch.float16, torch.bfloat16, torch.float16, torch.float16)),
+            cycle((FEW, FEW, replace(FEW, sm_count=3))),
             strict=False,
         )
     ]
@@ -141,10 +147,16 @@ def _gradients() -> list[PassCase]:
 
 CASES = [case for case in _cases() if "slabs" in case.plan.why]
 GRADIENTS = _gradients()
+BESIDE = [
+    case
+    for case in GRADIENTS
+    if case.plan.launches[-3].kernel.entry == "transpose_pair"
+    and dict(case.plan.launches[-3].kernel.constants)["beside"]
+]
 
 
 # CI runs one case in five: each kernel is compiled for the emulator.
-SOME = CASES + GRADIENTS if ALL else [*CASES[::7], *GRADIENTS[::4]]
+SOME = CASES + GRADIENTS if ALL else [*CASES[::7], *GRADIENTS[::12], *BESIDE[::4]]
 MARKED = [case for case in SOME if case.precision == "tf32"]
 ALONE = [case for case in SOME if case.conv.input[0] > 1 and case.direction != "weight_grad"]
 ALONE = ALONE if ALL else ALONE[:3]
@@ -158,6 +170,20 @@ def _compiled() -> None:
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_pass(case: PassCase) -> None:
     check(case)
+
+
+def test_overlapping_copies() -> None:
+    """Copies that lie partly where those of the slab before do, which may still be read."""
+    case = BESIDE[-2]
+    apart = slabs._alternating
+
+    def overlapping(parts: list[slabs.Part]) -> list[slabs.Part]:
+        return [part._replace(image=max(part.image - 1, 0)) for part in apart(parts)]
+
+    with mock.patch.object(slabs, "_alternating", overlapping):
+        case = replace(case, conv=replace(case.conv, name="overlapping"), bias_grad=False)
+        with pytest.raises(EmulatorError, match="depends on the order"):
+            run(case, Tensors.random(case))
 
 
 @pytest.mark.parametrize("case", MARKED if ALL else MARKED[:2], ids=str)

@@ -462,7 +462,7 @@ MUTANTS = [
         "the next pixel's channels",
         "sm_90a/1 forward*copies tf32 nchw/nchw: 2x16x3x7 24x16x1x1",
         Fault(
-            "hopper/relayout/kernel.cuh",
+            "hopper/relayout/tile.cuh",
             "return y < rows ? *element : 0;",
             "return y < rows ? element[y + 1 < rows] : 0;",
         ),
@@ -584,7 +584,7 @@ MORE = [
         "the next pixel's channels",
         "sm_90a/1 forward*copies tf32 nchw/nchw: 2x16x3x7 24x16x1x1",
         Fault(
-            "hopper/relayout/kernel.cuh",
+            "hopper/relayout/tile.cuh",
             "return y < rows ? *element : 0;",
             "return y < rows ? element[y + 1 < rows] : 0;",
         ),

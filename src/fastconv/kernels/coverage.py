@@ -23,7 +23,9 @@ Class = tuple[str, str, tuple[tuple[str, Constant], ...]]
 
 PAIR = "pair"
 """The part of classes that are two choices of a kernel."""
-OF_VOLUMES = frozenset({"walk", "tap_planes"})
+OF_PAIRS = frozenset({"beside", "blocks", "input_vector_loads", "input_vector_stores"})
+"""What copies of a weight gradient's pair of tensors have, by the code of other copies."""
+OF_VOLUMES = frozenset({"walk", "tap_planes", "most_registers"}) | OF_PAIRS
 """Sizes that only kernels for volumes have."""
 REACH = "reach"
 """The part of classes that are a choice and a property of the problem: see :func:`reaches`."""

@@ -20,8 +20,11 @@ PARAMETERS = {
     "residual": "#define FASTCONV_RESIDUAL\n",
     "statistics": "#define FASTCONV_STATISTICS\n",
     "slabs": "#define FASTCONV_SLABS\n",
+    "most_registers": "#define FASTCONV_MOST_REGISTERS\n",
+    "beside": "#define FASTCONV_BESIDE\n",
 }
-"""The constants that are also parameters of a function, and the macros that say so."""
+"""The constants that are also parameters or bounds of a function, or say which functions there are,
+and the macros that say so."""
 
 MOST_ROUNDS = 32
 """The most rounds in which a weight gradient's tiles pass through the workspace.
@@ -229,7 +232,8 @@ class Launch:
 
     An ``early`` launch uses programmatic dependent launch (PDL): its blocks may begin while the
     launch before it, of any library, is still running. So the kernel calls
-    ``wait_for_earlier_launch`` before it reads or writes any tensor.
+    ``wait_for_earlier_launch`` before it reads or writes any tensor, or
+    ``go_beside_earlier_launch`` if that one is the plan's and has nothing to do with its tensors.
     """
 
     kernel: Kernel
@@ -317,10 +321,12 @@ class Gpu:
 
     def shared_budget(self, blocks: int) -> int:
         """Returns the bytes of shared memory for each of ``blocks`` blocks on one SM."""
-        reserved = 1024  # bytes that CUDA reserves for each block
-        return min(self.shared_bytes_per_block, self.shared_bytes_per_sm // blocks - reserved)
+        own = self.shared_bytes_per_sm // blocks - RESERVED_SHARED_BYTES
+        return min(self.shared_bytes_per_block, own)
 
 
+RESERVED_SHARED_BYTES = 1024
+"""The bytes of shared memory that CUDA reserves for each block."""
 ALIGNMENT = 16
 """The addresses of a pass's ``aligned`` tensors are multiples of this many bytes."""
 BIAS_ALIGNMENT = 4

@@ -62,7 +62,7 @@ struct Thread {
   std::vector<Copy> copies;
   int groups = 0;
 
-  bool waited = false;  // has called wait_for_earlier_launch
+  bool waited = false;  // has called wait_for_earlier_launch, or go_beside_earlier_launch
 };
 
 // A barrier.sync or barrier.arrive barrier of some of the block's threads.
@@ -93,7 +93,8 @@ std::vector<Block> cluster;
 Block* block = nullptr;  // the block whose threads run
 Thread* running = nullptr;
 bool reverse;
-bool early;  // programmatic dependent launch: the launch before it may not have ended
+bool early;   // programmatic dependent launch: the launch before it may not have ended
+bool waited;  // some thread of the grid has waited for that launch
 
 // State of cluster_barrier, which counts threads of all blocks.
 unsigned cluster_arrived, cluster_generation;
@@ -274,7 +275,8 @@ void end_block() {
   show_tensors(true);
   if (early && std::none_of(block->threads.begin(), block->threads.end(),
                             [](const Thread& thread) { return thread.waited; })) {
-    fail("an early launch, but no thread of the block calls wait_for_earlier_launch");
+    fail(
+        "an early launch, but no thread of the block calls wait_for_earlier_launch or goes beside");
   }
   sm90_end_block();
 }
@@ -467,9 +469,16 @@ Exchange exchange(Site site, unsigned mask, unsigned long long value, int source
   return self.result;
 }
 
+void go_beside_earlier_launch(Site site) {
+  if (!early) return;
+  running->waited = true;
+  wait_long(site);
+}
+
 void wait_for_earlier_launch(Site site) {
   if (!early) return;
   running->waited = true;
+  waited = true;
   wait_long(site);
 }
 
@@ -585,6 +594,7 @@ int main(int argc, char** argv) {
   cluster.resize(blocks);
   for (int i = 10; i < argc; ++i) arguments.push_back(read_argument(argv[i]));
   run_grid();
+  if (early && !waited) fail("an early launch, but no block waits for the launch before");
   write_tensors();
   return fflush(stdout);
 }

@@ -82,6 +82,9 @@ bool is_near_tensor(const void* address);
 
 // In an early launch (PDL), a thread must call this before it accesses any tensor.
 void wait_for_earlier_launch(Site site);
+// Or this, if what its block accesses has nothing to do with the launch before; then some block has
+// to wait nevertheless.
+void go_beside_earlier_launch(Site site);
 
 // Copies `bytes`, which land in shared memory only at copy_async_wait; until then the target is
 // poisoned. Unless `valid`, zeros land and nothing is read from `global`.

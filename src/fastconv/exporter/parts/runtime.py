@@ -98,8 +98,10 @@ def device_code(kernels: tuple[Kernel, ...]) -> str:
             f"namespace kernels_{number} {{\n{types}\n"
             f"struct Config {{\n{members}\n}};\n{text}\n}}  // namespace kernels_{number}\n"
         )
-        if "slabs" in dict(constants):  # which are parameters of functions, too
-            space = f"#define FASTCONV_SLABS\n{space}#undef FASTCONV_SLABS\n"
+        for name in ("slabs", "most_registers", "beside"):  # not only constants
+            if name in dict(constants):
+                macro = f"FASTCONV_{name.upper()}"
+                space = f"#define {macro}\n{space}#undef {macro}\n"
         code.append(space)
     return "\n".join(code)
 

@@ -7,7 +7,7 @@ from math import gcd
 from typing import Any
 
 from fastconv.kernels.arithmetic import ceil_div
-from fastconv.kernels.coverage import Anatomy, volume
+from fastconv.kernels.coverage import OF_PAIRS, Anatomy, volume
 from fastconv.kernels.family import GEOMETRY, Constant
 from fastconv.kernels.hopper.block import OUTPUTS
 
@@ -503,7 +503,7 @@ WGRAD_BOXES = Anatomy(
         "row_groups", "column_groups", "mma_columns", "depth", "blocks", "stages", "teams",
         "team_warps", "flush_steps", "cluster", "weight_start", "aligned", "ties_to_even",
         "halo_units", "halo_planes", "halo_rows", "halo_chunks", "patch_rows", "patch_columns",
-        "halo_mma_chunks", "consumer_registers", "producer_registers",
+        "halo_mma_chunks", "consumer_registers", "producer_registers", "most_registers",
     },
     chosen=_wgrad_boxes,
     parts={
@@ -520,7 +520,7 @@ WGRAD_BOXES = Anatomy(
 )  # fmt: skip
 
 RELAYOUT = Anatomy(
-    sizes=frozenset({"threads", "shared_bytes"}),
+    sizes=frozenset({"threads", "shared_bytes"}) | OF_PAIRS,
     chosen=lambda constants: {"16 bits": _vector(constants) == 8},
     parts={"load": ("16 bits", "vector_loads"), "store": ("16 bits", "vector_stores")},
 )

@@ -26,9 +26,14 @@ from fastconv.kernels.hopper.wgrad_few_inputs import plan as wgrad_few_inputs
 from fastconv.kernels.hopper.wgrad_halo import plan as wgrad_halo
 from fastconv.kernels.hopper.wgrad_implicit_gemm import plan as wgrad_implicit_gemm
 from fastconv.kernels.planning import limits, portable
-from fastconv.kernels.planning.copies import SM_BYTES, relayout_cycles
+from fastconv.kernels.planning.copies import LAUNCH_CYCLES, SM_BYTES, relayout_cycles
 from fastconv.kernels.planning.layers import MOST_RESIDUES
-from fastconv.kernels.planning.slabs import Part, problems_in_slabs
+from fastconv.kernels.planning.slabs import (
+    Part,
+    copies_bytes,
+    most_of_gradient,
+    problems_in_slabs,
+)
 from fastconv.problem import Problem
 
 # Estimates serve to choose among a kernel's tiles. To compare kernels, they are multiplied by what
@@ -72,6 +77,13 @@ FEW_SHARE = 1.5
 # Layers with as many input channels as output channels read the same if these exchange roles. They
 # store otherwise, which counts for so many weights.
 MANY_WEIGHTS = 2**20
+# What copies of the next slab take of an SM's whole rate while a tile's block multiplies: none, one
+# or two blocks that copy. Two blocks have room in shared memory, and in registers with some tiles.
+COPIES_BESIDE_SHARES = (0.0, 0.3, 0.55)
+BESIDE_LOSS = 1.17  # what weight gradients take of such estimates, beside those without
+# What it counts that partial sums and copies together exceed the limit of copies alone.
+SUMS_BEYOND_LOSS = 1.15
+MOST_COPIES_BESIDE = len(COPIES_BESIDE_SHARES) - 1
 LEAST_VECTOR = 8  # channels that channels-last kernels load at once in 16 bits
 LEAST_COPIED_CHANNELS = 16  # copies of fewer channels take longer than estimated
 COPIES_OF_FEW_SHARE = 1.5
@@ -249,29 +261,74 @@ def _way_on_slabs(
     gpu: Gpu,
 ) -> _Way:
     layers = [layer_of(part.problem, last, gpu) for part in parts]
-    tiles = wgrad_implicit_gemm.tiles_of(layers[0], gpu)
-    # A slab of other size has the accumulators of a tile where others have them only if blocks do
-    # not go from one tile to the next.
-    alike = layers[-1] == layers[0]
-    tile = next((one for one in tiles if one.is_reduced and (alike or one.is_even)), None)
-    if tile is None:
-        raise Declined("slabs so small that no tile's accumulators are reduced")
-    share = prod(problem.output_shape) / prod(parts[0].problem.output_shape)
-    copies = relayout.cycles(parts[0].problem, last, gpu)
+    first, share = (
+        parts[0].problem,
+        prod(problem.output_shape) / prod(parts[0].problem.output_shape),
+    )
+    copies, alternate = relayout.pair_cycles(first, last, gpu), any(part.image for part in parts)
+    if alternate and not layers[0].boxed:
+        raise Declined("positions of two slabs, one behind the other")
     few = problem.in_channels // problem.groups < LEAST_COPIED_CHANNELS and not layers[0].boxed
-    cycles = (tile.cycles(gpu) + copies) * share * (COPIES_OF_FEW_SHARE if few else 1.0)
+
+    def all_cycles(tile: wgrad_implicit_gemm.Tile) -> float:
+        end = tile.end_cycles(gpu)
+        multiplied = tile.cycles(gpu) - end + LAUNCH_CYCLES
+        beside = COPIES_BESIDE_SHARES[_copies_beside(tile)] if alternate else 0.0
+        hidden = min(copies, beside * multiplied) * (share - 1)
+        of_slabs = ((multiplied + copies) * share - hidden) * (COPIES_OF_FEW_SHARE if few else 1.0)
+        return (of_slabs + end) * (BESIDE_LOSS if alternate else 1.0)
+
+    def weighed(tile: wgrad_implicit_gemm.Tile) -> float:
+        return all_cycles(tile) * (1.0 if tile.workspace_bytes <= left else SUMS_BEYOND_LOSS)
+
+    left = most_of_gradient(problem, last) - sum(copies_bytes(parts, last))
+    room = relayout.room_for(MOST_COPIES_BESIDE, gpu) if alternate else gpu
+    tile = min(_tiles_of_slabs(layers, room), key=weighed)
+    cycles = all_cycles(tile)
 
     def planned() -> Plan:
         size = (problem.out_channels, problem.output_shape[2:], False)
         bias, bias_bytes = wgrad_implicit_gemm.bias_of(layers[0], size, problem.batch)
+        beside = _copies_beside(tile) if alternate else 0
+        most_registers = relayout.registers_beside(tile.threads, beside) if beside else 0
         plans = [
-            wgrad_implicit_gemm.plan(replace(tile, layer=layer), gpu, in_slabs=True)
+            wgrad_implicit_gemm.plan(replace(tile, layer=layer), gpu, True, most_registers)
             for layer in layers
         ]
         made = relayout.weight_gradient_of_slabs(plans, bias, bias_bytes, problem, parts, last)
         return replace(made, cycles=cycles)
 
-    return cycles, planned
+    return weighed(tile), planned
+
+
+def _tiles_of_slabs(
+    layers: list[wgrad_implicit_gemm.Layer], gpu: Gpu
+) -> list[wgrad_implicit_gemm.Tile]:
+    """The tiles that slabs can have, whose accumulators are all reduced at the end.
+
+    Raises:
+        Declined: there are none.
+    """
+    first, last = layers[0], layers[-1]
+    # A slab of other size has the accumulators of a tile where others have them only if blocks do
+    # not go from one tile to the next.
+    found = [
+        tile
+        for tile in wgrad_implicit_gemm.tiles_of(first, gpu)
+        if tile.is_reduced
+        and (first == last or (tile.is_even and replace(tile, layer=last).is_reduced))
+    ]
+    if not found:
+        raise Declined("slabs so small that no tile's accumulators are reduced")
+    return found
+
+
+def _copies_beside(tile: wgrad_implicit_gemm.Tile) -> int:
+    """Blocks that copy the next slab on an SM while a tile's block multiplies."""
+    counts = range(MOST_COPIES_BESIDE, 0, -1)
+    needed = tile.compiled_registers
+    fitting = (n for n in counts if needed <= relayout.registers_beside(tile.threads, n))
+    return next(fitting, 0)
 
 
 def _wgrad_copies(problem: Problem, operands: Operands, gpu: Gpu) -> tuple[Operands, float]:

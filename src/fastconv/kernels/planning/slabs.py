@@ -9,6 +9,7 @@ changes no bits of the result; whether it can be divided depends on the layer al
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice, product
 from math import prod
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from fastconv.problem import Padding, Problem
 # Slabs of all layers of a pass: launches of more would take longer than the kernels that need no
 # copy.
 MOST_SLABS = 20
+# The share of a weight gradient's copies that mostly leaves enough memory for its partial sums.
+COPIES_SHARE = 0.7
 
 
 def most_copied(layer: Layer) -> int:
@@ -178,33 +181,48 @@ def whole_constants(layer: Layer) -> dict[str, Constant]:
 
 
 class Part(NamedTuple):
-    """A slab of a weight gradient: its problem, and its place."""
+    """A slab of a weight gradient: its problem, its place, and that of its copies.
+
+    Copies of both tensors begin where their ``image``-th volume would be in the copies' memory.
+    """
 
     problem: Problem
     place: Slab
+    image: int = 0
 
 
 def problems_in_slabs(problem: Problem, operands: Operands) -> list[list[Part]]:
     """Ways to cut a volumes' weight gradient into slabs whose copies, of both tensors, are small.
 
     A slab has some rows of all volumes, or all rows of some volumes; the last one may have fewer.
-    Together, copies have half the bytes of the layer's output, which is the input where that is
-    more than twice as large, at most.
+    Together, copies have :func:`most_of_gradient` at most, or what leaves room for partial sums
+    beside them. They are those of one slab; or, in smaller slabs, of two that alternate, so that
+    one can be copied beside the multiplication of the one before.
 
     Raises:
         Declined: there are none.
     """
     height, batch = problem.output_size[0], problem.batch
-    read, written = prod(problem.input_shape), prod(problem.output_shape)
-    most = (read if read > 2 * written else written) * operands.scalar_bytes // 2
-    found = []
+    most = most_of_gradient(problem, operands)
+    found: list[list[Part]] = []
     for size, cut in ((height, _some_rows), (batch, _some_volumes)):
         counts = range(2, min(size, MOST_SLABS) + 1)
-        ways = (cut(problem, ceil_div(size, count)) for count in counts)
-        found += [next((w for w in ways if _both_bytes(w[0].problem, operands) <= most), [])]
-    if not any(found):
+        ways = [cut(problem, ceil_div(size, count)) for count in counts]
+        for kind, share in product((ways, list(map(_alternating, ways))), (1.0, COPIES_SHARE)):
+            fitting = (w for w in kind if sum(copies_bytes(w, operands)) <= share * most)
+            found += [way for way in islice(fitting, 1) if way not in found]
+    if not found:
         raise Declined("copies of volumes that are large beside the layer's output")
-    return [way for way in found if way]
+    return found
+
+
+def most_of_gradient(problem: Problem, operands: Operands) -> int:
+    """The most bytes of copies for a weight gradient: half of the layer's output.
+
+    Where the input is more than twice as large, it is half of that.
+    """
+    read, written = prod(problem.input_shape), prod(problem.output_shape)
+    return (read if read > 2 * written else written) * operands.scalar_bytes // 2
 
 
 def _some_rows(problem: Problem, rows: int) -> list[Part]:
@@ -232,12 +250,31 @@ def _some_volumes(problem: Problem, volumes: int) -> list[Part]:
     return found
 
 
-def _both_bytes(problem: Problem, operands: Operands) -> int:
-    aligned = [
-        round_up(operands.scalar_bytes * prod(shape), REGION_ALIGNMENT)
-        for shape in (problem.input_shape, problem.output_shape)
-    ]
-    return sum(aligned)
+def _alternating(parts: list[Part]) -> list[Part]:
+    """The slabs with the copies of every second one behind those of the first."""
+    first = parts[0].problem
+    batch, volumes = first.batch, _volumes(first)
+    found = []
+    for number, part in enumerate(parts):
+        own = _volumes(part.problem)
+        behind = max(ceil_div(batch * one, other) for one, other in zip(volumes, own, strict=True))
+        found.append(part._replace(image=number % 2 * behind))
+    return found
+
+
+def _volumes(problem: Problem) -> tuple[int, int]:
+    """Elements of a volume of the input and of the output."""
+    return prod(problem.input_shape[1:]), prod(problem.output_shape[1:])
+
+
+def copies_bytes(parts: list[Part], operands: Operands) -> tuple[int, int]:
+    """Bytes of the memory for all copies of the input, and for those of the output's gradient."""
+    read, written = (
+        operands.scalar_bytes
+        * max((part.image + part.problem.batch) * _volumes(part.problem)[of] for part in parts)
+        for of in (0, 1)
+    )
+    return round_up(read, REGION_ALIGNMENT), round_up(written, REGION_ALIGNMENT)
 
 
 def _reach(layer: Layer) -> int:

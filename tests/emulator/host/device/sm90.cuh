@@ -176,6 +176,11 @@ inline void wait_for_earlier_launch(
   emulator::wait_for_earlier_launch(site);
 }
 
+inline void go_beside_earlier_launch(
+    emulator::Site site = emulator::here("go_beside_earlier_launch")) {
+  emulator::go_beside_earlier_launch(site);
+}
+
 inline void allow_later_launch() {}
 
 }  // namespace fastconv

@@ -13,6 +13,7 @@ from math import prod
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import (
     REGION_ALIGNMENT,
+    RESERVED_SHARED_BYTES,
     Argument,
     Constant,
     Declined,
@@ -22,16 +23,20 @@ from fastconv.kernels.family import (
     Operands,
     Plan,
     Region,
+    TensorMap,
 )
+from fastconv.kernels.hopper import block
 from fastconv.kernels.planning.copies import IMAGE_LAUNCH_CYCLES, LAUNCH_CYCLES, SM_BYTES
 from fastconv.kernels.planning.layers import Layer
-from fastconv.kernels.planning.slabs import Part, Slab, slabs_of
+from fastconv.kernels.planning.slabs import Part, Slab, copies_bytes, slabs_of
 from fastconv.problem import Problem
 
 SOURCE = "hopper/relayout/kernel.cuh"
 THREADS = 256
+WARP = 32
 TILE = 64  # kTile in kernel.cuh
 MOST_BLOCKS = 2**31 - 1
+PAIR_REGISTERS = 32  # of a thread that copies a slab's pair of tensors
 
 
 def channels_last(operands: Operands) -> Operands:
@@ -54,6 +59,31 @@ def image_cycles(problem: Problem, operands: Operands) -> float:
     """Estimated cycles of one SM for both copies of an image."""
     moved = 2 * _bytes(problem, operands) / problem.batch
     return moved / SM_BYTES + 2 * IMAGE_LAUNCH_CYCLES
+
+
+def pair_cycles(problem: Problem, operands: Operands, gpu: Gpu) -> float:
+    """Estimated cycles of one launch that copies both tensors."""
+    return 2 * _bytes(problem, operands) / SM_BYTES / gpu.sm_count + LAUNCH_CYCLES
+
+
+def room_for(blocks: int, gpu: Gpu) -> Gpu:
+    """The GPU as kernels see it that leave shared memory for so many of the pair's blocks on an SM.
+
+    Kernels have a block of an SM themselves.
+    """
+    each = TILE * 2 * (TILE + 2) + RESERVED_SHARED_BYTES
+    left = gpu.shared_bytes_per_sm - RESERVED_SHARED_BYTES - blocks * each
+    return replace(gpu, shared_bytes_per_block=min(gpu.shared_bytes_per_block, left))
+
+
+def registers_beside(threads: int, blocks: int) -> int:
+    """The most registers of a block's threads that leave an SM room for so many blocks of a pair.
+
+    Each quarter of an SM has a quarter of the registers and of a block's warps.
+    """
+    warps = ceil_div(threads, WARP)
+    left = block.REGISTERS // 4 // WARP - blocks * THREADS // WARP // 4 * PAIR_REGISTERS
+    return left // ceil_div(warps, 4) // 8 * 8
 
 
 def cycles(problem: Problem, operands: Operands, gpu: Gpu) -> float:
@@ -104,19 +134,14 @@ def weight_gradient_of_slabs(
     names = {"grad_output": "grad_output_copy", "input": "input_copy"}
     found = list(bias)
     for number, (plan, part) in enumerate(zip(plans, parts, strict=True)):
-        grad, read = part.problem.output_shape, part.problem.input_shape
-        for name, of, rows, row in (
-            ("grad_output", problem.output_shape, grad[-2], part.place.row),
-            ("input", problem.input_shape, read[-2], part.place.source),
-        ):
-            found.append(_slab_copy(name, names[name], of, rows, row, part.place, operands))
+        found.append(_copy_of_pair(problem, parts, number, operands))
         multiply = _renamed(plan.launches[0], names)
-        found.append(replace(multiply, arguments=(*multiply.arguments[:-1], number)))
-    first, largest = plans[0], parts[0].problem
-    shapes = (largest.output_shape, largest.input_shape)
-    sizes = [operands.scalar_bytes * prod(shape) for shape in shapes]
+        if part.image:
+            multiply = _of_images(multiply, part.image + part.problem.batch)
+        found.append(replace(multiply, arguments=(*multiply.arguments[:-2], number, part.image)))
+    first, (read, written) = plans[0], copies_bytes(parts, operands)
     whole = replace(first, scratch_bytes=max(first.scratch_bytes, bias_bytes))
-    joined = _joined([], whole, [], names, sizes)
+    joined = _joined([], whole, [], names, [written, read])
     why = f"{joined.why} in {len(parts)} slabs"
     return replace(joined, launches=(*found, *first.launches[1:]), why=why)
 
@@ -154,6 +179,17 @@ def _renamed(launch: Launch, names: dict[str, str]) -> Launch:
     return replace(launch, arguments=tuple(map(renamed, launch.arguments)))
 
 
+def _of_images(launch: Launch, images: int) -> Launch:
+    """The launch with tensor maps of so many images."""
+
+    def widened(argument: Argument) -> Argument:
+        if isinstance(argument, TensorMap):
+            return replace(argument, sizes=(*argument.sizes[:-1], images))
+        return argument
+
+    return replace(launch, arguments=tuple(map(widened, launch.arguments)))
+
+
 def _to_channels_last(
     source: str, target: str, shape: tuple[int, ...], operands: Operands
 ) -> Launch:
@@ -188,9 +224,13 @@ def _constants(rows: int, columns: int, operands: Operands) -> tuple[tuple[str, 
         ("Scalar", operands.scalar),
         ("threads", THREADS),
         ("shared_bytes", _shared_bytes(operands)),
-        ("vector_loads", columns % operands.vector == 0),
-        ("vector_stores", rows % operands.vector == 0),
+        *zip(("vector_loads", "vector_stores"), _vectors(rows, columns, operands), strict=True),
     )
+
+
+def _vectors(rows: int, columns: int, operands: Operands) -> tuple[bool, bool]:
+    """Whether a matrix is loaded, and its transpose stored, in vectors."""
+    return columns % operands.vector == 0, rows % operands.vector == 0
 
 
 def _shared_bytes(operands: Operands) -> int:
@@ -221,6 +261,25 @@ def _slab_copy(
     operands: Operands,
 ) -> Launch:
     """The launch that copies a slab's rows of a tensor of this shape, from ``first_row`` on."""
+    blocks, numbers = _slab_numbers(shape, rows, first_row, slab, operands)
+    channels, _, plane, *_ = numbers
+    return Launch(
+        Kernel(SOURCE, "transpose_slab", _constants(channels, plane, operands)),
+        (blocks, 1, 1),
+        THREADS,
+        _shared_bytes(operands),
+        (source, target, *numbers, slab.first_volume),
+    )
+
+
+def _slab_numbers(
+    shape: tuple[int, ...], rows: int, first_row: int, slab: Slab, operands: Operands
+) -> tuple[int, tuple[int, ...]]:
+    """Blocks that copy a slab's rows of a tensor of this shape, and the numbers they are told.
+
+    These are the tensor's channels, planes and pixels of a plane, the first pixel that is copied,
+    and how many are.
+    """
     _, channels, planes, height, width = shape
     plane, begin, count = height * width, first_row * width, rows * width
     vector = operands.vector if plane % operands.vector == 0 else 1
@@ -228,10 +287,37 @@ def _slab_copy(
     blocks = slab.volumes * planes * across * ceil_div(channels, TILE)
     if max(blocks, channels * plane, abs(begin) + count) > MOST_BLOCKS:
         raise Declined(f"channels-last copies of {slab.volumes} volumes of {shape[1:]}")
+    return blocks, (channels, planes, plane, begin, count)
+
+
+def _copy_of_pair(problem: Problem, parts: list[Part], number: int, operands: Operands) -> Launch:
+    """The launch that copies both tensors of a weight gradient's number-th slab."""
+    part = parts[number]
+    grad, read = part.problem.output_shape, part.problem.input_shape
+    grad_blocks, of_grad = _slab_numbers(
+        problem.output_shape, grad[-2], part.place.row, part.place, operands
+    )
+    blocks, of_input = _slab_numbers(
+        problem.input_shape, read[-2], part.place.source, part.place, operands
+    )
+    if grad_blocks + blocks > MOST_BLOCKS:
+        raise Declined(f"channels-last copies of {part.place.volumes} volumes")
+    constants: dict[str, Constant] = {
+        "Scalar": operands.scalar,
+        "threads": THREADS,
+        "shared_bytes": _shared_bytes(operands),
+        "blocks": block.REGISTERS // THREADS // PAIR_REGISTERS,
+        "beside": any(one.image for one in parts),
+    }
+    for prefix, (channels, _, plane, *_) in (("", of_grad), ("input_", of_input)):
+        loads, stores = _vectors(channels, plane, operands)
+        constants |= {f"{prefix}vector_loads": loads, f"{prefix}vector_stores": stores}
+    numbers = (*of_grad, *of_input, part.place.first_volume, part.image, grad_blocks)
     return Launch(
-        Kernel(SOURCE, "transpose_slab", _constants(channels, plane, operands)),
-        (blocks, 1, 1),
+        Kernel(SOURCE, "transpose_pair", tuple(constants.items())),
+        (grad_blocks + blocks, 1, 1),
         THREADS,
         _shared_bytes(operands),
-        (source, target, channels, planes, plane, begin, count, slab.first_volume),
+        ("grad_output", "grad_output_copy", "input", "input_copy", *numbers),
+        early=number > 0,
     )

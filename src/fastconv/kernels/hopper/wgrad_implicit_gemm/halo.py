@@ -14,6 +14,7 @@ from fastconv.kernels.hopper import block
 from fastconv.kernels.hopper.wgrad_implicit_gemm.layer import Layer
 from fastconv.kernels.hopper.wgrad_implicit_gemm.tiles import (
     BARRIER_BYTES,
+    COMPILED_REGISTERS,
     COSTS,
     FEWEST_STAGES,
     GROUPS,
@@ -170,6 +171,13 @@ class HaloTile(Tile):
         accumulators = self.units * self.mma_columns // 2
         other = OTHER_REGISTERS + UNIT_REGISTERS * (self.units - 1)
         return accumulators + other + 4 * self.layer.sums_bias
+
+    @property
+    def compiled_registers(self) -> int:
+        """Registers of a thread at launch."""
+        most = block.most_registers(1, self.threads)
+        compiled = self.needed_registers + COMPILED_REGISTERS
+        return most if self.gives_registers else min(compiled, most)
 
     @property
     def gives_registers(self) -> bool:

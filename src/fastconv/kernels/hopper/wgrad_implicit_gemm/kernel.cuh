@@ -58,17 +58,15 @@ __device__ __forceinline__ void load_steps(const Shared& shared, const Sources& 
 }  // namespace hopper
 }  // namespace fastconv
 
-extern "C" __global__ void __cluster_dims__(Config::cluster, 1, 1)
-    __launch_bounds__(fastconv::hopper::kThreads, Config::blocks)
-        wgrad_implicit_gemm(const __grid_constant__ fastconv::hopper::GradOutput grad_output,
-                            const __grid_constant__ fastconv::hopper::Input input,
-                            float4* workspace, Config::Scalar* grad, Config::Scalar* bias_grad,
-                            int group_tiles, int group_blocks, int most_runs,
-                            int batch FASTCONV_SLAB_PARAMETER) {
+extern "C" __global__ void __cluster_dims__(Config::cluster, 1, 1) FASTCONV_BOUNDS
+    wgrad_implicit_gemm(const __grid_constant__ fastconv::hopper::GradOutput grad_output,
+                        const __grid_constant__ fastconv::hopper::Input input, float4* workspace,
+                        Config::Scalar* grad, Config::Scalar* bias_grad, int group_tiles,
+                        int group_blocks, int most_runs, int batch FASTCONV_SLAB_AND_IMAGE) {
   using namespace fastconv::hopper;
   const Shared shared;
   const Share share(batch, group_tiles, group_blocks, most_runs);
-  const Sources sources{grad_output, input};
+  const Sources sources{grad_output, input, FASTCONV_SLAB_IMAGE};
   prefetch_maps(sources);
   init_shared(shared);
   fastconv::wait_for_earlier_launch();

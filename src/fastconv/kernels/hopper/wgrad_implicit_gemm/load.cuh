@@ -13,6 +13,7 @@ template <bool kGradCopied, bool kInputCopied>
 struct SourcesOf {
   const Source<kGradCopied>& grad_output;
   const Source<kInputCopied>& input;
+  int first_image;  // of boxes with a halo
 };
 
 constexpr int kCopiedColumnBytes = Halo::exists ? Halo::loaded_bytes : kColumnBytes;
@@ -89,7 +90,8 @@ template <class Halo, class Sources>
 __device__ __forceinline__ void copy_boxes(const Shared& shared, const Sources& sources, int stage,
                                            const Tile& tile, int step) {
   const int line = step / kLineSteps, column = (step - line * kLineSteps) * Halo::patch_columns;
-  const int image = line / kLines, in_image = line - image * kLines;
+  const int of_slab = line / kLines, in_image = line - of_slab * kLines;
+  const int image = sources.first_image + of_slab;
   constexpr int kPlaneLines = kLines / Depth::out;
   const int plane = in_image / kPlaneLines;
   const int row = (in_image - plane * kPlaneLines) * Halo::patch_rows;

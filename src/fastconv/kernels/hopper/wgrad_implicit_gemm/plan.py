@@ -31,6 +31,7 @@ from fastconv.kernels.planning.limits import REDUCE_THREADS
 
 __all__ = [
     "Layer",
+    "Tile",
     "bias_of",
     "boxed_layer_of",
     "layer_of",
@@ -55,15 +56,19 @@ def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
     return sorted(found, key=lambda tile: tile.cycles(gpu))
 
 
-def plan(tile: Tile, gpu: Gpu, in_slabs: bool = False) -> Plan:
+def plan(tile: Tile, gpu: Gpu, in_slabs: bool = False, most_registers: int = 0) -> Plan:
     """The launches that compute a layer with a tile, but for the bias's gradient if ``in_slabs``.
 
-    Then the layer is one slab of a gradient, and the first launch's last argument is the number of
-    the slab: all slabs are added up in the workspace. The tile's accumulators have to be reduced.
+    Then the layer is one slab of a gradient, and the first launch's last arguments are the number
+    of the slab and where its copies' images begin: all slabs are added up in the workspace. The
+    tile's accumulators have to be reduced. If ``most_registers`` are given, threads have no more.
     """
     layer = tile.layer
     share = (tile.group_tiles, tile.group_blocks, tile.most_runs, layer.problem.batch)
-    constants = tuple({**_constants(tile), **({"slabs": True} if in_slabs else {})}.items())
+    of_slabs: dict[str, Constant] = {"slabs": True} if in_slabs else {}
+    if most_registers:
+        of_slabs["most_registers"] = most_registers
+    constants = tuple((_constants(tile) | of_slabs).items())
     source = HALO_SOURCE if layer.boxed else SOURCE
     multiply = Launch(
         Kernel(source, "wgrad_implicit_gemm", constants),
@@ -71,7 +76,7 @@ def plan(tile: Tile, gpu: Gpu, in_slabs: bool = False) -> Plan:
         tile.threads,
         tile.shared_bytes,
         (_grad_source(tile), _input_source(tile), "scratch", "output", "bias_grad", *share)
-        + ((0,) if in_slabs else ()),
+        + ((0, 0) if in_slabs else ()),
         early=True,
     )
     slots = tile.count * tile.run_bytes // 16

@@ -105,17 +105,31 @@ struct Tile {
 };
 
 // Slabs of volumes (planning/slabs.py) are computed by launches of their own, each of which is told
-// its number: all but the first add to what the one before has left in the workspace. A function's
+// its number: all but the first add to what the one before has left in the workspace. Copies of two
+// slabs lie one behind the other: a slab is told which image its first one is there. A function's
 // parameters cannot depend on Config: FASTCONV_SLABS is defined where Config has slabs.
-#undef FASTCONV_SLAB_PARAMETER  // an exported file has this text several times
+#undef FASTCONV_SLAB_AND_IMAGE  // an exported file has this text several times
 #undef FASTCONV_SLAB_NUMBER
+#undef FASTCONV_SLAB_IMAGE
 #ifdef FASTCONV_SLABS
-#define FASTCONV_SLAB_PARAMETER , int slab
+#define FASTCONV_SLAB_AND_IMAGE , int slab, int first_image
 #define FASTCONV_SLAB_NUMBER slab
+#define FASTCONV_SLAB_IMAGE first_image
 static_assert(!C::whole && C::cluster == 1, "accumulators go to the workspace");
 #else
-#define FASTCONV_SLAB_PARAMETER
+#define FASTCONV_SLAB_AND_IMAGE
 #define FASTCONV_SLAB_NUMBER 0
+#define FASTCONV_SLAB_IMAGE 0
+#endif
+
+// Threads have fewer registers than they could, where they leave room for blocks that copy the next
+// slab. FASTCONV_MOST_REGISTERS is defined where Config says how many: a kernel's bounds cannot be
+// chosen otherwise.
+#undef FASTCONV_BOUNDS
+#if defined(FASTCONV_MOST_REGISTERS) && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1204
+#define FASTCONV_BOUNDS __maxnreg__(Config::most_registers)
+#else
+#define FASTCONV_BOUNDS __launch_bounds__(fastconv::hopper::kThreads, Config::blocks)
 #endif
 
 // The workspace holds, for each run, its consumers' accumulators, then those of the bias, in slots

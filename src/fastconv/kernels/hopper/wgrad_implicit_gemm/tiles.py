@@ -26,6 +26,7 @@ MOST_BLOCKS = 2  # blocks of an SM
 MOST_STAGES = 8
 FEWEST_STAGES = 3
 OTHER_REGISTERS = 30  # registers of a thread, beside its accumulators
+COMPILED_REGISTERS = 6  # beyond those, with which kernels compile with few spills or none
 # Registers beside the loads in flight, for one position a lane and for two.
 GATHER_REGISTERS = (46, 62)
 ONES_BYTES = 256
@@ -234,6 +235,11 @@ class Tile:
         return max(consumer, self.gathered_values + other)
 
     @property
+    def compiled_registers(self) -> int:
+        """Registers that a thread of the compiled kernel has, as far as can be told before."""
+        return min(self.registers + COMPILED_REGISTERS, block.most_registers(1, self.threads))
+
+    @property
     def shared_bytes(self) -> int:
         return self.stages * self.stage_bytes + ONES_BYTES * self.layer.sums_bias
 
@@ -348,10 +354,18 @@ class Tile:
         flushed = blocks * (runs * RUN_CYCLES + flushes * self.run_bytes / costs.flush_bytes)
         if self.is_whole:
             return flushed
-        reduced = self.grid * runs * self.run_bytes / gpu.sm_count / REDUCED_BYTES
+        return flushed + self._reduced_cycles(gpu) + costs.reduce_cycles
+
+    def _reduced_cycles(self, gpu: Gpu) -> float:
+        """Cycles of an SM to add up the runs of all tiles."""
+        reduced = self.grid * self.most_runs * self.run_bytes / gpu.sm_count / REDUCED_BYTES
         if self.workspace_bytes > KEPT_BYTES:  # written to memory, and read from there
             reduced += 2 * self.workspace_bytes / gpu.sm_count / MEMORY_BYTES
-        return flushed + reduced + costs.reduce_cycles
+        return reduced
+
+    def end_cycles(self, gpu: Gpu) -> float:
+        """Estimated cycles of the launch that reduces, which slabs of volumes share."""
+        return self._reduced_cycles(gpu) + self._costs.reduce_cycles
 
     @property
     def _cache_cycles(self) -> float:
