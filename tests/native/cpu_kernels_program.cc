@@ -150,7 +150,8 @@ void run(Kernel kernel) {
     weight_sums[w] += input[i] * grad[o];
   });
   const Parallel parallel(serial, drawn(1, 3));
-  Blocks blocks{drawn(1, 20), drawn(1, 20), drawn(1, 20), 32 * drawn(1, 2), drawn(1, 3)};
+  Blocks blocks{drawn(1, 20), drawn(1, 20), drawn(1, 64), 32 * drawn(1, 2), drawn(1, 3)};
+  blocks.skips = kernel == kDirect && drawn(0, 1) == 1;
   if (kernel == kPointwise) blocks.columns = 32 * drawn(1, 3), blocks.depth = drawn(1, 300);
   Gather gather{};
   gather.images = p.images, gather.groups = p.groups;

@@ -237,6 +237,27 @@ class TestResults:
         pad = (weight[-1] // 2,) * (2 * axes)
         same_in_threads(Problem.of(input, weight, (stride,) * axes, pad, (1,) * axes, 1))
 
+    @pytest.mark.parametrize("format", [torch.contiguous_format, LAST], ids=str)
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    @pytest.mark.parametrize(("kernel", "dilation"), [((3, 3), (7, 9)), ((5, 9), (1, 2))])
+    def test_padding_is_skipped(
+        self, dtype: torch.dtype, format: Any, kernel: Any, dilation: Any
+    ) -> None:
+        """Register tiles of which a tap reads all, some and none, from one side or from both."""
+        before, after = (kernel[0] // 2 * dilation[0], kernel[1] - 1), (1, kernel[1] * dilation[1])
+        pad = before[0], after[0], before[1], after[1]
+        problem = Problem.of((2, 40, 23, 31), (48, 40, *kernel), (1, 1), pad, dilation, 1)
+        is_last, is_16_bit = format is LAST, dtype.itemsize == 2
+        passes: tuple[Pass, ...] = ("forward", "input_grad")
+        for which in passes:
+            found = plans.plan(problem, which, dtype, channels_last=is_last)
+            assert isinstance(found, CpuPlan)
+            assert found.skips == (is_last or not is_16_bit)
+        given = tensors(problem, dtype, [format] * 3)
+        for own, other in zip(results(problem, *given), expected(problem, *given), strict=True):
+            assert (own.double() - other).abs().max() < TOLERANCE[dtype] * other.abs().max()
+        same_in_threads(problem)
+
     def test_threads_are_pytorchs(self) -> None:
         """No OpenMP library but PyTorch's is loaded, and its threads compute."""
         problem = same_sized((4, 64, 56, 56), 1)
@@ -300,6 +321,17 @@ class TestPlans:
         assert "silu" in str(reason(torch.float32, epilogue=Epilogue("silu")))
         assert "residues" in str(reason(torch.float32, "input_grad", stride=(5, 5)))
         assert "nothing" in str(reason(torch.float32, input=(0, 32, 20, 20)))
+
+    def test_far_taps_have_large_tiles(self) -> None:
+        """A tile of 64 channels would be a part of a row, with most of what it stages around it."""
+        problem = Problem.of(
+            (8, 32, 128, 128), (64, 32, 5, 9), (1, 1), (2, 2, 4, 4), (2, 3), 1
+        )  # fmt: skip
+        with mock.patch.object(plans, "l2_bytes", return_value=1 << 20):
+            found = plans.plan(problem, "input_grad", torch.float32)
+        assert isinstance(found, CpuPlan)
+        assert found.columns == 128
+        assert found.depth < 64
 
     def test_scratch_is_bounded(self) -> None:
         draw = random.Random(0)

@@ -91,9 +91,9 @@ inline decltype(Entry::fill) filled_by(const py::object& fill) {
 // another way by a function of Python.
 inline decltype(Entry::fill) filled_by_kernels(const py::object& plan,
                                                decltype(Entry::fill) otherwise) {
-  const auto [kernel, rows, columns, depth, channels, images] =
-      plan.cast<std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, int64_t>>();
-  return [=, plan = CpuPlan{cpu_kernel(kernel), {rows, columns, depth, channels, images}}](
+  const auto [kernel, rows, columns, depth, channels, images, skips] =
+      plan.cast<std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, int64_t, bool>>();
+  return [=, plan = CpuPlan{cpu_kernel(kernel), {rows, columns, depth, channels, images, skips}}](
              const Call& call, Precision precision, const Tensor& result, const Tensor& bias_grad) {
     if (!compute_by_kernels(call, plan, result, bias_grad)) {
       otherwise(call, precision, result, bias_grad);

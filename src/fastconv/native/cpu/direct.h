@@ -8,7 +8,13 @@
 // A volume is computed plane by plane: the read channels of each tap plane are further blocks.
 //
 // Where read channels are neighbours in memory they are so in the stage, too: a pixel's lie next to
-// one another, kPitch elements after those of the pixel before.
+// one another, and a pitch (multiply.h) after those of the pixel before.
+//
+// Where much of what taps read is padding, its products are left out. Then steps are sorted by tap
+// column and by tap row: those of a tap column are multiplied for the columns of a register tile
+// that it reads from the image, and with the tap rows that a line reads from it. Steps that are
+// multiplied together are of one tap column everywhere, so the order of additions is the same,
+// however rows and columns are cut into tiles.
 #pragma once
 
 #include "ahead.h"
@@ -28,7 +34,8 @@ struct Block {
   const T* staged;
   int64_t row, image;  // the strides of its rows and images
   const int32_t* offsets;
-  int64_t plane, first, steps;  // its tap plane and first channel, and the steps of all channels
+  int64_t plane, first;     // its tap plane and first channel
+  int64_t channels, steps;  // how many channels there are, and the steps of all of them
   bool is_first, is_last;
 };
 
@@ -42,12 +49,18 @@ class DirectGather {
         row_phases_(pass.rows),
         column_phases_(pass.columns),
         is_pixels_(stages_pixels(pass)),
-        pitch_(!is_pixels_                                               ? 1
-               : std::min(pass.depth, pass.blocks.depth) <= kNarrowPitch ? kNarrowPitch
-                                                                         : kPitch),
+        pitch_(is_pixels_ ? pitch_for(std::min(pass.depth, pass.blocks.depth)) : 1),
         weights_(weights),
         epilogue_{pass.activation, T(pass.slope)},
-        is_plain_(pass.activation == kIdentity && !pass.residual.data) {}
+        is_plain_(pass.activation == kIdentity && !pass.residual.data) {
+    if (!pass.blocks.skips) return;
+    for (int64_t y = 0; y < pass.rows.outputs; ++y) {
+      row_taps_.push_back(existing_taps(pass.rows, y));
+    }
+    for (int64_t q = 0; q < pass.columns.taps; ++q) {
+      read_columns_.push_back(existing_outputs(pass.columns, q));
+    }
+  }
 
   void run(const Parallel& parallel) const {
     const int64_t images = pass_.blocks.images,
@@ -102,6 +115,16 @@ class DirectGather {
       return row + 1 < rows ? Line{image, row + 1} : Line{image + 1, 0};
     }
   };
+
+  // Steps that are multiplied together: of all taps, or of a tap column.
+  struct Chunk {
+    int64_t first, steps, column;
+  };
+
+  static int64_t pitch_for(int64_t channels) {
+    return *std::find_if(std::begin(kPitches), std::end(kPitches) - 1,
+                         [=](int64_t pitch) { return channels <= pitch; });
+  }
 
   // The written channels of a task: where positions are few, threads share weights and not images.
   int64_t share_of_channels(int64_t tiles, int64_t threads) const {
@@ -212,8 +235,8 @@ class DirectGather {
           }
         }
       }
-      const Block<T> block{staged, layout.row,  of_image, offsets,        plane,
-                           first,  some * taps, i == 0,   i == blocks - 1};
+      const Block<T> block{staged, layout.row, of_image,    offsets, plane,
+                           first,  some,       some * taps, i == 0,  i == blocks - 1};
       const int64_t calls = count_calls(tile, block) * ceil_div(tile.channels, kTileChannels<T>);
       Ahead next_block = block.is_last ? block_ahead(after, 0, depth, calls)
                                        : block_ahead(tile, i + 1, depth, calls);
@@ -228,9 +251,10 @@ class DirectGather {
     for (int64_t p = 0, tap = 0; p < pass_.rows.taps; ++p) {
       for (int64_t q = 0; q < pass_.columns.taps; ++q, ++tap) {
         const int64_t offset = layout.offset(row_phases_, column_phases_, p, q);
+        const int64_t place = pass_.blocks.skips ? q * pass_.rows.taps + p : tap;
         for (int64_t c = 0; c < depth; ++c) {
           if (is_pixels_) {
-            to[tap * depth + c] = int32_t(offset * pitch_ + c);
+            to[place * depth + c] = int32_t(offset * pitch_ + c);
           } else {
             to[c * taps + tap] = int32_t(offset + c * layout.channel);
           }
@@ -248,12 +272,30 @@ class DirectGather {
     return of_steps * count_chunks(block);
   }
 
-  // Whether two lines of a tile are multiplied together.
-  static bool lines_share_tiles(const Tile& tile) { return 2 * tile.columns <= kTilePositions; }
+  // Whether two lines of a tile are multiplied together: where none reads fewer taps than another.
+  bool lines_share_tiles(const Tile& tile) const {
+    return 2 * tile.columns <= kTilePositions && !pass_.blocks.skips;
+  }
 
-  // In how many parts steps are multiplied: one even without steps, where nothing is added up.
+  // Tap columns whose steps are multiplied apart from others.
+  int64_t slices() const {
+    return pass_.blocks.skips ? std::max<int64_t>(1, pass_.columns.taps) : 1;
+  }
+
+  Parts parts_of_slice(const Block<T>& block) const {
+    return {block.steps / slices(), most_steps(block)};
+  }
+
+  // One even without steps, where nothing is added up.
   int64_t count_chunks(const Block<T>& block) const {
-    return std::max<int64_t>(1, ceil_div(block.steps, most_steps(block)));
+    return slices() * std::max<int64_t>(1, parts_of_slice(block).count());
+  }
+
+  Chunk chunk_of(const Block<T>& block, int64_t index) const {
+    const Parts parts = parts_of_slice(block);
+    const int64_t count = std::max<int64_t>(1, parts.count()), column = index / count,
+                  part = index % count;
+    return {column * (block.steps / slices()) + parts.begin(part), parts.size(part), column};
   }
 
   // Multiplies a staged block for a tile's channels from `c` on.
@@ -263,8 +305,7 @@ class DirectGather {
                   channels = std::min<int64_t>(kTileChannels<T>, tile.channels - c);
     const T* right = weights_.of(tile.group, channel / kTileChannels<T>, block.plane, block.first);
     const Parts pieces(tile.columns, kTilePositions);
-    const int64_t chunks = count_chunks(block),
-                  most = std::max<int64_t>(1, ceil_div(block.steps, chunks));
+    const int64_t chunks = count_chunks(block);
     const bool has_pairs = lines_share_tiles(tile);
     // Results are requested until the last steps, at whose end they are written.
     const int64_t before_last = count_calls(tile, block) / chunks * (chunks - 1);
@@ -272,35 +313,73 @@ class DirectGather {
     if (block.is_last && before_last > 0) {
       results = results_ahead(tile, channel, channels, before_last);
     }
+    for (int64_t i = 0; i < chunks; ++i) {
+      const Chunk chunk = chunk_of(block, i);
+      const bool is_first = block.is_first && i == 0, is_last = block.is_last && i == chunks - 1;
+      Line line;
+      for (int64_t piece = 0; piece < pieces.count() && line.image < tile.images;) {
+        const int64_t x = pieces.begin(piece), positions = pieces.size(piece);
+        const Line next = line.next(tile.rows);
+        const int64_t lines = has_pairs && next.image < tile.images ? 2 : 1;
+        T* to = sums + ((line.image * tile.rows + line.row) * tile.columns + x) * kTileChannels<T>;
+        next_block.next();
+        if (!is_last) results.next();
+        multiply_tile(tile, block, chunk, {lines, line, next, x, positions, channels}, right, to,
+                      is_first);
+        for (int64_t k = 0; k < lines; ++k, to += positions * kTileChannels<T>) {
+          if (is_last) finish_tile(tile, channel, channels, k ? next : line, x, positions, to);
+        }
+        const Line after = lines > 1 ? next.next(tile.rows) : next;
+        // A line below reads most of the pixels that a tap column reads of the one before.
+        if (!pass_.blocks.skips) {
+          if (++piece == pieces.count()) piece = 0, line = after;
+        } else if (after.image < tile.images) {
+          line = after;
+        } else {
+          ++piece, line = {};
+        }
+      }
+    }
+  }
+
+  // Positions and channels that are multiplied together.
+  struct RegisterTile {
+    int64_t lines;
+    Line line, next;
+    int64_t x, positions, channels;
+  };
+
+  // Adds a chunk's products to the sums of a register tile.
+  void multiply_tile(const Tile& tile, const Block<T>& block, Chunk chunk, const RegisterTile& at,
+                     const T* right, T* sums, bool is_first) const {
+    int64_t left = 0, some = at.positions;
+    if (pass_.blocks.skips && chunk.steps > 0) {
+      const int64_t slice = chunk.column * pass_.rows.taps * block.channels;
+      const auto [top, bottom] = row_taps_[tile.row + at.line.row];
+      const int64_t last = std::min(chunk.first + chunk.steps, slice + bottom * block.channels);
+      chunk.first = std::max(chunk.first, slice + top * block.channels);
+      chunk.steps = std::max<int64_t>(0, last - chunk.first);
+      const auto [begin, end] = read_columns_[chunk.column];
+      const int64_t x = tile.column + at.x;
+      left = std::max<int64_t>(0, begin - x);
+      some = std::max<int64_t>(0, std::min(at.positions, end - x) - left);
+    }
+    if (is_first && (chunk.steps == 0 || some < at.positions)) {
+      std::fill(sums, sums + at.lines * at.positions * kTileChannels<T>, T());
+      is_first = false;
+    }
+    if (chunk.steps == 0 || some == 0) return;
     // Where a line of the tile starts in the stage.
     const auto start_of = [&](const Line& line) {
       return line.image * block.image + line.row * block.row * pitch_;
     };
-    // Once even without steps, where nothing is added up.
-    for (int64_t step = 0; step == 0 || step < block.steps; step += most) {
-      const int64_t steps = std::min(most, block.steps - step);
-      const bool is_first = block.is_first && step == 0,
-                 is_last = block.is_last && step + most >= block.steps;
-      T* to = sums;
-      for (Line line; line.image < tile.images;) {
-        const Line next = line.next(tile.rows);
-        const int64_t lines = has_pairs && next.image < tile.images ? 2 : 1, start = start_of(line),
-                      jump = start_of(next) - start;
-        for (int64_t piece = 0; piece < pieces.count(); ++piece) {
-          const int64_t x = pieces.begin(piece), positions = pieces.size(piece);
-          next_block.next();
-          if (!is_last) results.next();
-          function_for(lines, positions, channels)(
-              block.staged + start + x * pitch_, block.offsets + step, steps,
-              right + step * kTileChannels<T>, kTileChannels<T>, to, kTileChannels<T>, is_first,
-              jump, nullptr);
-          for (int64_t i = 0; i < lines; ++i, to += positions * kTileChannels<T>) {
-            if (is_last) finish_tile(tile, channel, channels, i ? next : line, x, positions, to);
-          }
-        }
-        line = lines > 1 ? next.next(tile.rows) : next;
-      }
-    }
+    const int64_t start = start_of(at.line);
+    const auto multiplies =
+        at.lines == 1 ? function_for<1>(some, at.channels) : function_for<2>(some, at.channels);
+    multiplies(block.staged + start + (at.x + left) * pitch_, block.offsets + chunk.first,
+               chunk.steps, right + chunk.first * kTileChannels<T>, kTileChannels<T>,
+               sums + left * kTileChannels<T>, kTileChannels<T>, is_first,
+               start_of(at.next) - start, nullptr);
   }
 
   // Rows of many channels need more of the L1 cache, beside weights, than pixels and large kernels.
@@ -310,17 +389,20 @@ class DirectGather {
     return is_pixels_ || taps > kManyTaps || block.steps <= kLongSteps ? kLongSteps : kSteps;
   }
 
-  Multiply<T> function_for(int64_t lines, int64_t positions, int64_t channels) const {
-    if (lines == 1) {
-      const auto found = pitch_ == kPitch         ? multiply_for<T, kPitch>
-                         : pitch_ == kNarrowPitch ? multiply_for<T, kNarrowPitch>
-                                                  : multiply_for<T, 1>;
-      return found(positions, channels);
+  template <int kLines>
+  Multiply<T> function_for(int64_t positions, int64_t channels) const {
+    switch (pitch_) {
+      case kPitches[0]:
+        return multiply_for<T, kPitches[0], kLines>(positions, channels);
+      case kPitches[1]:
+        return multiply_for<T, kPitches[1], kLines>(positions, channels);
+      case kPitches[2]:
+        return multiply_for<T, kPitches[2], kLines>(positions, channels);
+      case kPitches[3]:
+        return multiply_for<T, kPitches[3], kLines>(positions, channels);
+      default:
+        return multiply_for<T, 1, kLines>(positions, channels);
     }
-    const auto found = pitch_ == kPitch         ? multiply_for<T, kPitch, 2>
-                       : pitch_ == kNarrowPitch ? multiply_for<T, kNarrowPitch, 2>
-                                                : multiply_for<T, 1, 2>;
-    return found(positions, channels);
   }
 
   // Where a register tile's sums are in a result, or a residual, which may be null.
@@ -407,6 +489,9 @@ class DirectGather {
   const PackedWeights<Stored>& weights_;
   Epilogue<T> epilogue_;
   bool is_plain_;  // sums and the bias are the result
+  // The tap rows that an output row reads from the image, and the output columns that a tap column
+  // does: from a first one to before a last one.
+  std::vector<std::pair<int64_t, int64_t>> row_taps_, read_columns_;
 };
 
 // Computes passes that write different rows and columns of one result. Returns false if weights are

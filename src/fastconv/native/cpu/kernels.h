@@ -45,12 +45,13 @@ struct Weights {
 // Activations that the kernels apply. The others are passes of their own.
 enum Activation : int64_t { kIdentity, kRelu, kRelu6, kLeakyRelu, kHardswish };
 
-// How a pass is cut into tiles. Results do not depend on it, except by `depth`.
+// How a pass is cut into tiles. Results do not depend on it, except by `depth` and `skips`.
 struct Blocks {
   int64_t rows, columns;  // output rows and columns of a tile, or a matrix's (pointwise.h)
   int64_t depth;          // read channels that are staged together
   int64_t channels;       // written channels of one task
   int64_t images = 1;     // images of a tile
+  bool skips = false;     // whether products with padding are left out (direct.h)
 };
 
 // Which rows or columns of the result a pass writes: each `step`-th, from `first` on.

@@ -7,8 +7,8 @@
 //
 // A step is a tap and a read channel in passes that gather, where p is an output column; it is a
 // pixel in weight gradients, where p is a channel of the input. Numbers of `left` are broadcast,
-// those of `right` are vectors. The pitch is 1, or kPitch where steps are neighbours in `left`: it
-// is a constant, so that all positions have the same address but for a displacement.
+// those of `right` are vectors. The pitch is 1, or one of those below where steps are neighbours in
+// `left`: it is a constant, so that all positions have the same address but for a displacement.
 #pragma once
 
 #include <algorithm>
@@ -40,17 +40,17 @@ inline int64_t part_of(int64_t steps, int64_t most) {
   return parts > 1 ? (steps + parts - 1) / parts : std::max<int64_t>(steps, 1);
 }
 
-// The pitch of positions whose steps are neighbours: elements of a pixel that are staged together.
-constexpr int64_t kPitch = 64;
-// The same where no more than so many channels are.
-constexpr int64_t kNarrowPitch = 32;
+// The pitches of positions whose steps are neighbours: the most elements of a pixel that are staged
+// together.
+constexpr int kPitches[] = {16, 32, 48, 64};
 // The same of matrices' rows that are packed by cache lines, a line of each row of a register tile
 // after the other. A step requests what steps read that come as much later as a line is long.
 template <class T>
 constexpr int64_t kLine = 64 / sizeof(T);
 
-// A call may copy what it reads of `right`, so that other calls find it next to one another.
-template <class T, int kPositions, int kVectors, int kApart, int kLines, bool kCopies>
+// A call may copy what it reads of `right`, so that other calls find it next to one another. It may
+// request rows that are packed by cache lines.
+template <class T, int kPositions, int kVectors, int kApart, int kLines, bool kCopies, bool kByLine>
 void multiply(const T* left, const int32_t* offsets, int64_t steps, const T* right, int64_t pace,
               T* sums, int64_t stride, bool is_first, int64_t jump, T* copy) {
   constexpr int kAll = kLines * kPositions, kAhead = 16;
@@ -58,7 +58,7 @@ void multiply(const T* left, const int32_t* offsets, int64_t steps, const T* rig
 #pragma GCC unroll 2
   for (int64_t step = 0; step < steps; ++step) {
     const T* from = left + offsets[step];
-    if constexpr (kApart == kLine<T>) {
+    if constexpr (kByLine) {
       __builtin_prefetch(left + (step + kLine<T>)*kTilePositions);
     }
     Vector<T> factors[kVectors];
@@ -92,18 +92,20 @@ template <class T>
 using Multiply = void (*)(const T*, const int32_t*, int64_t, const T*, int64_t, T*, int64_t, bool,
                           int64_t, T*);
 
-template <class T, int kVectors, int kApart, int kLines, bool kCopies, int... kIndex>
+template <class T, int kVectors, int kApart, int kLines, bool kCopies, bool kByLine, int... kIndex>
 constexpr Multiply<T> multiply_of(int positions, std::integer_sequence<int, kIndex...>) {
-  constexpr Multiply<T> found[] = {multiply<T, kIndex + 1, kVectors, kApart, kLines, kCopies>...};
+  constexpr Multiply<T> found[] = {
+      multiply<T, kIndex + 1, kVectors, kApart, kLines, kCopies, kByLine>...};
   return found[positions - 1];
 }
 
 // The function for this many positions of a line and channels of a tile.
-template <class T, int kApart = 1, int kLines = 1, bool kCopies = false>
+template <class T, int kApart = 1, int kLines = 1, bool kCopies = false, bool kByLine = false>
 Multiply<T> multiply_for(int64_t positions, int64_t channels) {
   constexpr auto kAll = std::make_integer_sequence<int, kTilePositions / kLines>();
-  return channels > kLanes<T> ? multiply_of<T, 2, kApart, kLines, kCopies>(int(positions), kAll)
-                              : multiply_of<T, 1, kApart, kLines, kCopies>(int(positions), kAll);
+  return channels > kLanes<T>
+             ? multiply_of<T, 2, kApart, kLines, kCopies, kByLine>(int(positions), kAll)
+             : multiply_of<T, 1, kApart, kLines, kCopies, kByLine>(int(positions), kAll);
 }
 
 }  // namespace fastconv::cpu

@@ -10,13 +10,13 @@ namespace fastconv::cpu {
 
 // Whether a pass stages pixels: with few channels, most of a pixel would be gaps.
 inline bool stages_pixels(const Gather& pass) {
-  return pass.source.strides[1] == 1 && pass.depth >= 16;
+  return pass.blocks.skips || (pass.source.strides[1] == 1 && pass.depth >= 16);
 }
 
 // The weights of a pass: for each group and each tile of channels, (read channels, tap rows, tap
 // columns, channels), with zeros for channels that do not exist. Where pixels are staged, each
-// block of read channels has its taps first. Tap planes follow one another as if each had read
-// channels of its own.
+// block of read channels has its taps first; where padding is skipped, tap columns before tap rows.
+// Tap planes follow one another as if each had read channels of its own.
 template <class Stored>
 class PackedWeights {
  public:
@@ -95,6 +95,21 @@ class WeightPacker {
   static constexpr bool kIsCopied = std::is_same_v<Stored, T>;
   // The most elements that are transposed together.
   static constexpr int64_t kMostWindow = 1024;
+  // As many fill vectors, and stay in the L1 cache.
+  static constexpr int64_t kFewTaps = 128;
+
+  // Calls function(row, column) for the taps of a plane in their order.
+  template <class Function>
+  static void for_plane(const Gather& pass, const Function& function) {
+    const int64_t rows = pass.rows.taps, columns = pass.columns.taps;
+    for (int64_t tap = 0; tap < rows * columns; ++tap) {
+      if (pass.blocks.skips) {
+        function(tap % rows, tap / rows);
+      } else {
+        function(tap / columns, tap % columns);
+      }
+    }
+  }
 
   // Lists where taps are, counted from the first element of any.
   void list_taps() {
@@ -109,14 +124,12 @@ class WeightPacker {
       const auto& s = pass.weights.strides;
       taps_[i].reserve(pass.planes.taps * pass.rows.taps * pass.columns.taps);
       for (int64_t z = 0; z < pass.planes.taps; ++z) {
-        for (int64_t p = 0; p < pass.rows.taps; ++p) {
-          for (int64_t q = 0; q < pass.columns.taps; ++q) {
-            const int64_t at = address(pass) + z * pass.weights.plane + p * s[3] + q * s[4];
-            taps_[i].push_back(at);
-            least = is_first ? at : std::min(least, at), most = is_first ? at : std::max(most, at);
-            is_first = false;
-          }
-        }
+        for_plane(pass, [&](int64_t p, int64_t q) {
+          const int64_t at = address(pass) + z * pass.weights.plane + p * s[3] + q * s[4];
+          taps_[i].push_back(at);
+          least = is_first ? at : std::min(least, at), most = is_first ? at : std::max(most, at);
+          is_first = false;
+        });
       }
     }
     for (auto& of_pass : taps_) {
@@ -165,39 +178,40 @@ class WeightPacker {
     }
   }
 
-  // Read channels are neighbours in memory: a part is a tap row of a tile.
+  // Read channels are neighbours in memory: a part is a line of taps of a tile.
   void pack_by_taps(const Parallel& parallel) {
     if constexpr (kIsCopied) {
-      const int64_t lines = pass_.planes.taps * pass_.rows.taps, wide = pass_.columns.taps,
+      const int64_t taps = pass_.rows.taps * pass_.columns.taps,
+                    wide = pass_.blocks.skips ? pass_.rows.taps : pass_.columns.taps,
+                    in_plane = taps / wide, lines = pass_.planes.taps * in_plane,
                     block = stages_pixels(pass_) ? pass_.blocks.depth : pass_.depth;
       parallel(pass_.groups * tiles() * lines, [&](int64_t begin, int64_t end) {
         for (int64_t part = begin; part < end; ++part) {
           const int64_t line = part % lines, tile = part / lines % tiles(),
-                        group = part / lines / tiles(), plane = line / pass_.rows.taps,
-                        row = line - plane * pass_.rows.taps;
-          for (int64_t tap = line * wide; tap < (line + 1) * wide; ++tap) {
+                        group = part / lines / tiles(), plane = line / in_plane,
+                        first = line % in_plane * wide;
+          for (int64_t tap = first; tap < first + wide; ++tap) {
             for (int64_t c = 0; c < pass_.depth; c += block) {
               const auto place = packed_[0].place(group, tile, plane, c);
-              copy_transposed(place.first + (tap - (line - row) * wide) * place.of_tap,
-                              place.of_channel, from(group, tile, c) + taps_[0][tap],
+              copy_transposed(place.first + tap * place.of_tap, place.of_channel,
+                              from(group, tile, c) + taps_[0][plane * taps + tap],
                               pass_.weights.strides[1], channels_of(tile), kTileChannels<T>,
                               std::min(block, pass_.depth - c));
             }
           }
-          check_line(group, tile, plane, row);
+          check_line(group, tile, plane, first, wide);
         }
       });
     }
   }
 
-  // Checks a tap row of a tile.
-  void check_line(int64_t group, int64_t tile, int64_t plane, int64_t row) {
+  // Checks a line of taps of a tile.
+  void check_line(int64_t group, int64_t tile, int64_t plane, int64_t first, int64_t wide) {
     if (!pass_.needs_finite_weights) return;
-    const int64_t wide = pass_.columns.taps;
     Finiteness<T> finiteness;
     for (int64_t c = 0; c < pass_.depth; ++c) {
       const auto place = packed_[0].place(group, tile, plane, c);
-      for (int64_t tap = row * wide; tap < (row + 1) * wide; ++tap) {
+      for (int64_t tap = first; tap < first + wide; ++tap) {
         finiteness.add(place.first + tap * place.of_tap, kTileChannels<T>);
       }
     }
@@ -208,13 +222,15 @@ class WeightPacker {
   // memory.
   void pack_by_channels(const Parallel& parallel) {
     const auto& s = pass_.weights.strides;
-    const int64_t share = stages_pixels(pass_) ? pass_.blocks.depth : kPitch,
-                  shares = ceil_div(pass_.depth, share), all = shares * tiles();
+    const int64_t share = pass_.blocks.depth, shares = ceil_div(pass_.depth, share),
+                  all = shares * tiles();
     const bool has_near_tiles = s[1] < s[2];
     const bool is_transposed = kIsCopied && s[1] != 1 && window_ <= kMostWindow;
+    // Read channels whose taps follow one another in memory.
+    const int64_t together = s[2] == window_ ? ceil_div(kFewTaps, window_) : 1;
     parallel(pass_.groups * all, [&](int64_t begin, int64_t end) {
       Buffer buffer;
-      T* window = is_transposed ? buffer.take<T>(window_ * kTileChannels<T>) : nullptr;
+      T* window = is_transposed ? buffer.take<T>(together * window_ * kTileChannels<T>) : nullptr;
       for (int64_t part = begin; part < end; ++part) {
         const int64_t group = part / all, rest = part % all,
                       tile = has_near_tiles ? rest % tiles() : rest / shares,
@@ -222,15 +238,19 @@ class WeightPacker {
                       last = std::min(pass_.depth, first + share);
         Finiteness<T> finiteness;
         if constexpr (kIsCopied) {
-          for (int64_t c = first; is_transposed && c < last; ++c) {
+          for (int64_t c = first; is_transposed && c < last; c += together) {
+            const int64_t some = std::min(together, last - c);
             copy_transposed(window, kTileChannels<T>, from(group, tile, c), s[1], channels_of(tile),
-                            kTileChannels<T>, window_);
-            finiteness.add(window, window_ * kTileChannels<T>);
-            for_taps(group, tile, c, [&](T* to, int64_t, int64_t tap) {
-              for (int v = 0; v < kTileChannels<T>; v += kLanes<T>) {
-                store(to + v, load(window + tap * kTileChannels<T> + v));
-              }
-            });
+                            kTileChannels<T>, some * window_);
+            finiteness.add(window, some * window_ * kTileChannels<T>);
+            const T* row = window;
+            for (int64_t i = 0; i < some; ++i, row += window_ * kTileChannels<T>) {
+              for_taps(group, tile, c + i, [&](T* to, int64_t, int64_t tap) {
+                for (int v = 0; v < kTileChannels<T>; v += kLanes<T>) {
+                  store(to + v, load(row + tap * kTileChannels<T> + v));
+                }
+              });
+            }
           }
         }
         if (!is_transposed) copy_rows(group, tile, first, last, finiteness);

@@ -460,9 +460,10 @@ class MatrixProduct {
     const int64_t* places = list_rows(result, block, scratch.rows);
     const int64_t* beside =
         residual.data ? list_rows(residual, block, scratch.residual_rows) : nullptr;
-    const auto multiplies = is_pitched_ ? multiply_for<T, kLine<T>> : multiply_for<T, 1>;
+    const auto multiplies =
+        is_pitched_ ? multiply_for<T, kLine<T>, 1, false, true> : multiply_for<T, 1>;
     const auto copies =
-        is_pitched_ ? multiply_for<T, kLine<T>, 1, true> : multiply_for<T, 1, 1, true>;
+        is_pitched_ ? multiply_for<T, kLine<T>, 1, true, true> : multiply_for<T, 1, 1, true>;
     const Parts pieces(rows, kTilePositions);
     for (int64_t k = 0; k == 0 || k < k_; k += depth_) {  // once even if there is nothing to add
       const int64_t deep = std::min(depth_, k_ - k);

@@ -104,6 +104,16 @@ inline std::pair<int64_t, int64_t> existing_taps(const Axis& axis, int64_t outpu
   return {begin, end};
 }
 
+// The outputs of which a tap reads elements that exist: from `begin` to before `end`.
+inline std::pair<int64_t, int64_t> existing_outputs(const Axis& axis, int64_t tap) {
+  const int64_t first = tap * axis.reach - axis.before;
+  const int64_t begin = first < 0 ? std::min(axis.outputs, ceil_div(-first, axis.step)) : 0;
+  const int64_t end = first < axis.size
+                          ? std::min(axis.outputs, quotient(axis.size - 1 - first, axis.step) + 1)
+                          : 0;
+  return {begin, std::max(begin, end)};
+}
+
 // Whose indices in a tensor a stage has: element i of a phase is first + phase + i * step.
 struct Window {
   const Axis* axis;

@@ -23,6 +23,9 @@ class DirectWeightGrad {
       : pass_(pass), row_phases_(pass.rows), column_phases_(pass.columns) {
     is_merged_ = std::min(pass.depth, pass.blocks.depth) <= kMostMerged;
     list_runs();
+    for (int64_t p = 0; p < pass.rows.taps; ++p) {
+      read_rows_.push_back(existing_outputs(pass.rows, p));
+    }
   }
 
   void run(const Parallel& parallel) const {
@@ -79,6 +82,11 @@ class DirectWeightGrad {
 
   struct Part {
     int64_t group, channel, channels, first, depth, plane;
+  };
+
+  // The pixels of a tile: its first row, and how many rows and columns it has.
+  struct Grid {
+    int64_t first, high, wide;
   };
 
   // Tap columns that read neighbouring elements of one phase.
@@ -200,16 +208,17 @@ class DirectWeightGrad {
         offsets[i] = int32_t((row * layout.row + column) * pieces.pitch);
       }
     }
-    multiply_tile(part, layout, input, grad, offsets, high * wide, sums, is_first);
+    multiply_tile(part, layout, input, grad, offsets, {y, high, wide}, sums, is_first);
   }
 
   // Sums of some tap rows are added to for all pixels of a tile before the next ones are, so that
   // they stay in the L2 cache. A part of the pixels of the gradient stays in the L1 cache, and so
   // do those of a piece of the input's channels, while they are multiplied for all these taps.
   void multiply_tile(const Part& part, const Layout& layout, const T* input, const T* grad,
-                     const int32_t* offsets, int64_t pixels, T* sums, bool is_first) const {
+                     const int32_t* offsets, const Grid& grid, T* sums, bool is_first) const {
     constexpr int64_t kSums = (256 << 10) / sizeof(T);
-    const int64_t most = part_of(pixels, kSteps), in_row = pass_.columns.taps * part.depth;
+    const int64_t pixels = grid.high * grid.wide, most = part_of(pixels, kSteps),
+                  in_row = pass_.columns.taps * part.depth;
     const int64_t some_rows = std::max<int64_t>(1, kSums / (in_row * kTileChannels<T>));
     for (int64_t c = 0; c < part.channels;
          c += kTileChannels<T>, grad += pixels * kTileChannels<T>) {
@@ -218,26 +227,34 @@ class DirectWeightGrad {
       for (int64_t p = 0; p < pass_.rows.taps; p += some_rows) {
         const int64_t end = std::min(p + some_rows, pass_.rows.taps);
         for (int64_t pixel = 0; pixel < pixels; pixel += most) {
-          multiply_pixels(part, layout, p, end, input, offsets + pixel,
-                          std::min(most, pixels - pixel), grad + pixel * kTileChannels<T>, channels,
-                          to, is_first && pixel == 0);
+          multiply_pixels(part, layout, p, end, input, offsets, grid, pixel,
+                          std::min(most, pixels - pixel), grad, channels, to,
+                          is_first && pixel == 0);
         }
       }
     }
   }
 
-  // Multiplies some pixels for tap rows from `first` to before `last`.
+  // Multiplies some pixels for tap rows from `first` to before `last`, but for those pixels with
+  // which a tap row reads padding.
   void multiply_pixels(const Part& part, const Layout& layout, int64_t first, int64_t last,
-                       const T* input, const int32_t* offsets, int64_t pixels, const T* grad,
-                       int64_t channels, T* sums, bool is_first) const {
+                       const T* input, const int32_t* offsets, const Grid& grid, int64_t pixel,
+                       int64_t pixels, const T* grad, int64_t channels, T* sums,
+                       bool is_first) const {
     const Pieces pieces = pieces_of(part, layout);
     const int64_t stride = of_channel();
     const auto multiply_piece = [&](int64_t p, const Run& run, int64_t i, int64_t count,
                                     const T* left) {
+      const auto [top, bottom] = read_rows_[p];
+      const auto place = [&](int64_t row) {
+        return std::clamp((row - grid.first) * grid.wide, pixel, pixel + pixels);
+      };
+      const int64_t begin = place(top), some = place(bottom) - begin;
+      if (some == 0 && !is_first) return;
       left += layout.offset(row_phases_, column_phases_, p, run.first) * pieces.pitch;
       T* to = sums + (p * pass_.columns.taps + run.rank) * of_tap(part) + i * stride;
-      multiply_for<T>(count, channels)(left, offsets, pixels, grad, kTileChannels<T>, to, stride,
-                                       is_first, 0, nullptr);
+      multiply_for<T>(count, channels)(left, offsets + begin, some, grad + begin * kTileChannels<T>,
+                                       kTileChannels<T>, to, stride, is_first, 0, nullptr);
     };
     if (!is_merged_) {
       for (int64_t i = 0; i < part.depth; i += pieces.wide, input += pieces.apart) {
@@ -301,6 +318,8 @@ class DirectWeightGrad {
   bool is_merged_;
   std::vector<Run> runs_;
   std::vector<int64_t> ranks_;  // the place of each tap column among sums
+  // The output rows with which a tap row reads the image: from a first one to before a last one.
+  std::vector<std::pair<int64_t, int64_t>> read_rows_;
 };
 
 }  // namespace fastconv::cpu
