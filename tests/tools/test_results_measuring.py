@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from fastconv.kernels.gpus import H200
 from fastconv.timing import Effort
 from fastconv.workloads import Workload, parse_shape
 from results import __main__ as command
-from results import catalogue, kernelbench, layers, others, sources
+from results import catalogue, keeping, kernelbench, layers, others, sources
 from results.keeping import Keeper, Late
 from results.layers import Section
 from results.sources import DirtyError
@@ -107,6 +108,25 @@ def test_kernels_in_the_cache_take_no_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert layers._compile_seconds(kernels, H200) == layers.COMPILE_SECONDS
     in_cache += kernels[8:]
     assert layers._compile_seconds(kernels, H200) == 0
+
+
+def test_a_lost_exception_ends_a_call_before_the_next_row(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python ignores what is raised in some callbacks, as of weak references."""
+    monkeypatch.setattr(keeping, "_asked_to_end", False)
+    real = layers._rows
+
+    def rows(bench: Any, case: Any) -> Any:
+        if case.direction == "weight_grad":
+            with suppress(SystemExit):
+                keeping.end_when_asked()
+        return real(bench, case)
+
+    monkeypatch.setattr(layers, "_rows", rows)
+    with pytest.raises(SystemExit):
+        _measure(folder)
+    assert len(results.read(folder / "layers.json").rows) == 2
 
 
 @pytest.mark.parametrize("end", [SystemExit, KeyboardInterrupt])

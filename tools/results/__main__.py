@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from fastconv.bench.console import MissingExtra
 from fastconv.bench.environment import COMMIT_VARIABLE
 from results import catalogue, kernelbench, layers, others, pages, sources
 from results.catalogue import Job
-from results.keeping import Late, Poisoned
+from results.keeping import Late, Poisoned, end_when_asked
 
 LEFT = 1  # the exit status if something is left to measure, or out of date
 REFUSED = 2
@@ -46,7 +45,7 @@ MEASURE: dict[str, Callable[[Job, Path, torch.device, float], None]] = {
 def main(words: list[str] | None = None) -> int:
     """Runs the command; its exit status."""
     arguments = _parser().parse_args(words)
-    signal.signal(signal.SIGTERM, _terminate)  # so that rows are kept
+    signal.signal(signal.SIGTERM, end_when_asked)  # so that rows are kept
     try:
         return int(arguments.run(arguments))
     except sources.DirtyError as error:
@@ -75,10 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("pages", help="writes all that is made from the files of figures")
     command.set_defaults(run=_pages)
     return parser
-
-
-def _terminate(*_: Any) -> None:
-    raise SystemExit(128 + signal.SIGTERM)
 
 
 def _measure(arguments: argparse.Namespace) -> int:

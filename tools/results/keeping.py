@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,19 @@ WRITE_SECONDS = 5.0  # Large files take time to write: rows that come fast are w
 
 # Rows that were measured before are kept only if these entries of the environment are the same.
 _SAME = ("sources", "gpu", "torch", "cuda", "cudnn", "rows")
+
+
+_asked_to_end = False
+
+
+def end_when_asked(*_: object) -> None:
+    """Handles SIGTERM: ends the process, so that contexts write what was measured.
+
+    Where an exception is lost, as in the callback of a weak reference, the next row is not begun.
+    """
+    global _asked_to_end
+    _asked_to_end = True
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 class Late(Exception):
@@ -113,7 +127,12 @@ class Keeper(Generic[Kind]):
             self.found.write(self._path)
 
     def check(self, seconds: float) -> None:
-        """Raises :class:`Late` if work of so many seconds would not end before the deadline."""
+        """Raises :class:`Late` if work of so many seconds would not end before the deadline.
+
+        Raises SystemExit if the process was asked to end before.
+        """
+        if _asked_to_end:
+            raise SystemExit(128 + signal.SIGTERM)
         if time.monotonic() + seconds > self._deadline:
             raise Late
 
