@@ -67,10 +67,11 @@ FEW_OUTPUTS_ROW_SHARE = 2.75
 MANY_OUTPUTS, MANY_OUTPUTS_SHARE = 32, 2.4
 # Pointwise weight gradients of contiguous float32 by halo tiles.
 WGRAD_HALO_POINTWISE_SHARE = 1.7
-# Contiguous weight gradients in 16 bits: halo tiles, of images with many taps too, implicit GEMMs
-# that gather, and those that gather few channels.
+# Contiguous weight gradients in 16 bits: halo tiles of images, of images with many taps and of
+# volumes, implicit GEMMs that gather, and those that gather few channels.
 WGRAD_HALO_SHARE = 1.3
 WGRAD_HALO_OF_MANY_TAPS_SHARE = 1.0
+WGRAD_HALO_OF_VOLUMES_SHARE = 1.35
 MANY_TAPS = 25
 GATHER_SHARE = 0.75
 FEW_SHARE = 1.5
@@ -161,8 +162,9 @@ def _halo_tiles(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> 
     if prod(problem.weight_shape[2:]) == 1 and not last and operands.scalar_bytes == 4:
         share = WGRAD_HALO_POINTWISE_SHARE
     if _gathers_16_bits(operands):
-        many = problem.depth is None and prod(problem.kernel_size) >= MANY_TAPS
+        many = prod(problem.kernel_size) >= MANY_TAPS
         share = WGRAD_HALO_OF_MANY_TAPS_SHARE if many else WGRAD_HALO_SHARE
+        share = share if problem.depth is None else WGRAD_HALO_OF_VOLUMES_SHARE
     return tile.cycles(gpu) * share, partial(wgrad_halo.plan, tile, gpu)
 
 
