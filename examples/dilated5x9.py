@@ -12071,7 +12071,7 @@ def device_code(kernels: tuple[Kernel, ...]) -> str:
             f"namespace kernels_{number} {{\n{types}\n"
             f"struct Config {{\n{members}\n}};\n{text}\n}}  // namespace kernels_{number}\n"
         )
-        for name in ("slabs", "most_registers"):  # parameters and bounds of functions, too
+        for name in ("slabs", "most_registers", "beside"):  # not only constants
             if name in dict(constants):
                 macro = f"FASTCONV_{name.upper()}"
                 space = f"#define {macro}\n{space}#undef {macro}\n"
