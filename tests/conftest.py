@@ -47,13 +47,13 @@ SAMPLED = (
     *("emulator/test_batchnorm", "kernels/test_batchnorm_kernels", "api/test_batchnorm"),
     *("native/test_native_transposed", "network/test_optimize_kinds", "native/test_cpu_kernels"),
     *("api/test_volumes", "emulator/test_volumes", "ops/test_operators", "native/test_native_norm"),
-    "emulator/test_hopper_implicit_gemm_nhwc",
+    *("emulator/test_hopper_implicit_gemm_nhwc", "emulator/test_hopper_implicit_gemm_nchw"),
     "kernels/test_estimates.py::test_depthwise_plans_are_near_what_memory_takes",
     "emulator/test_epilogues.py::test_isolation",
     *("emulator/test_depthwise.py::test_toeplitz", "emulator/test_depthwise.py::test_random"),
 )
-COMBINATIONS_ONE_IN = 6
-VALUES_ONE_IN = 4
+COMBINATIONS_ONE_IN = 9
+VALUES_ONE_IN = 6
 
 
 class Sample:
