@@ -189,9 +189,9 @@ inline Normalized run(Norm call) {
   const auto sums = call.x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   Normalized made{new_like(call.x), of_channels(call.x, sums), of_channels(call.x, sums)};
   made.beside = entry->beside == kOutput ? made.y : entry->beside == kResidual ? given : Tensor();
-  // Launches count a batch, but not while they read the number of batches.
-  const bool is_counted = entry->fill || call.batches.defined();
-  if (call.counted.defined() && is_counted) call.counted.add_(1);
+  // Launches count a batch, but not where their blocks read the number of batches.
+  const bool counts_here = entry->fill || call.batches.defined();
+  if (call.counted.defined() && counts_here) call.counted.add_(1);
   if (entry->fill) {
     entry->fill(call, made);
   } else {
@@ -204,7 +204,7 @@ inline Normalized run(Norm call) {
                                   address_of(call.running_mean),
                                   address_of(call.running_var),
                                   address_of(call.batches),
-                                  is_counted ? 0 : address_of(call.counted),
+                                  counts_here ? 0 : address_of(call.counted),
                                   address_of(made.mean),
                                   address_of(made.invstd),
                                   address_of(made.y),

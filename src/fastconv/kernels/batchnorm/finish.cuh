@@ -60,8 +60,8 @@ __device__ __forceinline__ double square_root(double number) { return sqrt(numbe
 // Shares have (mean, squares, count). With d the difference of a share's mean from that of the
 // first share, all elements' mean and squares follow from the sums of count * d and of
 // squares + count * d * d. A batch is one of `batches` where that is given: running statistics are
-// then averages of all batches, and `momentum` is not used. One is added to `counted` if it is
-// given, which is another number then.
+// then averages of all batches, and `momentum` is not used. The number `counted`, if it is given,
+// is increased by one: `batches` is null then, as other blocks may read it before or after.
 extern "C" __global__ void __launch_bounds__(fastconv::batchnorm::kThreads)
     batchnorm_finish_statistics(const void* __restrict__ scratch,
                                 Config::Running* __restrict__ running_mean,

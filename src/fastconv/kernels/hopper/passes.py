@@ -65,8 +65,8 @@ FEW_OUTPUTS_ROW_SHARE = 2.75
 # As many outputs as this in channels-last tensors, which take 1.4 to 1.8 times as long as in
 # contiguous ones, against implicit GEMMs that take 0.8 of their estimates there.
 MANY_OUTPUTS, MANY_OUTPUTS_SHARE = 32, 2.4
-# Pointwise weight gradients of contiguous float32 by halo tiles.
-WGRAD_HALO_POINTWISE_SHARE = 1.7
+# Weight gradients of one tap, of contiguous float32, by halo tiles.
+WGRAD_HALO_OF_ONE_TAP_SHARE = 1.7
 # Contiguous weight gradients in 16 bits: halo tiles of images, of images with many taps and of
 # volumes, implicit GEMMs that gather, and those that gather few channels.
 WGRAD_HALO_SHARE = 1.3
@@ -157,15 +157,21 @@ _Way = tuple[float, Callable[[], Plan]]
 
 def _halo_tiles(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
     tile = wgrad_halo.choose_tile(problem, operands, gpu, most)
-    share = 1.0
-    last = operands.input_channels_last or operands.output_channels_last
-    if prod(problem.weight_shape[2:]) == 1 and not last and operands.scalar_bytes == 4:
-        share = WGRAD_HALO_POINTWISE_SHARE
-    if _gathers_16_bits(operands):
-        many = prod(problem.kernel_size) >= MANY_TAPS
-        share = WGRAD_HALO_OF_MANY_TAPS_SHARE if many else WGRAD_HALO_SHARE
-        share = share if problem.depth is None else WGRAD_HALO_OF_VOLUMES_SHARE
+    share = _wgrad_halo_share(problem, operands)
     return tile.cycles(gpu) * share, partial(wgrad_halo.plan, tile, gpu)
+
+
+def _wgrad_halo_share(problem: Problem, operands: Operands) -> float:
+    """What times of halo tiles are of their estimates, in weight gradients."""
+    if not _is_contiguous(operands):
+        return 1.0
+    if operands.scalar_bytes == 4:
+        has_one_tap = prod(problem.weight_shape[2:]) == 1
+        return WGRAD_HALO_OF_ONE_TAP_SHARE if has_one_tap else 1.0
+    if problem.depth is not None:
+        return WGRAD_HALO_OF_VOLUMES_SHARE
+    many = prod(problem.kernel_size) >= MANY_TAPS
+    return WGRAD_HALO_OF_MANY_TAPS_SHARE if many else WGRAD_HALO_SHARE
 
 
 def _few_inputs(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
@@ -263,10 +269,8 @@ def _way_on_slabs(
     gpu: Gpu,
 ) -> _Way:
     layers = [layer_of(part.problem, last, gpu) for part in parts]
-    first, share = (
-        parts[0].problem,
-        prod(problem.output_shape) / prod(parts[0].problem.output_shape),
-    )
+    first = parts[0].problem
+    share = prod(problem.output_shape) / prod(first.output_shape)
     copies, alternate = relayout.pair_cycles(first, last, gpu), any(part.image for part in parts)
     if alternate and not layers[0].boxed:
         raise Declined("positions of two slabs, one behind the other")
@@ -351,15 +355,19 @@ def _gemm_way(layer: wgrad_implicit_gemm.Layer, gpu: Gpu) -> _Way:
 
 def _gathers_16_bits(operands: Operands) -> bool:
     """Whether a weight gradient reads contiguous tensors of a 16-bit type."""
-    last = operands.input_channels_last or operands.output_channels_last
-    return operands.scalar_bytes == 2 and not last
+    return operands.scalar_bytes == 2 and _is_contiguous(operands)
+
+
+def _is_contiguous(operands: Operands) -> bool:
+    """Whether no tensor that a pass reads or writes has its channels last."""
+    return not (operands.input_channels_last or operands.output_channels_last)
 
 
 def _portable_wgrad_cycles(problem: Problem, operands: Operands, gpu: Gpu) -> float:
     """The estimated cycles of a weight gradient by the portable kernels."""
     last, strided, narrow = PORTABLE_WGRAD_LOSSES
     cycles = portable.wgrad_cycles(problem, gpu)
-    if operands.input_channels_last or operands.output_channels_last:
+    if not _is_contiguous(operands):
         return cycles * last
     cycles *= strided if any(axis.stride > 1 for axis in problem.axes) else 1.0
     return cycles * (narrow if operands.scalar_bytes == 2 else 1.0)

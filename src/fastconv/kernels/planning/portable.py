@@ -25,7 +25,7 @@ STRIDED_OUTPUTS_BYTES = 0.8  # elements that a stride keeps apart: 64x64 taps of
 LEAST_CHANNELS = 8
 LEAST_TAPS = 64
 FEW_CHANNELS_LOSS = (1.6, 5.0)  # below the first limit, below both
-POINTWISE_LOSS = 4.0  # of one tap, which reads a number for few products
+ONE_TAP_LOSS = 4.0  # of kernels of one tap, which read a number for few products
 
 
 def rate(gpu: Gpu) -> float:
@@ -37,8 +37,8 @@ def rate(gpu: Gpu) -> float:
 
 def wgrad_cycles(problem: Problem, gpu: Gpu) -> float:
     """The cycles of a weight gradient."""
-    is_pointwise = prod(problem.weight_shape[2:]) == 1
-    loss = max(_few_channels_loss(problem), POINTWISE_LOSS if is_pointwise else 1.0)
+    has_one_tap = prod(problem.weight_shape[2:]) == 1
+    loss = max(_few_channels_loss(problem), ONE_TAP_LOSS if has_one_tap else 1.0)
     return loss * problem.flops / 2 / (rate(gpu) * gpu.sm_count)
 
 

@@ -34,10 +34,8 @@ def most_copied(layer: Layer) -> int:
     """
     size = layer.operands.scalar_bytes * layer.groups
     read_pixels, written_pixels = map(prod, layer.volume_sizes)
-    read, written = (
-        size * layer.in_channels * read_pixels,
-        size * layer.out_channels * written_pixels,
-    )
+    read = size * layer.in_channels * read_pixels
+    written = size * layer.out_channels * written_pixels
     return (read if layer.transposed and read > 2 * written else written) // 2
 
 

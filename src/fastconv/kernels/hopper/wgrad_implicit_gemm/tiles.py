@@ -408,7 +408,7 @@ class Tile:
             return layer.bytes / MEMORY_BYTES
         if self.is_even:
             return EVEN_LOSS * layer.bytes / MEMORY_BYTES
-        if layer.flat and layer.pixels is None and not layer.gathered:
+        if layer.flat and layer.pixels is None:
             again = [UNEVEN_READER_LOSS * (many - 1) for many in self._readers]
             return self._bytes_read(again) / MEMORY_BYTES
         return UNEVEN_LOSS * layer.bytes / MEMORY_BYTES
