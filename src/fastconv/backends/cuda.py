@@ -265,7 +265,7 @@ def seen_by_kernels(
     Tensors have the shapes of the problem's; a ``transposed`` pass writes the input, and the
     residual has its shape. Dense tensors stay dense.
     """
-    flat = None if problem.depth is None else _flat(problem, input, weight, output)
+    flat = None if problem.depth is None else _flat(problem, input, weight, output, transposed)
     if flat is None:
         return Seen(problem, input, weight, output, residual)
     if residual is not None:
@@ -273,8 +273,10 @@ def seen_by_kernels(
     return Seen(flat.problem, flat.input(input), flat.weight(weight), flat.output(output), residual)
 
 
-def _flat(problem: Problem, input: Tensor, weight: Tensor, output: Tensor) -> Flat | None:
-    flat = flattened(problem, input, weight, output)
+def _flat(
+    problem: Problem, input: Tensor, weight: Tensor, output: Tensor, transposed: bool
+) -> Flat | None:
+    flat = flattened(problem, input, weight, output, transposed)
     if flat is not None and is_dense(flat.input(input)) and is_dense(flat.output(output)):
         return flat
     return None

@@ -9,7 +9,8 @@ become two. So the kernels for images compute
 - a kernel of (k, k, 1) without stride: columns are all positions of a plane, and taps that were
   neighbours are a row's width apart;
 - a kernel of (1, k, k) of channels-last volumes: each plane is an image;
-- a kernel as deep as the volume, of contiguous volumes: planes are channels.
+- a kernel as deep as the volume, of contiguous volumes, in passes that read the volume: planes are
+  channels. An input gradient may add a bias, which has a number for each channel, not each plane.
 """
 
 from __future__ import annotations
@@ -40,13 +41,17 @@ class Flat(NamedTuple):
     output: View
 
 
-def flattened(problem: Problem, input: Tensor, weight: Tensor, output: Tensor) -> Flat | None:
+def flattened(
+    problem: Problem, input: Tensor, weight: Tensor, output: Tensor, transposed: bool = False
+) -> Flat | None:
     """Returns the convolution of images that one of volumes is, if it is one for these tensors.
 
-    ``input``, ``weight`` and ``output`` have the problem's shapes; any of them may be a gradient.
+    ``input``, ``weight`` and ``output`` have the problem's shapes; any of them may be a gradient. A
+    ``transposed`` pass writes the input.
     """
     depth, rows, columns = problem.axes
-    if _spans_depth(depth) and _merge(input, 1, 2) and _merge(weight, 1, 2):
+    spans = not transposed and _spans_depth(depth)
+    if spans and _merge(input, 1, 2) and _merge(weight, 1, 2):
         return Flat(_with_planes_as_channels(problem), _flat(1), _flat(1), _only_plane)
     if depth.is_pointwise and _merge(input, 0, 2) and _merge(output, 0, 2):
         batch = problem.batch * depth.input_size

@@ -179,7 +179,7 @@ def what_to_plan(case: Case, direction: str) -> Planned:
         seen = cuda.seen_by_kernels(problem, at.input, at.weight, result)
         return Planned(planner.forward, seen.problem, (seen.input, seen.output, seen.weight))
     if which == "input_grad":
-        seen = cuda.seen_by_kernels(problem, result, at.weight, at.grad_output)
+        seen = cuda.seen_by_kernels(problem, result, at.weight, at.grad_output, transposed=True)
         return Planned(planner.input_grad, seen.problem, (seen.output, seen.input, seen.weight))
     seen = cuda.seen_by_kernels(problem, at.input, result, at.grad_output)
     return Planned(planner.weight_grad, seen.problem, (seen.input, seen.output, seen.weight))

@@ -64,12 +64,12 @@ def tuned(
         if dtype not in DTYPES:
             raise ExportError(f"dtype should be one of {', '.join(DTYPES)}, but got {dtype!r}")
     for problem in problems:
-        seen = _seen(problem)
+        seen = {which: _seen(problem, which) for which in _PLANNERS}
         for dtype in dtypes:
             for precision in _precisions(dtype, only):
-                operands = _operands(seen, dtype, precision)
                 for which, target in product(_PLANNERS, TARGETS):
-                    plan = _plan(which, seen.problem, operands, target)
+                    operands = _operands(seen[which], dtype, precision)
+                    plan = _plan(which, seen[which].problem, operands, target)
                     if plan is not None:
                         yield Tuned(target, which, problem, operands.scalar, precision, plan)
 
@@ -80,14 +80,14 @@ def _precisions(dtype: str, only: Precision | None) -> tuple[Precision, ...]:
     return ("tf32", "ieee") if only is None else (only,)
 
 
-def _seen(problem: Problem) -> Seen:
-    """A problem and its tensors, as kernels see them: tuned plans are for contiguous tensors.
+def _seen(problem: Problem, which: str) -> Seen:
+    """A problem and its tensors, as a pass's kernels see them: contiguous, as tuned plans are.
 
     Volumes that are images through other strides are planned as these: kernels take addresses.
     """
     shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
     input, weight, output = (torch.empty(shape, device="meta") for shape in shapes)
-    return seen_by_kernels(problem, input, weight, output)
+    return seen_by_kernels(problem, input, weight, output, transposed=which == "input_grad")
 
 
 def _operands(seen: Seen, dtype: str, precision: str) -> Operands:

@@ -77,7 +77,7 @@ def input_grad(
     epilogue: Epilogue,
 ) -> None:
     """Fills ``out`` with activation(input gradient + bias + residual)."""
-    flat = flattened(problem, out, weight, grad_output)
+    flat = flattened(problem, out, weight, grad_output, transposed=True)
     if flat is not None:
         added = None if residual is None else flat.input(residual)
         views = flat.output(grad_output), flat.weight(weight), flat.input(out)
