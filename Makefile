@@ -105,7 +105,8 @@ SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 1 --report-api-err
   --kernel-name kernel_substring=scale --kernel-name kernel_substring=implicit_gemm \
   --kernel-name kernel_substring=causal --kernel-name kernel_substring=batchnorm \
   --kernel-name kernel_substring=transpose --kernel-name kernel_substring=multiply_patches \
-  --kernel-name kernel_substring=bias_grad --kernel-name kernel_name=copy
+  --kernel-name kernel_substring=bias_grad --kernel-name kernel_name=copy \
+  --kernel-name kernel_name=dense
 CONVOLVE = --kernel-name kernel_substring=convolve
 sanitize:
 	for family in "" ampere depthwise grouped direct corpus; do \

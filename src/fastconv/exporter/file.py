@@ -137,7 +137,11 @@ def _convolutions(subject: Subject) -> str:
 
 
 def _gpus(families: set[str]) -> str:
-    others = " and all others since Ampere" if families & {"grouped", "ampere", "depthwise"} else ""
+    others = (
+        " and all others since Ampere"
+        if families & {"dense", "grouped", "ampere", "depthwise"}
+        else ""
+    )
     cores = "the tensor cores of " if families & {"grouped", "hopper", "ampere"} else ""
     return f"{cores}Hopper GPUs{others}"
 

@@ -24,9 +24,10 @@ from typing import NamedTuple, Protocol
 
 from fastconv import bypass
 from fastconv.errors import FastconvError
-from fastconv.kernels import ampere, depthwise, direct, gpus, grouped, hopper
+from fastconv.kernels import ampere, dense, depthwise, direct, gpus, grouped, hopper
 from fastconv.kernels.ampere.coverage import ANATOMIES as AMPERE
 from fastconv.kernels.coverage import TENSOR
+from fastconv.kernels.dense.coverage import ANATOMIES as DENSE
 from fastconv.kernels.depthwise.coverage import ANATOMIES as DEPTHWISE
 from fastconv.kernels.direct.coverage import ANATOMIES as DIRECT
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
@@ -45,6 +46,7 @@ class Planner(Protocol):
 
 
 FORWARD: tuple[Planner, ...] = (
+    dense.forward,
     grouped.forward,
     hopper.forward,
     ampere.forward,
@@ -52,6 +54,7 @@ FORWARD: tuple[Planner, ...] = (
     direct.forward,
 )
 INPUT_GRAD: tuple[Planner, ...] = (
+    dense.input_grad,
     grouped.input_grad,
     hopper.input_grad,
     ampere.input_grad,
@@ -59,6 +62,7 @@ INPUT_GRAD: tuple[Planner, ...] = (
     direct.input_grad,
 )
 WEIGHT_GRAD: tuple[Planner, ...] = (
+    dense.weight_grad,
     grouped.weight_grad,
     hopper.weight_grad,
     ampere.weight_grad,
@@ -66,7 +70,7 @@ WEIGHT_GRAD: tuple[Planner, ...] = (
     direct.weight_grad,
 )
 
-ANATOMIES = {**GROUPED, **HOPPER, **AMPERE, **DEPTHWISE, **DIRECT, **TENSOR}
+ANATOMIES = {**DENSE, **GROUPED, **HOPPER, **AMPERE, **DEPTHWISE, **DIRECT, **TENSOR}
 """What selects the code of each kernel that a plan can have, by the kernel's source."""
 
 COMPARED = ("grouped",)
@@ -74,6 +78,9 @@ COMPARED = ("grouped",)
 
 They take a problem only if the next family that takes it has no lower estimate.
 """
+
+SINGLE = "dense"
+"""The family for layers with one output position."""
 
 MANY_IMAGES = 32
 """The batch for which forward passes and input gradients are compared, whatever a layer's is."""
@@ -264,10 +271,16 @@ def _first(
     reasons = [] if switch == EVERY else [f"; planned by {switch} alone"]
     problem = problem.without_idle_dilation  # else families would reserve memory for it
     asked = switch.planners(planners, gpu)
-    if problem.groups == 1:
-        asked = tuple(one for one in asked if _family(one) not in COMPARED)
+    asked = tuple(one for one in asked if _concerns(_family(one), problem))
     plan = _best(asked, problem, operands, switch.gpu(gpu), reasons)
     return replace(plan, why=plan.why + "".join(reasons))
+
+
+def _concerns(family: str, problem: Problem) -> bool:
+    """Whether a family for few kinds of layers may take a problem; all others may."""
+    if family in COMPARED:
+        return problem.groups > 1
+    return family != SINGLE or problem.output_shape[2:] == (1, 1)
 
 
 def _best(

@@ -41,7 +41,7 @@ class PreparedPass(NamedTuple):
             ``"input_grad"``, and ``problem`` is that of the convolution whose gradient it is.
         problem: the sizes, stride, padding, dilation and groups.
         dtype: the type of the tensors.
-        family: which kernels compute it: ``"hopper"``, ``"ampere"``, ``"depthwise"``, ``"direct"``.
+        family: which kernels compute it: ``"hopper"``, ``"dense"``, ``"direct"`` and others.
         calls: how often it is called in one step of the network.
         epilogue: what the pass of a layer does to its accumulators: residual and activation.
 

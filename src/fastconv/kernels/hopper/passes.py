@@ -74,6 +74,9 @@ WGRAD_HALO_OF_MANY_TAPS_SHARE = 1.0
 WGRAD_HALO_OF_VOLUMES_SHARE = 1.35
 MANY_TAPS = 25
 GATHER_SHARE = 0.75
+# Boxes in weight gradients of so much work with so many channels on both sides take all of their
+# estimates, where other tiles of these layers take 0.8 of theirs.
+LONG_FLOPS, LONG_CHANNELS, LONG_BOXES_SHARE = 4e10, 256, 1.13
 FEW_SHARE = 1.5
 # Layers with as many input channels as output channels read the same if these exchange roles. They
 # store otherwise, which counts for so many weights.
@@ -191,7 +194,7 @@ def _mirrored(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _W
 
 def _boxes(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
     layer = wgrad_implicit_gemm.boxed_layer_of(problem.without_idle_dilation, operands, gpu)
-    return _gemm_way(layer, gpu)
+    return _boxed_way(layer, gpu)
 
 
 def _mirrored_boxes(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
@@ -199,7 +202,15 @@ def _mirrored_boxes(problem: Problem, operands: Operands, gpu: Gpu, most: float)
     layer = wgrad_implicit_gemm.mirrored_layer_of(
         problem.without_idle_dilation, operands, gpu, wgrad_implicit_gemm.boxed_layer_of
     )
-    return _gemm_way(layer, gpu)
+    return _boxed_way(layer, gpu)
+
+
+def _boxed_way(layer: wgrad_implicit_gemm.Layer, gpu: Gpu) -> _Way:
+    cycles, planned = _gemm_way(layer, gpu)
+    problem = layer.problem
+    many = min(problem.in_channels, problem.out_channels) >= LONG_CHANNELS
+    long = problem.depth is None and many and problem.flops >= LONG_FLOPS
+    return cycles * (LONG_BOXES_SHARE if long else 1.0), planned
 
 
 def _check_mirrored_boxes(problem: Problem) -> None:
