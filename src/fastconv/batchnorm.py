@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.modules.module as _hooks
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.overrides import handle_torch_function, has_torch_function
@@ -485,7 +486,8 @@ class _ConvBNAct(nn.Module):
         """
         conv: Any = self._modules["conv"]
         bn: Any = self._modules["bn"]
-        if not _computes(conv, self._conv) or not _computes(bn, self._bn):
+        alone = _hooks._has_any_global_hook()  # those of all modules are called for these, too
+        if alone or not _computes(conv, self._conv) or not _computes(bn, self._bn):
             return applied(bn(conv(input)), residual, Epilogue(*activation_of(self.activation)))
         return _block(conv, bn, input, residual, self.activation)
 
@@ -504,8 +506,8 @@ class ConvBNAct2d(_ConvBNAct):
     ``fastconv.Conv2d``, and ``bn``, a ``torch.nn.BatchNorm2d``: with their parameters, initial
     values and state dict (``conv.weight``, ``bn.weight``, ``bn.running_mean`` ...), by
     ``fastconv.conv_bn_act``. ``bn.eval()`` freezes its statistics, as everywhere. Where one of the
-    two has hooks, or has become a layer of another class, as ``torch.nn.SyncBatchNorm``, they are
-    called one after the other.
+    two has hooks, or has become a layer of another class, as ``torch.nn.SyncBatchNorm``, and where
+    hooks are registered for all modules, they are called one after the other.
 
     Args:
         in_channels: channels of the input.
