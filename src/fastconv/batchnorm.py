@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.modules.module as _hooks
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.overrides import handle_torch_function, has_torch_function
@@ -20,7 +19,7 @@ from fastconv.backends.batchnorm.formulas import scale_and_shift, sum_type
 from fastconv.backends.epilogue import applied
 from fastconv.functional import conv1d, conv2d, conv3d, raise_unfit
 from fastconv.geometry import Activation, IntOrPair, LayerPadding, PaddingLike, activation_of
-from fastconv.layers import PaddingMode
+from fastconv.layers import PaddingMode, has_hooks_of_all
 from fastconv.modules import Conv1d, Conv2d, Conv3d
 from fastconv.ops import batchnorm_schema, hooks
 from fastconv.problem import Epilogue
@@ -486,7 +485,7 @@ class _ConvBNAct(nn.Module):
         """
         conv: Any = self._modules["conv"]
         bn: Any = self._modules["bn"]
-        alone = _hooks._has_any_global_hook()  # those of all modules are called for these, too
+        alone = has_hooks_of_all()
         if alone or not _computes(conv, self._conv) or not _computes(bn, self._bn):
             return applied(bn(conv(input)), residual, Epilogue(*activation_of(self.activation)))
         return _block(conv, bn, input, residual, self.activation)

@@ -15,9 +15,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import fastconv
+from fastconv.backends.batchnorm import launches
 from fastconv.network import training_graph
 from fastconv.network.block_calls import BlockCall
 from fastconv.network.calls import Times
+from fastconv.network.preparation import needs_of
 from fastconv.ops import batchnorm_schema
 from network.helpers import (
     EXAMPLE,
@@ -99,6 +101,16 @@ def test_a_residual_network(clock: Clock) -> None:
     assert len(followed) == 7
     assert "7 of 7 BatchNorms computed with what follows them" in str(found)
     assert not any("BatchNorm" in call.kind for call in clock.seen)
+
+
+def test_prepare_finds_the_kernels_of_blocks() -> None:
+    optimized = fastconv.optimize(_blocks(), EXAMPLE)
+    asked = needs_of(optimized, (EXAMPLE,), {})
+    norms = [need for need in asked if isinstance(need, launches.Need)]
+    # Of the five BatchNorms, two pairs are called alike.
+    alone, last, shortcut = ("relu", False), ("relu", True), ("identity", False)
+    found = sorted((one.call.activation, one.call.residual) for one in norms)
+    assert found == sorted(2 * [alone, last, shortcut])  # forward and backward
 
 
 def test_checkpoints_copies_pickles_and_eval() -> None:

@@ -18,10 +18,10 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.modules.module as _hooks
 from torch import Tensor, nn
 from torch.fx import Graph
 
+from fastconv.layers import has_hooks_of_all
 from fastconv.network.forward_code import MISSING, Code, Unwatchable, is_constant, variable
 
 _GRAPH = "_fastconv_training_graph"
@@ -201,7 +201,7 @@ class TrainingGraph:
 
     def holds(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the graph computes what the module's own ``forward`` would."""
-        if len(args) + len(kwargs) != len(self.arguments) or _hooks._has_any_global_hook():
+        if len(args) + len(kwargs) != len(self.arguments) or has_hooks_of_all():
             return False
         for at, is_tensor, value in self.arguments:
             if isinstance(at, int):
