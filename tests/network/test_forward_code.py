@@ -128,13 +128,17 @@ class Options(NamedTuple):
 SETTINGS = {"scale": 2.0}
 
 
+FUNCTIONS = {"relu": torch.relu, "scaled": F.hardtanh}
+
+
 class OfFile(Base):
     def __init__(self) -> None:
         super().__init__()
         self.options, self.layers = Options(2.0), OrderedDict(conv="conv")
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.block(x) * SETTINGS["scale"] * self.options.scale * len(self.layers)
+        out = FUNCTIONS["relu"](self.block(x) * SETTINGS["scale"])
+        return out * self.options.scale * len(self.layers)
 
 
 class Auxiliary(Base):

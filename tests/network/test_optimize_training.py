@@ -257,6 +257,58 @@ def test_models_that_would_break_it(kind: type[nn.Module], fused: int) -> None:
     assert _is_fused(optimized, IMAGES) == fused
 
 
+class Writes(nn.Module):
+    """What follows an activation writes to its result or to the residual, as PyTorch's allows."""
+
+    def __init__(self, activation: nn.Module, to_residual: bool) -> None:
+        super().__init__()
+        self.conv, self.bn, self.act = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), activation
+        self.to_residual = to_residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = x * 2
+        out = self.act(self.bn(self.conv(x)) + residual)
+        written = residual if self.to_residual else out
+        written += 1
+        return out + residual
+
+
+WRITTEN = [
+    (nn.LeakyReLU(0.1), False), (nn.ReLU6(), False), (nn.SiLU(), True), (nn.GELU(), True),
+    (nn.Hardswish(), True), (nn.LeakyReLU(-0.1), True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("activation", "to_residual"), WRITTEN, ids=str)
+def test_what_a_block_keeps_may_be_written_to(activation: nn.Module, to_residual: bool) -> None:
+    optimized = _same(Writes(activation, to_residual), IMAGES)
+    assert _is_fused(optimized, IMAGES) == 1
+    assert report(optimized).blocks[0].followed_by == "addition"
+    kept = _same(Writes(activation, not to_residual), IMAGES)
+    assert "addition, " in report(kept).blocks[0].followed_by
+
+
+def test_writes_that_no_graph_shows() -> None:
+    """A block's result is the module's own, and another one writes to it."""
+
+    class Adds(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x += 1
+            return x
+
+    class Leaky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.leaky_relu(self.bn(self.conv(x)) + x)
+
+    optimized = _same(nn.Sequential(Leaky(), Adds()), IMAGES)
+    assert _is_fused(optimized, IMAGES) == 0
+    assert any("its step fails" in note for note in report(optimized).notes)
+
+
 def test_a_branch_taken_at_random_is_no_part_of_a_graph() -> None:
     optimized = fastconv.optimize(Drops().train(), IMAGES)
     results = [torch.equal(optimized(IMAGES), IMAGES) for _ in range(40)]

@@ -166,7 +166,7 @@ def is_constant(value: Any) -> bool:
 
 
 def kept_value(value: Any) -> Any:
-    """A constant, or a copy of a small collection of constants; MISSING for all else."""
+    """A constant, or a copy of a small collection of constants and functions; else MISSING."""
     if is_constant(value):
         return value
     return copy.deepcopy(value) if _is_small(value) else MISSING
@@ -174,7 +174,11 @@ def kept_value(value: Any) -> Any:
 
 def _is_small(value: Any) -> bool:
     elements = list(_elements(value))
-    return len(elements) <= _MOST_ELEMENTS and all(map(is_constant, elements))
+    return len(elements) <= _MOST_ELEMENTS and all(
+        # Functions without a name ("<lambda>") cannot be pickled with the graph.
+        is_constant(one) or (isinstance(one, _CODE) and "<" not in one.__qualname__)
+        for one in elements
+    )
 
 
 def _elements(value: Any) -> Iterator[Any]:
