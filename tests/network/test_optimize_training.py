@@ -367,9 +367,15 @@ def test_other_kinds_of_norms_are_left_and_named() -> None:
 
 
 def test_sync_batch_norms_are_left() -> None:
-    found = fastconv.network.blocks.reason_to_leave_norm(nn.SyncBatchNorm(3))
-    assert found is not None
-    assert "several processes" in found
+    """Whatever follows them; in training they would need a GPU."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 3, 1), nn.SyncBatchNorm(3).eval(), nn.ReLU(),
+        nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU(),
+    )  # fmt: skip
+    optimized = fastconv.optimize(model, IMAGES)
+    torch.testing.assert_close(optimized(IMAGES), model(IMAGES), rtol=1e-4, atol=1e-4)
+    assert _is_fused(optimized, IMAGES) == 1
+    assert report(optimized).left["1"].startswith("statistics of several processes")
 
 
 def test_a_convolution_may_stay_pytorchs(clock: Clock) -> None:
