@@ -14,8 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastconv
+from fastconv.network import training_graph
+from fastconv.ops import batchnorm_schema
 from network.helpers import norm_calls, report
 
 pytestmark = pytest.mark.usefixtures("clock")
@@ -227,7 +230,26 @@ def test_lists_that_are_not_the_models(of: str, monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(optimized(IMAGES), expected)
 
 
-def test_compiled_models_compare_lists() -> None:
+@pytest.mark.skipif(not training_graph.COMPILED, reason="this PyTorch traces no training graphs")
+@pytest.mark.parametrize("name", CHANGES)
+def test_compiled_models_compare_the_same(name: str) -> None:
+    torch._dynamo.reset()
+    kind, change = CHANGES[name]
+    optimized: Any = fastconv.optimize(kind().train(), IMAGES)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(optimized, backend=counter, fullgraph=True)
+    torch.testing.assert_close(compiled(IMAGES), optimized(IMAGES), rtol=1e-4, atol=1e-4)
+    change(optimized)
+    torch.testing.assert_close(compiled(IMAGES), optimized(IMAGES), rtol=1e-4, atol=1e-4)
+    norms = [
+        sum(node.target is batchnorm_schema.forward for node in graph.graph.nodes)
+        for graph in counter.graphs
+    ]
+    assert norms == [1, 0]
+
+
+@pytest.mark.skipif(not training_graph.COMPILED, reason="this PyTorch traces no training graphs")
+def test_compiled_models_compare_variables() -> None:
     torch._dynamo.reset()
     optimized: Any = fastconv.optimize(OfFile().train(), IMAGES)
     compiled = torch.compile(optimized, backend="eager", fullgraph=True)
