@@ -19,7 +19,7 @@ from fastconv.backends.batchnorm.formulas import scale_and_shift, sum_type
 from fastconv.backends.epilogue import applied
 from fastconv.functional import conv1d, conv2d, conv3d, raise_unfit
 from fastconv.geometry import Activation, IntOrPair, LayerPadding, PaddingLike, activation_of
-from fastconv.layers import PaddingMode
+from fastconv.layers import PaddingMode, has_hooks_of_all
 from fastconv.modules import Conv1d, Conv2d, Conv3d
 from fastconv.ops import batchnorm_schema, hooks
 from fastconv.problem import Epilogue
@@ -485,7 +485,8 @@ class _ConvBNAct(nn.Module):
         """
         conv: Any = self._modules["conv"]
         bn: Any = self._modules["bn"]
-        if not _computes(conv, self._conv) or not _computes(bn, self._bn):
+        alone = has_hooks_of_all()
+        if alone or not _computes(conv, self._conv) or not _computes(bn, self._bn):
             return applied(bn(conv(input)), residual, Epilogue(*activation_of(self.activation)))
         return _block(conv, bn, input, residual, self.activation)
 
@@ -504,8 +505,8 @@ class ConvBNAct2d(_ConvBNAct):
     ``fastconv.Conv2d``, and ``bn``, a ``torch.nn.BatchNorm2d``: with their parameters, initial
     values and state dict (``conv.weight``, ``bn.weight``, ``bn.running_mean`` ...), by
     ``fastconv.conv_bn_act``. ``bn.eval()`` freezes its statistics, as everywhere. Where one of the
-    two has hooks, or has become a layer of another class, as ``torch.nn.SyncBatchNorm``, they are
-    called one after the other.
+    two has hooks, or has become a layer of another class, as ``torch.nn.SyncBatchNorm``, and where
+    hooks are registered for all modules, they are called one after the other.
 
     Args:
         in_channels: channels of the input.

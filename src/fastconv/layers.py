@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
+import torch.nn.modules.module as _hooks
 from torch import Tensor
 from torch.fx import Proxy, Tracer
 from torch.nn.functional import pad
@@ -30,6 +31,25 @@ COUNTERPARTS: dict[type[torch.nn.Module], Any] = {}
 
 EXCHANGED = "_fastconv_exchanged_class"
 """The attribute of a class that was made for an exchanged layer: the layer's own class before."""
+
+OF_DRY_RUNS: set[int] = set()
+"""Ids of the hooks of all modules that dry runs have registered."""
+
+
+def has_hooks_of_all() -> bool:
+    """Whether hooks are registered for all modules, which have to see the calls of each of them.
+
+    A dry run's are not counted: the kernels that it finds are to be those of other calls.
+    """
+    if not _hooks._has_any_global_hook():
+        return False
+    if not OF_DRY_RUNS:
+        return True
+    others = (
+        _hooks._global_backward_pre_hooks, _hooks._global_backward_hooks,
+        _hooks._global_forward_hooks,
+    )  # fmt: skip
+    return any(others) or not OF_DRY_RUNS.issuperset(_hooks._global_forward_pre_hooks)
 
 
 class Layer(torch.nn.Module):

@@ -290,6 +290,18 @@ def test_layers_of_other_classes_are_called() -> None:
     torch.testing.assert_close(layer(images, images), expected)
 
 
+def test_hooks_of_all_modules_are_called_for_its_layers() -> None:
+    layer, images, seen = fastconv.ConvBNAct2d(4, 4, 1), torch.randn(2, 4, 7, 7), []
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *_: seen.append(type(module))
+    )
+    try:
+        layer(images)
+    finally:
+        handle.remove()
+    assert seen == [fastconv.Conv2d, nn.BatchNorm2d, fastconv.ConvBNAct2d]
+
+
 @pytest.mark.parametrize("axes", LAYERS)
 def test_evaluation_is_one_operator(axes: int) -> None:
     layer = LAYERS[axes][0](4, 4, 3, padding=1).eval()

@@ -192,15 +192,33 @@ OTHERS: dict[str, tuple[str, dict[str, Any], list[Placement], list[Placement]]] 
         [FIRST, ALL, ALL],
         [FIRST, FIRST, PART, PART],
     ),
+    "volumes": (
+        "conv3d",
+        {"padding": ((2, 0), (1, 1), (0, 1)), "stride": (1, 2, 1)},
+        [FIRST, ALL, ALL],
+        [FIRST, FIRST, PART, PART],
+    ),
+    "volumes, output channels": (
+        "conv3d",
+        {"padding": 1},
+        [ALL, FIRST, FIRST],
+        [SECOND, PART, FIRST, FIRST],
+    ),
+    "volumes, transposed": (
+        "conv_transpose3d",
+        {"stride": 2, "output_padding": (1, 0, 1)},
+        [ALL, SECOND, FIRST],
+        [SECOND, PART, SECOND, FIRST],
+    ),
 }
 
 
 def _other_leaves(name: str) -> list[Tensor]:
     function, options, placements, _ = OTHERS[name]
     generator, groups = torch.Generator().manual_seed(3), options.get("groups", 1)
-    axes = 2 if function.endswith("2d") else 1
-    pair = (6, 4) if function == "conv1d" else (4, 6 // groups)
-    shapes = (4, 4, *(9, 8)[:axes]), (*pair, *(3, 2)[:axes]), (6,)
+    axes = int(function[-2])
+    pair = (4, 6 // groups) if "transpose" in function else (6, 4)
+    shapes = (4, 4, *(9, 8, 5)[:axes]), (*pair, *(3, 2, 2)[:axes]), (6,)
     return [torch.randn(shape, generator=generator) for shape in shapes][: len(placements)]
 
 

@@ -1,6 +1,10 @@
-"""A small network trains as it does with PyTorch's convolutions."""
+"""Small networks train as they do with PyTorch's layers."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +13,8 @@ from torch import nn
 
 import fastconv
 from fastconv.bench import contestants
-from gpu.helpers import CUDA
+from gpu.helpers import CUDA, FORMATS
+from training_cases import check_follows
 
 STEPS = 50
 # How far apart two losses may be. Gradients that are 1e-3 off make a difference of 1e-5, because
@@ -58,3 +63,13 @@ def test_losses_follow_pytorchs(precision: str) -> None:
         ours, theirs = _losses(fastconv.Conv2d), _losses(nn.Conv2d)
     assert theirs[-1] < theirs[0] / 2  # The network learns.
     assert ours == pytest.approx(theirs, rel=TOLERANCES[precision])
+
+
+@pytest.mark.parametrize("memory_format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("mode", ["ieee", "tf32", "bfloat16", "float16"])
+def test_blocks_follow_pytorchs(mode: str, memory_format: Any) -> None:
+    """200 steps of a residual network, whose blocks have BatchNorms."""
+    dtype = getattr(torch, mode, None)
+    autocast = partial(torch.autocast, "cuda", dtype) if dtype else nullcontext
+    with contestants.settings("ieee" if mode == "ieee" else "tf32", benchmark=False):
+        check_follows(32, 16, 32, 0.01, str(CUDA), autocast, memory_format)

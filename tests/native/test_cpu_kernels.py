@@ -389,6 +389,22 @@ class TestUse:
                 native.before_cpu_pass()
                 assert start.called == (call >= started_at)
 
+    @pytest.mark.parametrize("is_built", [True, False])
+    def test_it_can_be_decided_beforehand(self, is_built: bool) -> None:
+        """For comparisons of bits: the library begins to be used at once, or not at all."""
+        with (
+            mock.patch.multiple(native, conv2d=None, _started=False, _cpu_passes=0),
+            mock.patch.object(build, "is_built", return_value=is_built),
+            mock.patch.object(native, "load_if_built") as load,
+            mock.patch.object(native, "start_build") as start,
+        ):
+            native.decide()
+            assert start.called == load.called == is_built
+            start.reset_mock()
+            for _ in range(200 * (not is_built)):
+                native.before_cpu_pass()
+            assert not start.called
+
 
 @pytest.mark.skipif("FASTCONV_SANITIZED" not in os.environ, reason="run by `make sanitize-cpu`")
 def test_sanitizers(tmp_path: Path) -> None:

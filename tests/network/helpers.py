@@ -24,16 +24,19 @@ from fastconv.ops import batchnorm_schema
 
 EXAMPLE = torch.randn(2, 3, 10, 10)
 SEQUENCES = torch.randn(2, 3, 10)
+VOLUMES = torch.randn(2, 3, 10, 10, 10)
 
 KINDS = {
     "Conv1d": SEQUENCES,
     "Conv2d": EXAMPLE,
     "ConvTranspose1d": SEQUENCES,
     "ConvTranspose2d": EXAMPLE,
+    "Conv3d": VOLUMES,
+    "ConvTranspose3d": VOLUMES,
 }
 """The layers that fastconv computes, by their names in PyTorch and in fastconv; and examples."""
 
-NORMS = {"1d": nn.BatchNorm1d, "2d": nn.BatchNorm2d}
+NORMS = {"1d": nn.BatchNorm1d, "2d": nn.BatchNorm2d, "3d": nn.BatchNorm3d}
 LAYERS = tuple(getattr(fastconv, kind) for kind in KINDS)
 
 

@@ -178,7 +178,8 @@ def test_layers_that_differ_in_kind_alone(clock: Clock) -> None:
 def test_memory_formats_in_the_report(kind: str) -> None:
     layer, example = layer_of(kind, 3, 4, 1), KINDS[kind]
     dense = torch.stack([*example.unbind(1)], -1).movedim(-1, 1)
-    names = ["ncl", "nlc", "cl"] if kind.endswith("1d") else ["nchw", "nhwc", "chw"]
+    axes = {"1d": "l", "2d": "hw", "3d": "dhw"}[kind[-2:]]
+    names = (f"nc{axes}", f"n{axes}c", f"c{axes}")
     for input, name in zip((example, dense, example[0]), names, strict=True):
         assert f"float32 {name} " in str(report(fastconv.optimize(layer, input)))
 

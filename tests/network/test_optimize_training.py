@@ -15,9 +15,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import fastconv
+from fastconv.backends.batchnorm import launches
 from fastconv.network import training_graph
 from fastconv.network.block_calls import BlockCall
 from fastconv.network.calls import Times
+from fastconv.network.preparation import needs_of
 from fastconv.ops import batchnorm_schema
 from network.helpers import (
     EXAMPLE,
@@ -99,6 +101,16 @@ def test_a_residual_network(clock: Clock) -> None:
     assert len(followed) == 7
     assert "7 of 7 BatchNorms computed with what follows them" in str(found)
     assert not any("BatchNorm" in call.kind for call in clock.seen)
+
+
+def test_prepare_finds_the_kernels_of_blocks() -> None:
+    optimized = fastconv.optimize(_blocks(), EXAMPLE)
+    asked = needs_of(optimized, (EXAMPLE,), {})
+    norms = [need for need in asked if isinstance(need, launches.Need)]
+    # Of the five BatchNorms, two pairs are called alike.
+    alone, last, shortcut = ("relu", False), ("relu", True), ("identity", False)
+    found = sorted((one.call.activation, one.call.residual) for one in norms)
+    assert found == sorted(2 * [alone, last, shortcut])  # forward and backward
 
 
 def test_checkpoints_copies_pickles_and_eval() -> None:
@@ -245,6 +257,58 @@ def test_models_that_would_break_it(kind: type[nn.Module], fused: int) -> None:
     assert _is_fused(optimized, IMAGES) == fused
 
 
+class Writes(nn.Module):
+    """What follows an activation writes to its result or to the residual, as PyTorch's allows."""
+
+    def __init__(self, activation: nn.Module, to_residual: bool) -> None:
+        super().__init__()
+        self.conv, self.bn, self.act = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), activation
+        self.to_residual = to_residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = x * 2
+        out = self.act(self.bn(self.conv(x)) + residual)
+        written = residual if self.to_residual else out
+        written += 1
+        return out + residual
+
+
+WRITTEN = [
+    (nn.LeakyReLU(0.1), False), (nn.ReLU6(), False), (nn.SiLU(), True), (nn.GELU(), True),
+    (nn.Hardswish(), True), (nn.LeakyReLU(-0.1), True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("activation", "to_residual"), WRITTEN, ids=str)
+def test_what_a_block_keeps_may_be_written_to(activation: nn.Module, to_residual: bool) -> None:
+    optimized = _same(Writes(activation, to_residual), IMAGES)
+    assert _is_fused(optimized, IMAGES) == 1
+    assert report(optimized).blocks[0].followed_by == "addition"
+    kept = _same(Writes(activation, not to_residual), IMAGES)
+    assert "addition, " in report(kept).blocks[0].followed_by
+
+
+def test_writes_that_no_graph_shows() -> None:
+    """A block's result is the module's own, and another one writes to it."""
+
+    class Adds(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x += 1
+            return x
+
+    class Leaky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.leaky_relu(self.bn(self.conv(x)) + x)
+
+    optimized = _same(nn.Sequential(Leaky(), Adds()), IMAGES)
+    assert _is_fused(optimized, IMAGES) == 0
+    assert any("its step fails" in note for note in report(optimized).notes)
+
+
 def test_a_branch_taken_at_random_is_no_part_of_a_graph() -> None:
     optimized = fastconv.optimize(Drops().train(), IMAGES)
     results = [torch.equal(optimized(IMAGES), IMAGES) for _ in range(40)]
@@ -303,9 +367,15 @@ def test_other_kinds_of_norms_are_left_and_named() -> None:
 
 
 def test_sync_batch_norms_are_left() -> None:
-    found = fastconv.network.blocks.reason_to_leave_norm(nn.SyncBatchNorm(3))
-    assert found is not None
-    assert "several processes" in found
+    """Whatever follows them; in training they would need a GPU."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 3, 1), nn.SyncBatchNorm(3).eval(), nn.ReLU(),
+        nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU(),
+    )  # fmt: skip
+    optimized = fastconv.optimize(model, IMAGES)
+    torch.testing.assert_close(optimized(IMAGES), model(IMAGES), rtol=1e-4, atol=1e-4)
+    assert _is_fused(optimized, IMAGES) == 1
+    assert report(optimized).left["1"].startswith("statistics of several processes")
 
 
 def test_a_convolution_may_stay_pytorchs(clock: Clock) -> None:

@@ -15,6 +15,7 @@ from fastconv.bench.cases import Tensors, reason
 from fastconv.bench.judging import Error, Part, Reference
 from fastconv.bench.relations import RELATIONS, Subject
 from fastconv.bench.trials import Data, Results, Trial
+from fastconv.native import decide
 from fastconv.workloads import to_dict
 
 ELEMENTS = "elements"
@@ -63,15 +64,19 @@ def check(trial: Trial, device: torch.device, with_peer: bool = False, advice: s
 
     Exceptions are caught and reported in the outcome, those for want of memory with ``advice``.
     """
-    return _timed(trial, partial(_check, trial, device, with_peer), advice)
+    return _timed(trial, partial(_check, trial, device, with_peer), device, advice)
 
 
 def check_isolation(trial: Trial, device: torch.device, advice: str = "") -> Check:
     """Checks only the isolation of a trial (:mod:`fastconv.bench.isolation`)."""
-    return _timed(trial, partial(_check_isolation, trial, device), advice)
+    return _timed(trial, partial(_check_isolation, trial, device), device, advice)
 
 
-def _timed(trial: Trial, checked: Callable[[], dict[str, Any]], advice: str) -> Check:
+def _timed(
+    trial: Trial, checked: Callable[[], dict[str, Any]], device: torch.device, advice: str
+) -> Check:
+    if device.type == "cpu":
+        decide()
     start = time.perf_counter()
     try:
         found = checked()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ __all__ = [
     "before_cpu_pass",
     "conv2d",
     "conv_bn_act",
+    "decide",
     "describe",
     "finish",
     "freeze",
@@ -165,6 +167,22 @@ def before_cpu_pass() -> None:
     _cpu_passes += 1
     if _cpu_passes >= _CPU_PASSES_BEFORE_BUILD or (_cpu_passes == 1 and build.is_built()):
         start_build()
+
+
+def decide() -> None:
+    """Has the library or Python compute all later passes on a CPU: the library, if it is built.
+
+    Their sums have other orders, so results would have other bits if the library were built
+    meanwhile.
+    """
+    global _cpu_passes
+    if _started or conv2d is not None:
+        return
+    if build.is_built():
+        start_build()
+        load_if_built()
+    else:
+        _cpu_passes = -sys.maxsize  # counted up to 64, but never
 
 
 def finish() -> None:

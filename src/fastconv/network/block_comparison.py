@@ -19,7 +19,7 @@ from fastconv.problem import Epilogue
 
 
 def disagreement(subject: Subject, proposal: Proposal) -> str | None:
-    """How a block differs from its parts if by more than rounding.
+    """How a block differs from its parts if by more than rounding, or why a step fails.
 
     The model is called with PyTorch's operations in all blocks, and fused ones on the same inputs.
     """
@@ -42,6 +42,12 @@ def disagreement(subject: Subject, proposal: Proposal) -> str | None:
         words = comparison.said.get(id(modules[name]), "nothing, as its graph is not called")
         if words is not None:
             return f"{name} with what follows it gives {words}"
+    try:
+        with proposal.undone():
+            proposal.apply()
+            subject.run(subject.model)
+    except Exception as error:  # PyTorch may allow to write to what a block keeps for the gradients
+        return f"its step fails: {tables.error_line(error)}"
     return None
 
 

@@ -12,7 +12,8 @@ from torch.fx import Graph, Node
 
 from fastconv.backends.batchnorm.formulas import sum_type
 from fastconv.batchnorm import CONVOLUTIONS, bn_act, conv_of_bn_act
-from fastconv.geometry import Activation
+from fastconv.geometry import Activation, activation_of
+from fastconv.kernels.batchnorm.plan import beside as needs_beside
 from fastconv.network.exchange import is_exact, kind_of
 from fastconv.network.sites import (
     IN_PLACE,
@@ -150,7 +151,8 @@ def _block(
     if follower is not None:
         activation = activation_at(follower, block.tip, modules)
         if activation is not None:
-            block = replace(block, act=follower, activation=activation)
+            followed = replace(block, act=follower, activation=activation)
+            block = block if _keeps_what_is_written(followed, graph) else followed
     source = norm.args[0]
     place = block.addition or norm
     if (
@@ -161,6 +163,17 @@ def _block(
     ):
         block = replace(block, conv=source)
     return block
+
+
+def _keeps_what_is_written(block: Block, graph: Traced) -> bool:
+    """Whether a block with an activation keeps a tensor for gradients that is written to later.
+
+    PyTorch's activation keeps its input where a block keeps the output or the residual.
+    """
+    name, slope = activation_of(block.activation)
+    kept = needs_beside(name, slope, block.addition is not None)
+    node = {"output": block.act, "residual": block.residual}.get(kept or "")
+    return node is not None and graph.is_written_after(node, block.tip)
 
 
 def _is_convolution(node: Node, modules: Mapping[str, nn.Module]) -> bool:

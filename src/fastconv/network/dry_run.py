@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fastconv.layers import OF_DRY_RUNS
 from fastconv.network.holders import clear_caches, holders, take_out
 from fastconv.network.reachable import named_globals
 from fastconv.network.snapshot import Snapshot, same_random_numbers
@@ -148,10 +149,12 @@ class DryRun:
             with same_random_numbers(), self:
                 self._fake_parameters(modules)
                 handle = _hooks.register_module_forward_pre_hook(self._before_forward)
+                OF_DRY_RUNS.add(handle.id)
                 try:
                     yield
                 finally:
                     handle.remove()
+                    OF_DRY_RUNS.discard(handle.id)
         except BaseException as error:
             if caller is not None:
                 clear_caches(self._is_new)

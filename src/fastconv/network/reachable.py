@@ -56,7 +56,7 @@ def records_of(of: Any, is_dry: bool, has_values: bool) -> tuple[list[Record], l
     if kind in _LEADS:
         return [], [((ATTRIBUTE, name), getattr(of, name)) for name in _LEADS[kind]]
     if issubclass(kind, type):
-        if _is_library(of):
+        if is_library(of):
             return [], []
         return [records.of_class(of)], [((ATTRIBUTE, "__bases__"), base) for base in of.__bases__]
     if kind is types.FunctionType:
@@ -91,7 +91,7 @@ def records_of(of: Any, is_dry: bool, has_values: bool) -> tuple[list[Record], l
     elif kind.__module__.startswith(_COMPILERS):
         return [], []
     found += _attributes(of, kind)
-    if not _is_library(kind):
+    if not is_library(kind):
         leads.append(((ATTRIBUTE, "__class__"), kind))
     return found, leads
 
@@ -112,7 +112,7 @@ def _attributes(of: Any, kind: type) -> Iterator[Record]:
     slots = {
         name: slot
         for base in kind.__mro__
-        if not _is_library(base)
+        if not is_library(base)
         for name, slot in vars(base).items()
         if type(slot) is types.MemberDescriptorType
     }
@@ -122,7 +122,7 @@ def _attributes(of: Any, kind: type) -> Iterator[Record]:
 
 def _of_function(of: types.FunctionType) -> tuple[list[Record], list[Child]]:
     """The variables of a function that outlive its calls: closure, globals, defaults."""
-    if _is_library(of):
+    if is_library(of):
         return [], []
     outside = zip(of.__code__.co_freevars, of.__closure__ or (), strict=True)
     leads: list[Child] = [((VARIABLE, name), cell) for name, cell in outside]
@@ -137,7 +137,7 @@ def _global_variables(code: types.CodeType, names: dict[str, Any]) -> Iterator[R
     yield records.of_globals(used, names)
     for name in used:
         value = names.get(name)
-        if type(value) is types.ModuleType and not _is_library(value):
+        if type(value) is types.ModuleType and not is_library(value):
             yield records.of_globals([one for one in used if one in vars(value)], vars(value))
 
 
@@ -155,7 +155,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _is_library(of: Any) -> bool:
+def is_library(of: Any) -> bool:
     """Whether a class, a function or a file belongs to one of :data:`_LIBRARIES`."""
     name = of.__name__ if isinstance(of, types.ModuleType) else getattr(of, "__module__", None)
     return not isinstance(name, str) or name.partition(".")[0] in _LIBRARIES

@@ -27,17 +27,18 @@ from torch.utils._pytree import tree_map_only
 from fastconv.network.blocks import Block, blocks, fused_graph, is_norm
 from fastconv.network.calls import Form
 from fastconv.network.dry_run import tensors_of
+from fastconv.network.forward_code import Unwatchable
 from fastconv.network.reachable import ATOMS
 from fastconv.network.snapshot import Snapshot
 from fastconv.network.tracing import Traced, Untraceable, traced_part
 from fastconv.network.training_graph import (
     TrainingGraph,
-    Unwatchable,
     Watched,
     attach,
     detach,
     has_blocks,
     reason_to_leave,
+    watched_modules,
 )
 
 
@@ -89,7 +90,8 @@ class Region:
     blocks: Mapping[str, Block]  # by the names of their BatchNorms in the model
     arguments: tuple[tuple[int | str, bool, Any], ...]
     defaults: dict[str, Any]
-    containers: tuple[Watched, ...]
+    inlined: tuple[str, ...]  # modules in it whose forward is part of the graph
+    watched: tuple[Watched, ...]
 
     def full_name(self, node: Node) -> str:
         """The name that the model has for a module that the graph calls."""
@@ -116,7 +118,7 @@ class Region:
                     present = tuple(one for one in options if hasattr(part, one))
                     parts[str(node.target)] = part, present
         watched = [Watched.of_part(path, *part) for path, part in parts.items()]
-        return TrainingGraph.of(graph, self.arguments, self.defaults, [*self.containers, *watched])
+        return TrainingGraph.of(graph, self.arguments, self.defaults, [*self.watched, *watched])
 
 
 def regions(model: nn.Module, given: Mapping[str, Given], left: dict[str, str]) -> list[Region]:
@@ -140,7 +142,7 @@ def regions(model: nn.Module, given: Mapping[str, Given], left: dict[str, str]) 
         if region is not None:
             found.append(region)
             prefix = f"{name}." if name else ""
-            inlined.update(prefix + ".".join(one.path) for one in region.containers if one.path)
+            inlined.update(prefix + one for one in region.inlined)
     return found
 
 
@@ -170,13 +172,12 @@ def _region(name: str, module: nn.Module, given: Given) -> Region | None:
     modules = dict(module.named_modules())
     if any(part not in modules or has_blocks(modules[part]) for part in inlined):
         raise Untraceable("a module in it belongs to several")
+    called = {str(node.target) for node in graph.module.graph.nodes if node.op == "call_module"}
     try:
-        containers = tuple(
-            Watched.of_container(part, modules[part]) for part in ("", *sorted(inlined))
-        )
+        watched = watched_modules(module, inlined, called)
     except Unwatchable as error:
         raise Untraceable(str(error)) from error
-    return Region(name, module, graph, found, *_arguments(module, given), containers)
+    return Region(name, module, graph, found, *_arguments(module, given), tuple(inlined), watched)
 
 
 def _meets(owners: Collection[str]) -> bool:

@@ -151,6 +151,18 @@ class Traced:
     module: GraphModule
     forms: Mapping[Node, Form]  # the results of nodes that are tensors
     writers: Collection[Node]  # nodes that write to tensors that existed before them
+    storages: Mapping[Node, int]  # of the results of nodes that are tensors; 0: an unknown one
+    written: Mapping[Node, Collection[int]]  # the storages that these nodes write to
+
+    def is_written_after(self, result: Node, node: Node) -> bool:
+        """Whether a node behind another one may write to the memory of a result."""
+        own = self.storages.get(result, 0)
+        while node.op != "output":
+            node = node.next
+            found = self.written.get(node, ())
+            if own in found or 0 in found or (found and own == 0):
+                return True
+        return False
 
 
 def traced(model: nn.Module, example: Any, named: Any, before: Snapshot) -> Traced:
@@ -215,7 +227,8 @@ def traced_part(
         raise Untraceable(f"torch.fx cannot trace the model: {tables.error_line(error)}") from error
     if tracer.lost is not None:
         raise Untraceable(f"the model sets {tracer.lost} itself, which torch.fx would lose")
-    return Traced(module, interpreter.forms, interpreter.writers)
+    written = interpreter.written
+    return Traced(module, interpreter.forms, written.keys(), interpreter.storages, written)
 
 
 def _name_placeholders(graph: Graph, names: Sequence[str]) -> None:
@@ -234,21 +247,23 @@ def _name_placeholders(graph: Graph, names: Sequence[str]) -> None:
 
 
 class _NodeResults(Interpreter):
-    """Records the form of each node's result, and which nodes write to tensors of others."""
+    """Records the form and the memory of each node's result, and what nodes write to."""
 
     def __init__(self, module: GraphModule, watch: _WriteWatch) -> None:
         super().__init__(module)
         self._watch = watch
         self.forms: dict[Node, Form] = {}
-        self.writers: set[Node] = set()
+        self.storages: dict[Node, int] = {}
+        self.written: dict[Node, set[int]] = {}
 
     def run_node(self, n: Node) -> Any:
         self._watch.reset()
         result = super().run_node(n)
         if self._watch.written:
-            self.writers.add(n)
+            self.written[n] = self._watch.written
         if isinstance(result, Tensor):
             self.forms[n] = Form.of(result)
+            self.storages[n] = self._watch.storage(result)
         return result
 
 

@@ -12,17 +12,17 @@ import functools
 import importlib
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.modules.module as _hooks
 from torch import Tensor, nn
 from torch.fx import Graph
 
-from fastconv.network.reachable import ATOMS
+from fastconv.layers import has_hooks_of_all
+from fastconv.network.forward_code import MISSING, Code, Unwatchable, is_constant, variable
 
 _GRAPH = "_fastconv_training_graph"
 """The attribute of a module that has its :class:`TrainingGraph`."""
@@ -32,9 +32,6 @@ COMPILED = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 
 In older versions of PyTorch, compiled models run their own code.
 """
-
-_MISSING = object()
-_CODE = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
 def has_own_hooks(module: nn.Module) -> bool:
@@ -50,27 +47,23 @@ def has_own_hooks(module: nn.Module) -> bool:
 # --- What a graph depends on ----------------------------------------------------------------------
 
 
-class Unwatchable(Exception):
-    """A module's ``forward`` depends on something that cannot be compared in each call."""
-
-
 @dataclass(frozen=True)
 class Watched:
     """A module of which a graph has constants: it must be as it was traced.
 
     Attributes:
         path: how it is reached from the module that has the graph.
-        kind: its class.
+        kind: its class; None if that does not matter, and hooks do not.
         options: values of its attributes.
-        children: names of its modules, if its ``forward`` is part of the graph.
-        globals: values of variables that methods of its class read, by method and name.
+        children: names of its modules, where code in the graph may go through them.
+        variables: variables outside of classes that methods read, by class, method and name.
     """
 
     path: tuple[str, ...]
-    kind: type[nn.Module]
+    kind: type[nn.Module] | None
     options: Mapping[str, Any]
     children: tuple[str, ...] | None = None
-    globals: tuple[tuple[str, str, Any], ...] = ()
+    variables: tuple[tuple[type, str, str, Any], ...] = ()
 
     @classmethod
     def of_part(cls, path: str, module: nn.Module, options: Iterable[str]) -> Watched:
@@ -79,33 +72,15 @@ class Watched:
         return cls(_split(path), type(module), values)
 
     @classmethod
-    def of_container(cls, path: str, module: nn.Module) -> Watched:
+    def of_container(cls, path: str, module: nn.Module, code: Code) -> Watched:
         """A module whose ``forward`` is part of the graph.
 
         Raises:
             Unwatchable: the ``forward`` reads something that may change unseen.
         """
-        kind = type(module)
-        methods = _methods(kind)
-        names = {name for method in methods.values() for name in _names(method.__code__)}
-        options = {name: value for name, value in vars(module).items() if _is_constant(value)}
-        for name in names - options.keys():
-            value = vars(module).get(name, getattr(kind, name, _MISSING))
-            if value is _MISSING or isinstance(value, (property, nn.Module)):
-                continue
-            if _is_constant(value) or isinstance(value, _CODE):
-                options[name] = value
-            elif name in vars(module) and not name.startswith("_"):
-                raise Unwatchable(f"its forward reads the attribute {name}, which may change")
-        for name, method in methods.items():
-            _check_closure(name, method)
-        watched = tuple(
-            (method, name, function.__globals__[name])
-            for method, function in methods.items()
-            for name in sorted(set(_names(function.__code__)))
-            if _is_constant(function.__globals__.get(name, _MISSING))
-        )
-        return cls(_split(path), kind, options, tuple(module._modules), watched)
+        options = {name: value for name, value in vars(module).items() if is_constant(value)}
+        options |= code.attributes(module)
+        return cls(_split(path), type(module), options, _children(module), code.variables())
 
     def holds(self, root: nn.Module) -> bool:
         """Whether the module is as it was traced."""
@@ -114,66 +89,77 @@ class Watched:
             module = module._modules.get(name)
             if module is None:
                 return False
-        if self.path and (
-            type(module) is not self.kind or "forward" in vars(module) or has_own_hooks(module)
-        ):
+        if self.path and self.kind is not None and not self._is_called_alike(module):
             return False
         for name, value in self.options.items():
-            found = getattr(module, name, _MISSING)
+            found = getattr(module, name, MISSING)
             if isinstance(found, types.MethodType):  # which is made anew each time
                 found = found.__func__
             if found is not value and not (type(found) is type(value) and found == value):
                 return False
-        if self.children is not None and (
-            not module.training or tuple(module._modules) != self.children
-        ):
+        if self.children is not None and _children(module) != self.children:
             return False
         return all(
-            getattr(self.kind, method).__globals__.get(name, _MISSING) == value
-            for method, name, value in self.globals
+            variable(getattr(owner, method).__globals__, name) == value
+            for owner, method, name, value in self.variables
         )
+
+    def _is_called_alike(self, module: nn.Module) -> bool:
+        same_code = type(module) is self.kind and "forward" not in vars(module)
+        return same_code and not has_own_hooks(module)
+
+
+def watched_modules(
+    root: nn.Module, inlined: Iterable[str], called: Collection[str]
+) -> tuple[Watched, ...]:
+    """The modules that a graph depends on, but for the layers that blocks compute.
+
+    Args:
+        root: the module that has the graph.
+        inlined: names of modules in it whose ``forward`` is part of the graph.
+        called: names of modules that the graph calls.
+
+    Raises:
+        Unwatchable: one of them reads something that may change unseen.
+    """
+    modules = dict(root.named_modules(remove_duplicate=False))
+    codes = {path: Code.of(type(modules[path])) for path in ("", *sorted(inlined))}
+    found = []
+    for path, code in codes.items():
+        found.append(Watched.of_container(path, modules[path], code))
+        found += _watched_inside(path, modules[path], code, codes, called)
+    return tuple(found)
+
+
+def _watched_inside(
+    path: str, module: nn.Module, code: Code, inlined: Collection[str], called: Collection[str]
+) -> Iterator[Watched]:
+    """What code may read of the modules in a module, but for those that are ``inlined``."""
+    for name, child in module._modules.items():
+        below = f"{path}.{name}" if path else name
+        if child is None or below in inlined or not code.reaches(module, name):
+            continue
+        is_called = any(f"{below}.".startswith(f"{one}.") for one in called)
+        try:
+            inner = code.inside(type(child))
+            variables = inner.variables()
+        except Unwatchable:
+            if not is_called:
+                raise
+            inner, variables = code, ()  # its methods are hardly those that the code names
+        options = inner.attributes(child, lenient=is_called)
+        children = None if is_called else _children(child)
+        if options or variables or children is not None:
+            yield Watched(_split(below), None, options, children, variables)
+        yield from _watched_inside(below, child, inner, inlined, called)
+
+
+def _children(module: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, child in module._modules.items() if child is not None)
 
 
 def _split(path: str) -> tuple[str, ...]:
     return tuple(path.split(".")) if path else ()
-
-
-def _is_constant(value: Any) -> bool:
-    """Whether a value is a number, a text or the like, or a tuple of those."""
-    if type(value) is tuple:
-        return all(map(_is_constant, value))
-    return type(value) in ATOMS and not isinstance(value, types.ModuleType)
-
-
-def _methods(kind: type) -> dict[str, types.FunctionType]:
-    """The ``forward`` of a class, and the methods of PyTorch's users' that it may call, by name."""
-    found: dict[str, types.FunctionType] = {}
-    left = ["forward"]
-    while left:
-        name = left.pop()
-        method = getattr(kind, name, None)
-        if name in found or not isinstance(method, types.FunctionType):
-            continue
-        if name != "forward" and method.__module__.startswith("torch."):
-            continue
-        found[name] = method
-        left += _names(method.__code__)
-    return found
-
-
-def _names(code: types.CodeType) -> list[str]:
-    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
-    return [*code.co_names, *(name for one in inner for name in _names(one))]
-
-
-def _check_closure(name: str, method: types.FunctionType) -> None:
-    for variable, cell in zip(method.__code__.co_freevars, method.__closure__ or (), strict=True):
-        try:
-            value = cell.cell_contents
-        except ValueError:  # an empty cell
-            value = None
-        if not isinstance(value, (*_CODE, types.ModuleType)):
-            raise Unwatchable(f"its {name} reads the variable {variable} of a function around it")
 
 
 # --- The graph ------------------------------------------------------------------------------------
@@ -215,13 +201,13 @@ class TrainingGraph:
 
     def holds(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the graph computes what the module's own ``forward`` would."""
-        if len(args) + len(kwargs) != len(self.arguments) or _hooks._has_any_global_hook():
+        if len(args) + len(kwargs) != len(self.arguments) or has_hooks_of_all():
             return False
         for at, is_tensor, value in self.arguments:
             if isinstance(at, int):
-                given = args[at] if at < len(args) else _MISSING
+                given = args[at] if at < len(args) else MISSING
             else:
-                given = kwargs.get(at, _MISSING)
+                given = kwargs.get(at, MISSING)
             if is_tensor:
                 if not isinstance(given, Tensor):
                     return False
@@ -266,7 +252,7 @@ class _Imported:
         if isinstance(value, types.ModuleType):
             return cls(value.__name__, None)
         file, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
-        found = getattr(sys.modules.get(file or ""), name or "", _MISSING)
+        found = getattr(sys.modules.get(file or ""), name or "", MISSING)
         return cls(str(file), str(name)) if found is value else value
 
     def value(self) -> Any:
