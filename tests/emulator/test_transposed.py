@@ -42,6 +42,7 @@ sm_90a/132 input_grad tf32 nchw/nchw: 1x37x1x1 37x1x31x31 padding=15,15 groups=3
 sm_86/2 input_grad* tf32 nhwc/nhwc: 1x9x5x8 16x9x3x2 stride=2,1 padding=1,0
 sm_103a/5 input_grad* tf32 nchw/nchw: 1x1x1x1 8x1x1x1
 sm_90a/3 input_grad bfloat16 nchw/nchw unaligned: 1x3x1x1 79x3x1x1
+sm_90a/2 input_grad float16 nchw/nchw unaligned: 1x7x2x16 3x7x10x1 padding=6,2,0,2
 sm_90a/1 input_grad float16 nchw/nchw: 1x18x1x1 20x9x1x1 dilation=9,9 groups=2
 sm_90a/1 input_grad* tf32 nchw/nchw: 1x4x1x7 4x4x1x2 stride=1,2 padding=1,0,2,2
 sm_90a/1 input_grad* tf32 nchw/nchw: 1x32x2x8 1x32x3x1 stride=2,1 padding=1,0
