@@ -263,7 +263,7 @@ FAMILIES = {
 
 def _expected(problem: Problem, which: str, precision: str, made_for: str) -> family.Plan | None:
     """The plan of the first family that takes the problem; None for the portable kernels."""
-    operands = plans._operands(plans._seen(problem), "float32", precision)
+    operands = plans._operands(plans._seen(problem, which), "float32", precision)
     for one in FAMILIES[made_for]:
         with suppress(family.Declined):
             return getattr(one, which)(problem, operands, GPUS[made_for])

@@ -178,6 +178,8 @@ def test_the_bias_of_a_transposed_layer_is_that_of_the_channel(channels_last: bo
         (PassCase(Conv("", (1, 512, 1, 1), (512, 512, 1, 1)), dense.forward, torch.float16),
          "262144 weights"),
         (PassCase(Conv("", (2000, 8, 1, 1), (8, 8, 1, 1)), dense.weight_grad), "2000 images"),
+        (PassCase(Conv("", (1, 48, 1, 1), (1152, 48, 1, 1)), dense.forward, torch.bfloat16),
+         "48 times 1152 numbers, for tensor cores"),
     ],
 )  # fmt: skip
 def test_declines(case: PassCase, reason: str) -> None:

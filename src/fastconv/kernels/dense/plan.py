@@ -36,6 +36,10 @@ MOST_NARROW, MOST_OF_A_PIXEL, MOST_OF_AN_IMAGE = 2**17, 2**19, 2**22
 MOST_IMAGES = 1024  # of a weight gradient, which has one block for a tile and all images
 USUAL_IMAGES = 64  # for which tiles of forward passes and input gradients are chosen
 
+# Hopper's implicit GEMM multiplies so few k in one step, and so many columns in fewer blocks, where
+# it needs no launch before: in 16 bits, and in forward passes in TF32.
+ONE_STEP, MANY_COLUMNS, TENSOR_VECTOR = 64, 1024, 8
+
 OWN = 4  # rows, columns and k of a thread
 MOST_STEPS = 4  # times four k of a thread, in a stage
 SHAPES = ((8, 8), (8, 16), (16, 16), (16, 32), (32, 32))  # rows and columns of tiles
@@ -243,7 +247,26 @@ def _numbers(
     return step // problem.out_channels
 
 
+def _is_tensor_cores(product: Product, gpu: Gpu) -> bool:
+    """Whether Hopper's tensor cores are faster, as measured."""
+    operands, columns = product.operands, product.right.size
+    one_launch = operands.scalar_bytes == 2 or (
+        operands.precision == "tf32" and product.right.along_k
+    )
+    return (
+        gpus.number(gpu) == gpus.number(gpus.H200)
+        and not product.gives_weight
+        and operands.aligned
+        and one_launch
+        and product.ks <= ONE_STEP
+        and columns >= MANY_COLUMNS
+        and product.ks % TENSOR_VECTOR == columns % TENSOR_VECTOR == 0
+    )
+
+
 def _plan(product: Product, gpu: Gpu) -> Plan:
+    if _is_tensor_cores(product, gpu):
+        raise Declined(f"{product.ks} times {product.right.size} numbers, for tensor cores")
     tile = min(tiles_of(product.usual, gpu), key=lambda one: one.cycles(gpu))
     return plan(replace(tile, product=product), gpu)
 

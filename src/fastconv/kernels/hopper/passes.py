@@ -75,7 +75,7 @@ WGRAD_HALO_OF_VOLUMES_SHARE = 1.35
 MANY_TAPS = 25
 GATHER_SHARE = 0.75
 # Boxes in weight gradients of so much work with so many channels on both sides take all of their
-# estimates, where other tiles of these layers take 0.8 of theirs.
+# estimates, where other tiles of these layers take 0.8 of theirs, if there is no dilation.
 LONG_FLOPS, LONG_CHANNELS, LONG_BOXES_SHARE = 4e10, 256, 1.13
 FEW_SHARE = 1.5
 # Layers with as many input channels as output channels read the same if these exchange roles. They
@@ -210,6 +210,7 @@ def _boxed_way(layer: wgrad_implicit_gemm.Layer, gpu: Gpu) -> _Way:
     problem = layer.problem
     many = min(problem.in_channels, problem.out_channels) >= LONG_CHANNELS
     long = problem.depth is None and many and problem.flops >= LONG_FLOPS
+    long = long and problem.dilation == (1, 1)
     return cycles * (LONG_BOXES_SHARE if long else 1.0), planned
 
 
