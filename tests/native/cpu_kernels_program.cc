@@ -44,13 +44,14 @@ Axis pointwise_axis() {
 Problem drawn_problem(Kernel kernel) {
   const bool depthwise = kernel == kDepthwise, pointwise = kernel == kPointwise;
   const int64_t groups = depthwise ? drawn(1, 40) : drawn(1, 2);
+  const bool narrow = depthwise && drawn(0, 1) == 0;  // groups of a few channels
   const Axis planes = drawn(0, 1) == 0 ? kOnePlane
                       : pointwise      ? pointwise_axis()
                                        : drawn_axis(4, 3);
   return {drawn(1, planes.outputs == 1 ? 3 : 2),
           groups,
-          depthwise ? 1 : drawn(1, pointwise ? 150 : 40),
-          depthwise ? 1 : drawn(1, 40),
+          depthwise ? drawn(1, narrow ? 9 : 1) : drawn(1, pointwise ? 150 : 40),
+          depthwise ? drawn(1, narrow ? 9 : 1) : drawn(1, 40),
           planes,
           pointwise ? pointwise_axis() : drawn_axis(),
           pointwise ? pointwise_axis() : drawn_axis(),

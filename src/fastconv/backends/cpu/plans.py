@@ -37,8 +37,8 @@ _SUMS = 1 << 16
 _SCRATCH_BYTES = 8 << 20
 # The L2 cache where the operating system does not say: no CPU of the last ten years has less.
 _USUAL_L2_BYTES = 256 << 10
-# The written channels for which vectors of channels are well filled: those of half a tile.
-_FEWEST_CHANNELS = 16
+# Groups of up to so many channels, read and written ones, are taken together in vectors.
+_NARROW = 8
 # The input channels of a weight gradient's task: five register tiles of the widest vectors.
 _MOST_INPUTS = 70
 # The positions of a pass for which it pays to pack weights that are channels-last: measured with
@@ -106,9 +106,11 @@ def plan(
             return "its strides have too many residues"
         axes = [_gathering(axis) for axis in axes]
     *depth, rows, columns = axes
-    if problem.in_channels == problem.out_channels == problem.groups:
-        taps = math.prod(axis.taps for axis in depth)
-        return _depthwise_plan(rows, columns, taps, residues, _BYTES[dtype])
+    read, _ = of_group = _channels(problem, which)
+    if max(of_group) == 1 or (problem.groups > 1 and max(of_group) <= _NARROW):
+        # Wider groups have a stage for each channel, and one from which these are filled.
+        stages = math.prod(axis.taps for axis in depth) * read + (max(of_group) > 1)
+        return _depthwise_plan(rows, columns, stages, residues, _BYTES[dtype])
     if all(one.kernel_size == 1 and not one.before and not one.after for one in problem.axes):
         return _pointwise_plan(problem, which, channels_last, _BYTES[dtype])
     positions = problem.batch * math.prod(axis.outputs for axis in axes)
@@ -140,7 +142,7 @@ def _gathering(axis: Axis) -> Axis:
 
 
 def _depthwise_plan(
-    rows: Axis, columns: Axis, tap_planes: int, residues: int, itemsize: int
+    rows: Axis, columns: Axis, stages: int, residues: int, itemsize: int
 ) -> CpuPlan | str:
     lanes = VECTOR_BYTES // itemsize
 
@@ -148,7 +150,7 @@ def _depthwise_plan(
         return (outputs - 1) * axis.step + (axis.taps - 1) * axis.reach + 1
 
     for high, wide in _tiles(rows, columns):
-        staged = tap_planes * read(rows, high) * read(columns, wide)
+        staged = stages * read(rows, high) * read(columns, wide)
         sums = high * wide * (residues - 1)
         if 4 * (staged + sums) * lanes * itemsize <= l2_bytes():
             return CpuPlan("depthwise", high, wide, 1, lanes)
@@ -183,8 +185,6 @@ def _gather_plan(
     Where taps are far apart, few channels of a large tile are less than many of a small one.
     """
     read, written = _channels(problem, which)
-    if written < _FEWEST_CHANNELS:
-        return f"{written} written channels of a group do not fill vectors"
     depths = _depths_of_slices(read, rows.taps) if skips else []
     skips = bool(depths)
     taps, best, least = rows.taps * columns.taps, None, math.inf
@@ -256,8 +256,6 @@ def _share(count: int, most: int, unit: int) -> int:
 
 def _weight_grad_plan(problem: Problem, rows: Axis, columns: Axis, itemsize: int) -> CpuPlan | str:
     depth, channels = _channels(problem, "weight_grad")
-    if channels < _FEWEST_CHANNELS:
-        return f"{channels} written channels of a group do not fill vectors"
     taps = rows.taps * columns.taps
     some, most = min(depth, _MOST_INPUTS), min(channels, 128)
     while taps * some * _up(most, 32) * itemsize > _SCRATCH_BYTES // 4 and most > 32:

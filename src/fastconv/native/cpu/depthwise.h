@@ -1,8 +1,14 @@
-// Depthwise layers: each group has one read and one written channel.
+// Layers whose groups have few channels: one read and one written channel in depthwise layers.
 //
-// Vectors hold channels. Where these are neighbours in memory, forward passes read them there, and
-// leave padding out. Elsewhere, and in weight gradients, a tile of as many planes as a vector has
-// lanes is staged, with zeros for the padding, and transposed on the way.
+// Vectors hold written channels. Where those of a depthwise layer are neighbours in memory, forward
+// passes read them there, and leave padding out. Elsewhere, and in weight gradients, a tile of as
+// many planes as a vector has lanes is staged, with zeros for the padding, and transposed on the
+// way.
+//
+// Wider groups are computed as if their layer was depthwise and had more taps. A vector has the
+// written channels of some groups, and there is a stage for each read channel of a group, in which
+// a lane has that channel of its own group. So all lanes are used, and no group's numbers meet
+// another one's.
 #pragma once
 
 #include "epilogue.h"
@@ -11,7 +17,68 @@
 namespace fastconv::cpu {
 
 struct DepthwiseScratch {
-  Buffer stage, grad, sums, offsets;
+  Buffer stage, planes, grad, sums, offsets;
+};
+
+// How vectors cover the written channels of groups: some groups in one vector, or a part of one.
+template <class T>
+class Lanes {
+ public:
+  // Written channels in some lanes of one vector, and the first read channel of their groups.
+  struct Part {
+    int64_t group, groups, first;  // the first channel of the group, if it is a part of one
+    int64_t channels;
+    int64_t written, read;  // the first channels of the tensors
+  };
+
+  Lanes(int64_t groups, int64_t depth, int64_t channels)
+      : groups_(groups),
+        depth_(depth),
+        channels_(channels),
+        together_(std::max<int64_t>(1, kLanes<T> / std::max(depth, channels))),
+        pieces_(ceil_div(channels, kLanes<T>)) {
+    for (int64_t lane = 0; lane < kLanes<T>; ++lane) {
+      const int64_t group = channels <= kLanes<T> ? lane / channels : 0;
+      first_[lane] = int(group < together_ ? group * depth : 0);
+    }
+  }
+
+  int64_t vectors() const { return ceil_div(groups_, together_) * pieces_; }
+
+  Part part(int64_t vector) const {
+    const int64_t group = vector / pieces_ * together_, first = vector % pieces_ * kLanes<T>,
+                  groups = std::min(together_, groups_ - group);
+    const int64_t channels =
+        pieces_ > 1 ? std::min<int64_t>(kLanes<T>, channels_ - first) : groups * channels_;
+    return {group, groups, first, channels, group * channels_ + first, group * depth_};
+  }
+
+  bool is_depthwise() const { return depth_ == 1 && channels_ == 1; }
+
+  // Calls function(lane, offset) with the weights of a part.
+  template <class Function>
+  void for_lanes(const Part& part, const std::array<int64_t, 5>& strides,
+                 const Function& function) const {
+    for (int64_t lane = 0; lane < part.channels; ++lane) {
+      const int64_t channel = part.first + lane, group = channel / channels_;
+      function(lane,
+               (part.group + group) * strides[0] + (channel - group * channels_) * strides[1]);
+    }
+  }
+
+  // Copies vectors of the first read channels of some groups: each lane will have the `c`-th one of
+  // its group.
+  void spread(T* to, const T* from, int64_t count, int64_t c) const {
+    LaneNumbers<T> which;
+    for (int64_t lane = 0; lane < kLanes<T>; ++lane) which[lane] = first_[lane] + int(c);
+    for (int64_t i = 0; i < count; i += kLanes<T>) store(to + i, chosen<T>(load(from + i), which));
+  }
+
+ private:
+  int64_t groups_, depth_, channels_;
+  int64_t together_;  // groups of a vector
+  int64_t pieces_;    // vectors of a group
+  int first_[kLanes<T>];
 };
 
 // The elements that some outputs of an axis read, next to one another: an axis of its own, of which
@@ -87,6 +154,22 @@ void stage_planes(Computed<Stored>* to, const Stored* source, const std::array<i
                column_window);
 }
 
+// Stages a tile of the read channels of some groups: (channels of a group, rows, columns, lanes).
+template <class Stored>
+void stage_groups(Computed<Stored>* to, const Lanes<Computed<Stored>>& lanes, int64_t depth,
+                  int64_t groups, const Stored* source, const std::array<int64_t, 4>& strides,
+                  const Axis& rows, const Axis& columns, Buffer& buffer) {
+  using T = Computed<Stored>;
+  if (lanes.is_depthwise()) return stage_planes(to, source, strides, groups, rows, columns);
+  const int64_t count = rows.outputs * columns.outputs * kLanes<T>;
+  T* planes = buffer.take<T>(count);
+  for (int64_t first = 0; first < depth; first += kLanes<T>) {
+    const int64_t some = std::min<int64_t>(kLanes<T>, depth - first);
+    stage_planes(planes, source + first * strides[1], strides, groups * some, rows, columns);
+    for (int64_t c = 0; c < some; ++c, to += count) lanes.spread(to, planes, count, c);
+  }
+}
+
 // The outputs for which all taps read elements that exist: from `begin` to before `end`.
 inline std::pair<int64_t, int64_t> inner_outputs(const Axis& axis, int64_t first_tap,
                                                  int64_t last_tap) {
@@ -133,13 +216,14 @@ class DepthwisePlanes : DepthwisePass<Stored> {
         pass_(passes[0]),
         rows_(reach_of(&Gather::rows, &Gather::at_rows)),
         columns_(reach_of(&Gather::columns, &Gather::at_columns)),
+        lanes_(pass_.groups, pass_.depth, pass_.channels),
         epilogue_{pass_.activation, T(pass_.slope)} {}
 
   bool run(const Parallel& parallel) const {
     Buffer packed;
     const T* factors = pack(packed);
     if (!factors) return false;
-    const int64_t wide = pass_.blocks.columns, vectors = ceil_div(pass_.groups, kLanes<T>),
+    const int64_t wide = pass_.blocks.columns, vectors = lanes_.vectors(),
                   across = ceil_div(columns_.outputs, wide),
                   images = pass_.images * pass_.planes.outputs;
     const int64_t high =
@@ -152,12 +236,14 @@ class DepthwisePlanes : DepthwisePass<Stored> {
         Tile tile;
         tile.column = rest % across * wide, rest /= across;
         tile.row = rest % down * high, rest /= down;
-        tile.channel = rest % vectors * kLanes<T>, rest /= vectors;
+        const int64_t vector = rest % vectors;
+        rest /= vectors;
+        tile.part = lanes_.part(vector);
         tile.plane = rest % pass_.planes.outputs;
         tile.image = rest / pass_.planes.outputs;
         tile.rows = std::min(high, rows_.outputs - tile.row);
         tile.columns = std::min(wide, columns_.outputs - tile.column);
-        convolve_tile(tile, factors + tile.channel * of_vector(), scratch);
+        convolve_tile(tile, factors + vector * of_vector() * kLanes<T>, scratch);
       }
     });
     return true;
@@ -165,7 +251,8 @@ class DepthwisePlanes : DepthwisePass<Stored> {
 
  private:
   struct Tile {
-    int64_t image, plane, channel, row, rows, column, columns;  // rows and columns of a residue
+    typename Lanes<T>::Part part;
+    int64_t image, plane, row, rows, column, columns;  // rows and columns of a residue
   };
 
   // What all passes read along an axis, and the rows or columns of the result.
@@ -195,52 +282,64 @@ class DepthwisePlanes : DepthwisePass<Stored> {
     return {axis.size, elements, 1, 1, 1, reads ? -reach.least - first * reach.step : 0};
   }
 
-  // Elements of a channel's factors: those of all passes' taps, and its bias.
+  // Elements of a lane's factors: those of all passes' taps and read channels, and its bias.
   int64_t of_vector() const {
     int64_t count = 1;
-    for (const Gather& pass : passes_) count += pass.planes.taps * taps(pass);
+    for (const Gather& pass : passes_) count += pass.planes.taps * taps(pass) * pass.depth;
     return count;
   }
 
   // Packs, for each vector of channels, the factors of all passes' taps, and behind them the bias.
   // Returns null if weights are not finite where they need to be.
   const T* pack(Buffer& buffer) const {
-    const int64_t vectors = ceil_div(pass_.groups, kLanes<T>), count = of_vector();
+    const int64_t vectors = lanes_.vectors(), count = of_vector();
     T* factors = buffer.take<T>(vectors * count * kLanes<T>);
     std::fill(factors, factors + vectors * count * kLanes<T>, T());
     T* to = factors;
-    for (int64_t channel = 0; channel < pass_.groups; channel += kLanes<T>) {
-      const int64_t planes = std::min<int64_t>(kLanes<T>, pass_.groups - channel);
+    for (int64_t vector = 0; vector < vectors; ++vector) {
+      const auto part = lanes_.part(vector);
       const T* first = to;
       for (const Gather& pass : passes_) {
+        const auto& s = pass.weights.strides;
         for (int64_t plane = 0; plane < pass.planes.taps; ++plane) {
-          for (int64_t tap = 0; tap < taps(pass); ++tap, to += kLanes<T>) {
-            copy_row(to, Base::factor(pass, channel, plane, tap), planes, pass.weights.strides[0]);
+          for (int64_t tap = 0; tap < taps(pass); ++tap) {
+            const Stored* from = Base::factor(pass, 0, plane, tap);
+            if (lanes_.is_depthwise()) {
+              copy_row(to, from + part.group * s[0], part.groups, s[0]);
+              to += kLanes<T>;
+              continue;
+            }
+            lanes_.for_lanes(part, s, [&](int64_t lane, int64_t offset) {
+              for (int64_t c = 0; c < pass.depth; ++c) {
+                to[c * kLanes<T> + lane] = widened(from[offset + c * s[2]]);
+              }
+            });
+            to += pass.depth * kLanes<T>;
           }
         }
       }
       if (pass_.needs_finite_weights && !are_finite(first, to - first)) return nullptr;
-      for (int64_t c = 0; c < planes; ++c) to[c] = Base::bias(pass_, channel + c);
+      for (int64_t c = 0; c < part.channels; ++c) to[c] = Base::bias(pass_, part.written + c);
       to += kLanes<T>;
     }
     return factors;
   }
 
   void convolve_tile(const Tile& tile, const T* factors, DepthwiseScratch& scratch) const {
-    const int64_t planes = std::min<int64_t>(kLanes<T>, pass_.groups - tile.channel);
     const Axis rows = read_by(pass_.rows, rows_, tile.row, tile.rows),
                columns = read_by(pass_.columns, columns_, tile.column, tile.columns);
     const auto [begin, end] = existing_taps(pass_.planes, tile.plane);
-    const int64_t of_plane = rows.outputs * columns.outputs * kLanes<T>;
+    const int64_t of_channel = rows.outputs * columns.outputs * kLanes<T>,
+                  of_plane = pass_.depth * of_channel;
     T* staged = scratch.stage.take<T>((end - begin) * of_plane);
     const auto& s = pass_.source.strides;
     for (int64_t plane = begin; of_plane > 0 && plane < end; ++plane) {
       const int64_t read =
           tile.plane * pass_.planes.step + plane * pass_.planes.reach - pass_.planes.before;
-      stage_planes(staged + (plane - begin) * of_plane,
+      stage_groups(staged + (plane - begin) * of_plane, lanes_, pass_.depth, tile.part.groups,
                    static_cast<const Stored*>(pass_.source.data) + tile.image * s[0] +
-                       tile.channel * s[1] + read * pass_.source.plane,
-                   s, planes, rows, columns);
+                       tile.part.read * s[1] + read * pass_.source.plane,
+                   s, rows, columns, scratch.planes);
     }
     const int64_t high = std::min(tile.rows * rows_.every, rows_.whole - tile.row * rows_.every),
                   wide = std::min(tile.columns * columns_.every,
@@ -248,22 +347,24 @@ class DepthwisePlanes : DepthwisePass<Stored> {
     T* sums = scratch.sums.take<T>(high * wide * kLanes<T>);
     const T *by = factors, *bias = factors + (of_vector() - 1) * kLanes<T>;
     for (const Gather& pass : passes_) {
-      int64_t* offsets = scratch.offsets.take<int64_t>((end - begin) * taps(pass));
+      const int64_t of_tap_plane = taps(pass) * pass.depth, count = (end - begin) * of_tap_plane;
+      int64_t* offsets = scratch.offsets.take<int64_t>(count);
       for (int64_t plane = begin, i = 0; plane < end; ++plane) {
         for (int64_t p = 0; p < pass.rows.taps; ++p) {
-          for (int64_t q = 0; q < pass.columns.taps; ++q, ++i) {
+          for (int64_t q = 0; q < pass.columns.taps; ++q) {
             const int64_t row = p * pass.rows.reach - pass.rows.before - rows_.least,
                           column = q * pass.columns.reach - pass.columns.before - columns_.least;
-            offsets[i] = (plane - begin) * of_plane + (row * columns.outputs + column) * kLanes<T>;
+            const int64_t first =
+                (plane - begin) * of_plane + (row * columns.outputs + column) * kLanes<T>;
+            for (int64_t c = 0; c < pass.depth; ++c) offsets[i++] = first + c * of_channel;
           }
         }
       }
-      const Taps some{offsets, (end - begin) * taps(pass), by + begin * taps(pass) * kLanes<T>,
-                      bias};
+      const Taps some{offsets, count, by + begin * of_tap_plane * kLanes<T>, bias};
       convolve_residue(pass, tile, some, staged, columns.outputs, sums, wide);
-      by += pass.planes.taps * taps(pass) * kLanes<T>;
+      by += pass.planes.taps * of_tap_plane * kLanes<T>;
     }
-    finish_planes(tile, planes, high, wide, sums);
+    finish_planes(tile, tile.part.channels, high, wide, sums);
   }
 
   struct Taps {
@@ -279,13 +380,14 @@ class DepthwisePlanes : DepthwisePass<Stored> {
     const int64_t high = std::min(tile.rows, pass.rows.outputs - tile.row),
                   columns = std::min(tile.columns, pass.columns.outputs - tile.column);
     const int64_t pieces = ceil_div(std::max<int64_t>(columns, 0), kPositions);
-    for (int64_t y = 0; y < high; ++y) {
-      T* row = sums +
-               ((y * rows_.every + pass.at_rows.first) * wide + pass.at_columns.first) * kLanes<T>;
-      for (int64_t piece = 0; piece < pieces; ++piece) {
-        const int64_t x = columns * piece / pieces, count = columns * (piece + 1) / pieces - x;
-        sum_for(count, kAll)(
-            staged + (y * pass.rows.step * pitch + x * pass.columns.step) * kLanes<T>,
+    // A row below reads most of what the one above has read.
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      const int64_t x = columns * piece / pieces, count = columns * (piece + 1) / pieces - x;
+      const Sum sum = sum_for(count, kAll);
+      for (int64_t y = 0; y < high; ++y) {
+        T* row = sums + ((y * rows_.every + pass.at_rows.first) * wide + pass.at_columns.first) *
+                            kLanes<T>;
+        sum(staged + (y * pass.rows.step * pitch + x * pass.columns.step) * kLanes<T>,
             pass.columns.step * kLanes<T>, some, row + x * columns_.every * kLanes<T>,
             columns_.every * kLanes<T>);
       }
@@ -303,16 +405,22 @@ class DepthwisePlanes : DepthwisePass<Stored> {
   // Sums the taps of some columns of a row, which lie `step` apart, to ones that lie `apart`.
   template <int kColumns>
   static void sum_columns(const T* from, int64_t step, const Taps& some, T* to, int64_t apart) {
-    Vector<T> sums[kColumns] = {};
-    for (int64_t tap = 0; tap < some.count; ++tap) {
-      const Vector<T> by = load(some.factors + tap * kLanes<T>);
-      const T* read = from + some.offsets[tap];
-#pragma GCC unroll 8
-      for (int x = 0; x < kColumns; ++x) sums[x] += by * load(read + x * step);
-    }
     const Vector<T> bias = load(some.bias);
+    int64_t tap = 0;
+    do {
+      const bool is_first = tap == 0;
+      Vector<T> sums[kColumns] = {};
+      for (const int64_t end = std::min(some.count, tap + kSteps); tap < end; ++tap) {
+        const Vector<T> by = load(some.factors + tap * kLanes<T>);
+        const T* read = from + some.offsets[tap];
 #pragma GCC unroll 8
-    for (int x = 0; x < kColumns; ++x) store(to + x * apart, sums[x] + bias);
+        for (int x = 0; x < kColumns; ++x) sums[x] += by * load(read + x * step);
+      }
+#pragma GCC unroll 8
+      for (int x = 0; x < kColumns; ++x) {
+        store(to + x * apart, sums[x] + (is_first ? bias : load(to + x * apart)));
+      }
+    } while (tap < some.count);
   }
 
   void finish_planes(const Tile& tile, int64_t planes, int64_t high, int64_t wide,
@@ -323,7 +431,7 @@ class DepthwisePlanes : DepthwisePass<Stored> {
     const auto place = [&](const Images& images, int64_t y) {
       const auto& s = images.strides;
       return static_cast<Stored*>(images.data) + tile.image * s[0] + tile.plane * images.plane +
-             tile.channel * s[1] + (tile.row * rows_.every + y) * s[2] +
+             tile.part.written * s[1] + (tile.row * rows_.every + y) * s[2] +
              tile.column * columns_.every * s[3];
     };
     const bool is_one = joined(pass_.target) && (!pass_.residual.data || joined(pass_.residual));
@@ -367,6 +475,7 @@ class DepthwisePlanes : DepthwisePass<Stored> {
   const std::vector<Gather>& passes_;
   const Gather& pass_;  // the first one
   Reach rows_, columns_;
+  Lanes<T> lanes_;
   Epilogue<T> epilogue_;
 };
 
@@ -380,7 +489,8 @@ class DepthwiseChannels : DepthwisePass<Stored> {
   using T = Computed<Stored>;
 
   static bool takes(const Gather& pass) {
-    return std::is_same_v<Stored, T> && pass.source.strides[1] == 1 && pass.target.strides[1] == 1;
+    return std::is_same_v<Stored, T> && pass.depth == 1 && pass.channels == 1 &&
+           pass.source.strides[1] == 1 && pass.target.strides[1] == 1;
   }
 
   explicit DepthwiseChannels(const Gather& pass)
@@ -481,11 +591,16 @@ class DepthwiseChannels : DepthwisePass<Stored> {
       const int64_t some = std::min<int64_t>(kLanes<T>, pass.groups - c);
       Vector<T> sums[kColumns] = {};
       const auto add = [&](auto read) {
-        for (int64_t i = 0; i < count; ++i) {
-          const T* from = source + reads[i].offset + c;
-          const Vector<T> by = read(factors + reads[i].factors + c);
+        for (int64_t i = 0; i < count;) {
+          Vector<T> chains[kColumns] = {};
+          for (const int64_t end = std::min(count, i + kSteps); i < end; ++i) {
+            const T* from = source + reads[i].offset + c;
+            const Vector<T> by = read(factors + reads[i].factors + c);
 #pragma GCC unroll 8
-          for (int x = 0; x < kColumns; ++x) sums[x] += by * read(from + x * step);
+            for (int x = 0; x < kColumns; ++x) chains[x] += by * read(from + x * step);
+          }
+#pragma GCC unroll 8
+          for (int x = 0; x < kColumns; ++x) sums[x] += chains[x];
         }
       };
       if (some == kLanes<T>) {
@@ -512,40 +627,43 @@ class DepthwiseWeightGrad {
  public:
   using T = Computed<Stored>;
 
-  explicit DepthwiseWeightGrad(const WeightGrad& pass) : pass_(pass) {}
+  explicit DepthwiseWeightGrad(const WeightGrad& pass)
+      : pass_(pass), lanes_(pass.groups, pass.depth, pass.channels) {}
 
   void run(const Parallel& parallel) const {
     const int64_t planes = pass_.planes.taps;
-    parallel(ceil_div(pass_.groups, kLanes<T>) * planes, [&](int64_t begin, int64_t end) {
+    parallel(lanes_.vectors() * planes, [&](int64_t begin, int64_t end) {
       DepthwiseScratch scratch;
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t channel = task / planes * kLanes<T>,
-                      channels = std::min<int64_t>(kLanes<T>, pass_.groups - channel);
-        Vector<T>* sums = scratch.sums.take<Vector<T>>(2 * taps());
-        std::fill(sums, sums + taps(), Vector<T>{});
+        const Part part = lanes_.part(task / planes);
+        Vector<T>* sums = scratch.sums.take<Vector<T>>(2 * factors());
+        std::fill(sums, sums + factors(), Vector<T>{});
         for (int64_t image = 0; image < pass_.images; ++image) {
           for (int64_t plane = 0; plane < pass_.planes.outputs; ++plane) {
             const auto& axis = pass_.planes;
             const int64_t read = plane * axis.step + task % planes * axis.reach - axis.before;
             if (read < 0 || read >= axis.size) continue;
             // Sums of a plane are chains of their own.
-            std::fill(sums + taps(), sums + 2 * taps(), Vector<T>{});
-            const Stored *input = place(pass_.input, image, read, channel),
-                         *grad = place(pass_.grad, image, plane, channel);
-            add_planes(input, grad, channels, sums + taps(), scratch);
-            for (int64_t tap = 0; tap < taps(); ++tap) sums[tap] += sums[taps() + tap];
+            std::fill(sums + factors(), sums + 2 * factors(), Vector<T>{});
+            const Stored *input = place(pass_.input, image, read, part.read),
+                         *grad = place(pass_.grad, image, plane, part.written);
+            add_planes(part, input, grad, sums + factors(), scratch);
+            for (int64_t i = 0; i < factors(); ++i) sums[i] += sums[factors() + i];
           }
         }
-        store_sums(channel, channels, task % planes, sums);
+        store_sums(part, task % planes, sums);
       }
     });
   }
 
  private:
+  using Part = typename Lanes<T>::Part;
+
   // The taps that are summed together, in registers, for each element of the gradient.
   static constexpr int kMostTaps = 9;
 
-  int64_t taps() const { return pass_.rows.taps * pass_.columns.taps; }
+  // The taps of all read channels of a group.
+  int64_t factors() const { return pass_.rows.taps * pass_.columns.taps * pass_.depth; }
 
   static const Stored* place(const Images& images, int64_t image, int64_t plane, int64_t channel) {
     return static_cast<const Stored*>(images.data) + image * images.strides[0] +
@@ -608,70 +726,83 @@ class DepthwiseWeightGrad {
     }
   }
 
-  void add_planes(const Stored* input, const Stored* grad, int64_t planes, Vector<T>* sums,
+  void add_planes(const Part& part, const Stored* input, const Stored* grad, Vector<T>* sums,
                   DepthwiseScratch& scratch) const {
     for (int64_t y = 0; y < pass_.rows.outputs; y += pass_.blocks.rows) {
       const int64_t high = std::min(pass_.blocks.rows, pass_.rows.outputs - y);
       for (int64_t x = 0; x < pass_.columns.outputs; x += pass_.blocks.columns) {
         const int64_t wide = std::min(pass_.blocks.columns, pass_.columns.outputs - x);
         const Axis rows = read_by(pass_.rows, y, high), columns = read_by(pass_.columns, x, wide);
-        T* inputs = scratch.stage.take<T>(rows.outputs * columns.outputs * kLanes<T>);
-        stage_planes(inputs, input, pass_.input.strides, planes, rows, columns);
+        const int64_t of_channel = rows.outputs * columns.outputs * kLanes<T>;
+        T* inputs = scratch.stage.take<T>(pass_.depth * of_channel);
+        stage_groups(inputs, lanes_, pass_.depth, part.groups, input, pass_.input.strides, rows,
+                     columns, scratch.planes);
         const auto& g = pass_.grad.strides;
         const Stored* from = grad + y * g[2] + x * g[3];
         if constexpr (std::is_same_v<Stored, T>) {
           // A gradient of which vectors are read once, and that has no padding, needs no stage.
-          if (g[1] == 1 && planes == kLanes<T> && taps() <= kMostTaps) {
-            add_tile(inputs, columns.outputs, from, g[2], g[3], high, wide, sums, scratch);
+          if (g[1] == 1 && part.channels == kLanes<T> && factors() <= kMostTaps) {
+            add_tile(inputs, of_channel, columns.outputs, from, g[2], g[3], high, wide, sums,
+                     scratch);
             continue;
           }
         }
         T* grads = scratch.grad.take<T>(high * wide * kLanes<T>);
-        stage_planes(grads, from, g, planes, Axis{high, high, 1, 1, 1, 0},
+        stage_planes(grads, from, g, part.channels, Axis{high, high, 1, 1, 1, 0},
                      Axis{wide, wide, 1, 1, 1, 0});
-        add_tile(inputs, columns.outputs, grads, wide * kLanes<T>, kLanes<T>, high, wide, sums,
-                 scratch);
+        add_tile(inputs, of_channel, columns.outputs, grads, wide * kLanes<T>, kLanes<T>, high,
+                 wide, sums, scratch);
       }
     }
   }
 
-  void add_tile(const T* input, int64_t pitch, const T* grad, int64_t grad_row, int64_t grad_step,
-                int64_t high, int64_t wide, Vector<T>* sums, DepthwiseScratch& scratch) const {
+  void add_tile(const T* input, int64_t of_channel, int64_t pitch, const T* grad, int64_t grad_row,
+                int64_t grad_step, int64_t high, int64_t wide, Vector<T>* sums,
+                DepthwiseScratch& scratch) const {
     const auto &rows = pass_.rows, &columns = pass_.columns;
-    int64_t* offsets = scratch.offsets.take<int64_t>(taps());
-    for (int64_t p = 0, tap = 0; p < rows.taps; ++p) {
-      for (int64_t q = 0; q < columns.taps; ++q, ++tap) {
-        offsets[tap] = (p * rows.reach * pitch + q * columns.reach) * kLanes<T>;
+    int64_t* offsets = scratch.offsets.take<int64_t>(factors());
+    for (int64_t p = 0, i = 0; p < rows.taps; ++p) {
+      for (int64_t q = 0; q < columns.taps; ++q) {
+        for (int64_t c = 0; c < pass_.depth; ++c, ++i) {
+          offsets[i] = c * of_channel + (p * rows.reach * pitch + q * columns.reach) * kLanes<T>;
+        }
       }
     }
-    const int64_t most = std::max<int64_t>(1, kSteps / wide);  // rows in one chain
+    // A chain has some rows, or a part of a long one.
+    const int64_t across = std::min(wide, kSteps), most = std::max<int64_t>(1, kSteps / wide);
     for (int64_t y = 0; y < high; y += most) {
-      const Rows some{grad + y * grad_row,
-                      input + y * rows.step * pitch * kLanes<T>,
-                      grad_row,
-                      grad_step,
-                      rows.step * pitch * kLanes<T>,
-                      columns.step * kLanes<T>,
-                      std::min(most, high - y),
-                      wide};
-      add_rows(some, offsets, taps(), sums);
+      for (int64_t x = 0; x < wide; x += across) {
+        const Rows some{grad + y * grad_row + x * grad_step,
+                        input + (y * rows.step * pitch + x * columns.step) * kLanes<T>,
+                        grad_row,
+                        grad_step,
+                        rows.step * pitch * kLanes<T>,
+                        columns.step * kLanes<T>,
+                        std::min(most, high - y),
+                        std::min(across, wide - x)};
+        add_rows(some, offsets, factors(), sums);
+      }
     }
   }
 
-  void store_sums(int64_t channel, int64_t channels, int64_t plane, const Vector<T>* sums) const {
+  void store_sums(const Part& part, int64_t plane, const Vector<T>* sums) const {
     const auto& s = pass_.target.strides;
-    Stored* to = static_cast<Stored*>(const_cast<void*>(pass_.target.data)) + channel * s[0] +
-                 plane * pass_.target.plane;
+    Stored* to =
+        static_cast<Stored*>(const_cast<void*>(pass_.target.data)) + plane * pass_.target.plane;
     for (int64_t p = 0; p < pass_.rows.taps; ++p) {
-      for (int64_t q = 0; q < pass_.columns.taps; ++q, ++sums) {
-        for (int64_t lane = 0; lane < channels; ++lane) {
-          to[lane * s[0] + p * s[3] + q * s[4]] = rounded<Stored>((*sums)[lane]);
+      for (int64_t q = 0; q < pass_.columns.taps; ++q) {
+        for (int64_t c = 0; c < pass_.depth; ++c, ++sums) {
+          Stored* tap = to + p * s[3] + q * s[4] + c * s[2];
+          lanes_.for_lanes(part, s, [&](int64_t lane, int64_t offset) {
+            tap[offset] = rounded<Stored>((*sums)[lane]);
+          });
         }
       }
     }
   }
 
   const WeightGrad& pass_;
+  Lanes<T> lanes_;
 };
 
 }  // namespace fastconv::cpu
