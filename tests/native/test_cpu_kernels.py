@@ -349,10 +349,27 @@ class TestPlans:
 
         assert isinstance(reason(torch.float32), CpuPlan)
         assert "torch.complex64" in str(reason(torch.complex64))
-        assert isinstance(reason(torch.float32, weight=(3, 32, 3, 3)), CpuPlan)
         assert "silu" in str(reason(torch.float32, epilogue=Epilogue("silu")))
         assert "residues" in str(reason(torch.float32, "input_grad", stride=(5, 5)))
         assert "nothing" in str(reason(torch.float32, input=(0, 32, 20, 20)))
+
+    def test_few_channels(self) -> None:
+        """Vectors have columns where a group writes few channels, and other groups' otherwise."""
+
+        def kernels(groups: int, channels: tuple[int, int]) -> list[str]:
+            read, written = channels
+            shapes = (2, groups * read, 20, 20), (groups * written, read, 3, 3)
+            problem = Problem.of(*shapes, (1, 1), (1,) * 4, (1, 1), groups)
+            passes: tuple[Pass, ...] = ("forward", "input_grad", "weight_grad")
+            found = [plans.plan(problem, which, torch.float32) for which in passes]
+            return [plan.kernel for plan in found if isinstance(plan, CpuPlan)]
+
+        assert kernels(1, (32, 3)) == ["narrow", "direct", "direct"]
+        assert kernels(1, (3, 32)) == ["direct", "narrow", "direct"]
+        assert kernels(32, (4, 4)) == ["narrow", "narrow", "depthwise"]
+        assert kernels(32, (8, 8)) == ["narrow", "narrow", "direct"]
+        assert kernels(32, (16, 16)) == ["direct"] * 3
+        assert kernels(32, (1, 1)) == ["depthwise"] * 3
 
     def test_far_taps_have_large_tiles(self) -> None:
         """A tile of 64 channels would be a part of a row, with most of what it stages around it."""

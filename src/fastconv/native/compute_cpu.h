@@ -28,6 +28,7 @@ struct CpuPlan {
 inline cpu::Kernel cpu_kernel(std::string_view name) {
   if (name == "depthwise") return cpu::kDepthwise;
   if (name == "pointwise") return cpu::kPointwise;
+  if (name == "narrow") return cpu::kNarrow;
   TORCH_INTERNAL_ASSERT(name == "direct", "no CPU kernel ", name);
   return cpu::kDirect;
 }

@@ -19,7 +19,7 @@ from fastconv.backends.cpu.axes import Axis, reading
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 Pass = Literal["forward", "input_grad", "weight_grad"]
-Kernel = Literal["direct", "depthwise", "pointwise"]
+Kernel = Literal["direct", "depthwise", "pointwise", "narrow"]
 
 # The types that the kernels multiply, and that they multiply them in.
 _BYTES = {torch.float32: 4, torch.float64: 8, torch.bfloat16: 4, torch.float16: 4}
@@ -37,8 +37,12 @@ _SUMS = 1 << 16
 _SCRATCH_BYTES = 8 << 20
 # The L2 cache where the operating system does not say: no CPU of the last ten years has less.
 _USUAL_L2_BYTES = 256 << 10
-# Groups of up to so many channels, read and written ones, are taken together in vectors.
-_NARROW = 8
+# Passes that write up to so many channels of a group have vectors of columns. With 16, vectors of
+# channels are full, and as fast or faster.
+_FEW_WRITTEN = 12
+# Weight gradients of groups of up to so many channels, read and written ones, have vectors of
+# several groups. With 8, measured on a Xeon with AVX-512, staging takes more than that gains.
+_NARROW = 4
 # The input channels of a weight gradient's task: five register tiles of the widest vectors.
 _MOST_INPUTS = 70
 # The positions of a pass for which it pays to pack weights that are channels-last: measured with
@@ -72,6 +76,8 @@ class CpuPlan(NamedTuple):
     def __str__(self) -> str:
         if self.kernel == "depthwise":
             return f"depthwise kernel: tiles of {self.rows} rows by {self.columns} columns"
+        if self.kernel == "narrow":
+            return f"kernel of few channels: tiles of {self.rows} rows by {self.columns} columns"
         if self.kernel == "pointwise":
             return f"pointwise kernel: blocks of {self.rows} by {self.columns} of a matrix product"
         images = "" if self.images == 1 else f"{self.images} images by "
@@ -107,12 +113,17 @@ def plan(
         axes = [_gathering(axis) for axis in axes]
     *depth, rows, columns = axes
     read, _ = of_group = _channels(problem, which)
-    if max(of_group) == 1 or (problem.groups > 1 and max(of_group) <= _NARROW):
+    is_narrow = which == "weight_grad" and problem.groups > 1 and max(of_group) <= _NARROW
+    if max(of_group) == 1 or is_narrow:
         # Wider groups have a stage for each channel, and one from which these are filled.
         stages = math.prod(axis.taps for axis in depth) * read + (max(of_group) > 1)
         return _depthwise_plan(rows, columns, stages, residues, _BYTES[dtype])
     if all(one.kernel_size == 1 and not one.before and not one.after for one in problem.axes):
         return _pointwise_plan(problem, which, channels_last, _BYTES[dtype])
+    if which != "weight_grad" and of_group[1] <= _FEW_WRITTEN:
+        found = _narrow_plan(problem, which, depth, rows, columns, _BYTES[dtype])
+        if found is not None:
+            return found
     positions = problem.batch * math.prod(axis.outputs for axis in axes)
     if channels_last and which != "weight_grad" and positions < _FEWEST_POSITIONS:
         return f"{positions} positions do not repay the packing of weights"
@@ -175,6 +186,21 @@ def _channels(problem: Problem, which: Pass) -> tuple[int, int]:
         count // problem.groups for count in (problem.in_channels, problem.out_channels)
     )
     return (outputs, inputs) if which == "input_grad" else (inputs, outputs)
+
+
+def _narrow_plan(
+    problem: Problem, which: Pass, depth: list[Axis], rows: Axis, columns: Axis, itemsize: int
+) -> CpuPlan | None:
+    """Tiles of which all read channels fit a quarter of the L2 cache, and the sums, too."""
+    read, written = _channels(problem, which)
+    groups = min(problem.groups, max(1, VECTOR_BYTES // itemsize // max(read, written)))
+    planes = math.prod(axis.taps for axis in depth)
+    for high, wide in _tiles(rows, columns):
+        staged = _staged(rows, columns, high, wide)
+        size = groups * (planes * read + written) * staged * itemsize
+        if 4 * size <= l2_bytes():
+            return CpuPlan("narrow", high, wide, read, written)
+    return None
 
 
 def _gather_plan(

@@ -1,14 +1,14 @@
-// Layers whose groups have few channels: one read and one written channel in depthwise layers.
+// Depthwise layers, which have one read and one written channel in each group, and the weight
+// gradients of layers whose groups have a few.
 //
-// Vectors hold written channels. Where those of a depthwise layer are neighbours in memory, forward
-// passes read them there, and leave padding out. Elsewhere, and in weight gradients, a tile of as
-// many planes as a vector has lanes is staged, with zeros for the padding, and transposed on the
-// way.
+// Vectors hold channels. Where these are neighbours in memory, forward passes read them there, and
+// leave padding out. Elsewhere, and in weight gradients, a tile of as many planes as a vector has
+// lanes is staged, with zeros for the padding, and transposed on the way.
 //
-// Wider groups are computed as if their layer was depthwise and had more taps. A vector has the
-// written channels of some groups, and there is a stage for each read channel of a group, in which
-// a lane has that channel of its own group. So all lanes are used, and no group's numbers meet
-// another one's.
+// A weight gradient of wider groups is computed as if the layer was depthwise and had more taps. A
+// vector has the written channels of some groups, and there is a stage for each read channel of a
+// group, in which a lane has that channel of its own group. So all lanes are used, and no group's
+// numbers meet another one's.
 #pragma once
 
 #include "epilogue.h"
@@ -216,14 +216,13 @@ class DepthwisePlanes : DepthwisePass<Stored> {
         pass_(passes[0]),
         rows_(reach_of(&Gather::rows, &Gather::at_rows)),
         columns_(reach_of(&Gather::columns, &Gather::at_columns)),
-        lanes_(pass_.groups, pass_.depth, pass_.channels),
         epilogue_{pass_.activation, T(pass_.slope)} {}
 
   bool run(const Parallel& parallel) const {
     Buffer packed;
     const T* factors = pack(packed);
     if (!factors) return false;
-    const int64_t wide = pass_.blocks.columns, vectors = lanes_.vectors(),
+    const int64_t wide = pass_.blocks.columns, vectors = ceil_div(pass_.groups, kLanes<T>),
                   across = ceil_div(columns_.outputs, wide),
                   images = pass_.images * pass_.planes.outputs;
     const int64_t high =
@@ -236,14 +235,12 @@ class DepthwisePlanes : DepthwisePass<Stored> {
         Tile tile;
         tile.column = rest % across * wide, rest /= across;
         tile.row = rest % down * high, rest /= down;
-        const int64_t vector = rest % vectors;
-        rest /= vectors;
-        tile.part = lanes_.part(vector);
+        tile.channel = rest % vectors * kLanes<T>, rest /= vectors;
         tile.plane = rest % pass_.planes.outputs;
         tile.image = rest / pass_.planes.outputs;
         tile.rows = std::min(high, rows_.outputs - tile.row);
         tile.columns = std::min(wide, columns_.outputs - tile.column);
-        convolve_tile(tile, factors + vector * of_vector() * kLanes<T>, scratch);
+        convolve_tile(tile, factors + tile.channel * of_vector(), scratch);
       }
     });
     return true;
@@ -251,8 +248,7 @@ class DepthwisePlanes : DepthwisePass<Stored> {
 
  private:
   struct Tile {
-    typename Lanes<T>::Part part;
-    int64_t image, plane, row, rows, column, columns;  // rows and columns of a residue
+    int64_t image, plane, channel, row, rows, column, columns;  // rows and columns of a residue
   };
 
   // What all passes read along an axis, and the rows or columns of the result.
@@ -282,64 +278,52 @@ class DepthwisePlanes : DepthwisePass<Stored> {
     return {axis.size, elements, 1, 1, 1, reads ? -reach.least - first * reach.step : 0};
   }
 
-  // Elements of a lane's factors: those of all passes' taps and read channels, and its bias.
+  // Elements of a channel's factors: those of all passes' taps, and its bias.
   int64_t of_vector() const {
     int64_t count = 1;
-    for (const Gather& pass : passes_) count += pass.planes.taps * taps(pass) * pass.depth;
+    for (const Gather& pass : passes_) count += pass.planes.taps * taps(pass);
     return count;
   }
 
   // Packs, for each vector of channels, the factors of all passes' taps, and behind them the bias.
   // Returns null if weights are not finite where they need to be.
   const T* pack(Buffer& buffer) const {
-    const int64_t vectors = lanes_.vectors(), count = of_vector();
+    const int64_t vectors = ceil_div(pass_.groups, kLanes<T>), count = of_vector();
     T* factors = buffer.take<T>(vectors * count * kLanes<T>);
     std::fill(factors, factors + vectors * count * kLanes<T>, T());
     T* to = factors;
-    for (int64_t vector = 0; vector < vectors; ++vector) {
-      const auto part = lanes_.part(vector);
+    for (int64_t channel = 0; channel < pass_.groups; channel += kLanes<T>) {
+      const int64_t planes = std::min<int64_t>(kLanes<T>, pass_.groups - channel);
       const T* first = to;
       for (const Gather& pass : passes_) {
-        const auto& s = pass.weights.strides;
         for (int64_t plane = 0; plane < pass.planes.taps; ++plane) {
-          for (int64_t tap = 0; tap < taps(pass); ++tap) {
-            const Stored* from = Base::factor(pass, 0, plane, tap);
-            if (lanes_.is_depthwise()) {
-              copy_row(to, from + part.group * s[0], part.groups, s[0]);
-              to += kLanes<T>;
-              continue;
-            }
-            lanes_.for_lanes(part, s, [&](int64_t lane, int64_t offset) {
-              for (int64_t c = 0; c < pass.depth; ++c) {
-                to[c * kLanes<T> + lane] = widened(from[offset + c * s[2]]);
-              }
-            });
-            to += pass.depth * kLanes<T>;
+          for (int64_t tap = 0; tap < taps(pass); ++tap, to += kLanes<T>) {
+            copy_row(to, Base::factor(pass, channel, plane, tap), planes, pass.weights.strides[0]);
           }
         }
       }
       if (pass_.needs_finite_weights && !are_finite(first, to - first)) return nullptr;
-      for (int64_t c = 0; c < part.channels; ++c) to[c] = Base::bias(pass_, part.written + c);
+      for (int64_t c = 0; c < planes; ++c) to[c] = Base::bias(pass_, channel + c);
       to += kLanes<T>;
     }
     return factors;
   }
 
   void convolve_tile(const Tile& tile, const T* factors, DepthwiseScratch& scratch) const {
+    const int64_t planes = std::min<int64_t>(kLanes<T>, pass_.groups - tile.channel);
     const Axis rows = read_by(pass_.rows, rows_, tile.row, tile.rows),
                columns = read_by(pass_.columns, columns_, tile.column, tile.columns);
     const auto [begin, end] = existing_taps(pass_.planes, tile.plane);
-    const int64_t of_channel = rows.outputs * columns.outputs * kLanes<T>,
-                  of_plane = pass_.depth * of_channel;
+    const int64_t of_plane = rows.outputs * columns.outputs * kLanes<T>;
     T* staged = scratch.stage.take<T>((end - begin) * of_plane);
     const auto& s = pass_.source.strides;
     for (int64_t plane = begin; of_plane > 0 && plane < end; ++plane) {
       const int64_t read =
           tile.plane * pass_.planes.step + plane * pass_.planes.reach - pass_.planes.before;
-      stage_groups(staged + (plane - begin) * of_plane, lanes_, pass_.depth, tile.part.groups,
+      stage_planes(staged + (plane - begin) * of_plane,
                    static_cast<const Stored*>(pass_.source.data) + tile.image * s[0] +
-                       tile.part.read * s[1] + read * pass_.source.plane,
-                   s, rows, columns, scratch.planes);
+                       tile.channel * s[1] + read * pass_.source.plane,
+                   s, planes, rows, columns);
     }
     const int64_t high = std::min(tile.rows * rows_.every, rows_.whole - tile.row * rows_.every),
                   wide = std::min(tile.columns * columns_.every,
@@ -347,24 +331,22 @@ class DepthwisePlanes : DepthwisePass<Stored> {
     T* sums = scratch.sums.take<T>(high * wide * kLanes<T>);
     const T *by = factors, *bias = factors + (of_vector() - 1) * kLanes<T>;
     for (const Gather& pass : passes_) {
-      const int64_t of_tap_plane = taps(pass) * pass.depth, count = (end - begin) * of_tap_plane;
-      int64_t* offsets = scratch.offsets.take<int64_t>(count);
+      int64_t* offsets = scratch.offsets.take<int64_t>((end - begin) * taps(pass));
       for (int64_t plane = begin, i = 0; plane < end; ++plane) {
         for (int64_t p = 0; p < pass.rows.taps; ++p) {
-          for (int64_t q = 0; q < pass.columns.taps; ++q) {
+          for (int64_t q = 0; q < pass.columns.taps; ++q, ++i) {
             const int64_t row = p * pass.rows.reach - pass.rows.before - rows_.least,
                           column = q * pass.columns.reach - pass.columns.before - columns_.least;
-            const int64_t first =
-                (plane - begin) * of_plane + (row * columns.outputs + column) * kLanes<T>;
-            for (int64_t c = 0; c < pass.depth; ++c) offsets[i++] = first + c * of_channel;
+            offsets[i] = (plane - begin) * of_plane + (row * columns.outputs + column) * kLanes<T>;
           }
         }
       }
-      const Taps some{offsets, count, by + begin * of_tap_plane * kLanes<T>, bias};
+      const Taps some{offsets, (end - begin) * taps(pass), by + begin * taps(pass) * kLanes<T>,
+                      bias};
       convolve_residue(pass, tile, some, staged, columns.outputs, sums, wide);
-      by += pass.planes.taps * of_tap_plane * kLanes<T>;
+      by += pass.planes.taps * taps(pass) * kLanes<T>;
     }
-    finish_planes(tile, tile.part.channels, high, wide, sums);
+    finish_planes(tile, planes, high, wide, sums);
   }
 
   struct Taps {
@@ -380,14 +362,13 @@ class DepthwisePlanes : DepthwisePass<Stored> {
     const int64_t high = std::min(tile.rows, pass.rows.outputs - tile.row),
                   columns = std::min(tile.columns, pass.columns.outputs - tile.column);
     const int64_t pieces = ceil_div(std::max<int64_t>(columns, 0), kPositions);
-    // A row below reads most of what the one above has read.
-    for (int64_t piece = 0; piece < pieces; ++piece) {
-      const int64_t x = columns * piece / pieces, count = columns * (piece + 1) / pieces - x;
-      const Sum sum = sum_for(count, kAll);
-      for (int64_t y = 0; y < high; ++y) {
-        T* row = sums + ((y * rows_.every + pass.at_rows.first) * wide + pass.at_columns.first) *
-                            kLanes<T>;
-        sum(staged + (y * pass.rows.step * pitch + x * pass.columns.step) * kLanes<T>,
+    for (int64_t y = 0; y < high; ++y) {
+      T* row = sums +
+               ((y * rows_.every + pass.at_rows.first) * wide + pass.at_columns.first) * kLanes<T>;
+      for (int64_t piece = 0; piece < pieces; ++piece) {
+        const int64_t x = columns * piece / pieces, count = columns * (piece + 1) / pieces - x;
+        sum_for(count, kAll)(
+            staged + (y * pass.rows.step * pitch + x * pass.columns.step) * kLanes<T>,
             pass.columns.step * kLanes<T>, some, row + x * columns_.every * kLanes<T>,
             columns_.every * kLanes<T>);
       }
@@ -431,7 +412,7 @@ class DepthwisePlanes : DepthwisePass<Stored> {
     const auto place = [&](const Images& images, int64_t y) {
       const auto& s = images.strides;
       return static_cast<Stored*>(images.data) + tile.image * s[0] + tile.plane * images.plane +
-             tile.part.written * s[1] + (tile.row * rows_.every + y) * s[2] +
+             tile.channel * s[1] + (tile.row * rows_.every + y) * s[2] +
              tile.column * columns_.every * s[3];
     };
     const bool is_one = joined(pass_.target) && (!pass_.residual.data || joined(pass_.residual));
@@ -475,7 +456,6 @@ class DepthwisePlanes : DepthwisePass<Stored> {
   const std::vector<Gather>& passes_;
   const Gather& pass_;  // the first one
   Reach rows_, columns_;
-  Lanes<T> lanes_;
   Epilogue<T> epilogue_;
 };
 
@@ -489,8 +469,7 @@ class DepthwiseChannels : DepthwisePass<Stored> {
   using T = Computed<Stored>;
 
   static bool takes(const Gather& pass) {
-    return std::is_same_v<Stored, T> && pass.depth == 1 && pass.channels == 1 &&
-           pass.source.strides[1] == 1 && pass.target.strides[1] == 1;
+    return std::is_same_v<Stored, T> && pass.source.strides[1] == 1 && pass.target.strides[1] == 1;
   }
 
   explicit DepthwiseChannels(const Gather& pass)
