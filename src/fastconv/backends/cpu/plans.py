@@ -40,6 +40,9 @@ _USUAL_L2_BYTES = 256 << 10
 # Passes that write up to so many channels of a group have vectors of columns. With 16, vectors of
 # channels are full, and as fast or faster.
 _FEW_WRITTEN = 12
+# What a tile of a depthwise weight gradient stages: meanwhile, the next one's numbers arrive in the
+# L2 cache.
+_TILE_BYTES = 128 << 10
 # Weight gradients of groups of up to so many channels, read and written ones, have vectors of
 # several groups. With 8, measured on a Xeon with AVX-512, staging takes more than that gains.
 _NARROW = 4
@@ -117,7 +120,8 @@ def plan(
     if max(of_group) == 1 or is_narrow:
         # Wider groups have a stage for each channel, and one from which these are filled.
         stages = math.prod(axis.taps for axis in depth) * read + (max(of_group) > 1)
-        return _depthwise_plan(rows, columns, stages, residues, _BYTES[dtype])
+        is_grad = which == "weight_grad"
+        return _depthwise_plan(rows, columns, stages, residues, _BYTES[dtype], is_grad)
     if all(one.kernel_size == 1 and not one.before and not one.after for one in problem.axes):
         return _pointwise_plan(problem, which, channels_last, _BYTES[dtype])
     if which != "weight_grad" and of_group[1] <= _FEW_WRITTEN:
@@ -153,9 +157,10 @@ def _gathering(axis: Axis) -> Axis:
 
 
 def _depthwise_plan(
-    rows: Axis, columns: Axis, stages: int, residues: int, itemsize: int
+    rows: Axis, columns: Axis, stages: int, residues: int, itemsize: int, is_grad: bool
 ) -> CpuPlan | str:
-    lanes = VECTOR_BYTES // itemsize
+    """The largest tile that fits the cache; of weight gradients a small one of whole rows."""
+    lanes, found = VECTOR_BYTES // itemsize, None
 
     def read(axis: Axis, outputs: int) -> int:
         return (outputs - 1) * axis.step + (axis.taps - 1) * axis.reach + 1
@@ -163,8 +168,15 @@ def _depthwise_plan(
     for high, wide in _tiles(rows, columns):
         staged = stages * read(rows, high) * read(columns, wide)
         sums = high * wide * (residues - 1)
-        if 4 * (staged + sums) * lanes * itemsize <= l2_bytes():
-            return CpuPlan("depthwise", high, wide, 1, lanes)
+        size = (staged + sums) * lanes * itemsize
+        if found is None and 4 * size <= l2_bytes():
+            found = CpuPlan("depthwise", high, wide, 1, lanes)
+        if is_grad and size <= _TILE_BYTES:
+            if wide == columns.outputs and 4 * read(rows, high) <= 5 * high * rows.step:
+                return CpuPlan("depthwise", high, wide, 1, lanes)
+            break
+    if found is not None:
+        return found
     return "its taps are so far apart that a tile exceeds the cache"
 
 

@@ -110,7 +110,6 @@ void stage_joined(T* to, int64_t pitch, const T* from, int64_t of_plane, int64_t
 template <class T>
 void stage_vectors(T* to, const T* source, const std::array<int64_t, 4>& strides,
                    const Window& rows, const Window& columns) {
-  constexpr int64_t kAhead = 12;
   const auto [top, bottom] = rows.existing(0);
   const auto [left, right] = columns.existing(0);
   for (int64_t y = 0; y < rows.length; ++y) {
@@ -119,8 +118,8 @@ void stage_vectors(T* to, const T* source, const std::array<int64_t, 4>& strides
     const T* from = source + rows.index(0, y) * strides[2] + columns.index(0, 0) * strides[3];
     for (int64_t x = 0; x < begin; ++x) store(to + x * kLanes<T>, Vector<T>{});
     for (int64_t x = begin; x < end; ++x) {
-      // Pixels lie further apart than CPUs foresee; behind a row's last one is mostly the next row.
-      __builtin_prefetch(from + (x + kAhead) * strides[3]);
+      // Pixels lie further apart than CPUs foresee; the next tile mostly has the next channels.
+      __builtin_prefetch(from + x * strides[3] + kLanes<T>, 0, 2);
       store(to + x * kLanes<T>, load(from + x * strides[3]));
     }
     for (int64_t x = end; x < columns.length; ++x) store(to + x * kLanes<T>, Vector<T>{});
@@ -274,7 +273,9 @@ class DepthwisePlanes : DepthwisePass<Stored> {
   // What a tile reads along an axis: an axis of its own, of which the outputs are these elements.
   static Axis read_by(const Axis& axis, const Reach& reach, int64_t first, int64_t outputs) {
     const bool reads = reach.least <= reach.most;
-    const int64_t elements = reads ? (outputs - 1) * reach.step + reach.most - reach.least + 1 : 0;
+    int64_t elements = reads ? (outputs - 1) * reach.step + reach.most - reach.least + 1 : 0;
+    // Rows that lie a multiple of 4 KiB apart would replace one another in the L1 cache.
+    if (elements * int64_t(kVectorBytes) % 4096 == 0) elements += elements > 0;
     return {axis.size, elements, 1, 1, 1, reads ? -reach.least - first * reach.step : 0};
   }
 
@@ -362,16 +363,25 @@ class DepthwisePlanes : DepthwisePass<Stored> {
     const int64_t high = std::min(tile.rows, pass.rows.outputs - tile.row),
                   columns = std::min(tile.columns, pass.columns.outputs - tile.column);
     const int64_t pieces = ceil_div(std::max<int64_t>(columns, 0), kPositions);
-    for (int64_t y = 0; y < high; ++y) {
+    const auto sum_piece = [&](int64_t y, int64_t piece) {
       T* row = sums +
                ((y * rows_.every + pass.at_rows.first) * wide + pass.at_columns.first) * kLanes<T>;
+      const int64_t x = columns * piece / pieces, count = columns * (piece + 1) / pieces - x;
+      sum_for(count, kAll)(
+          staged + (y * pass.rows.step * pitch + x * pass.columns.step) * kLanes<T>,
+          pass.columns.step * kLanes<T>, some, row + x * columns_.every * kLanes<T>,
+          columns_.every * kLanes<T>);
+    };
+    // A row reads most of what the one above does, which stays in the L1 cache if that is little.
+    constexpr int64_t kLittle = (24 << 10) / kVectorBytes;
+    if (pass.rows.taps * pitch > kLittle) {
       for (int64_t piece = 0; piece < pieces; ++piece) {
-        const int64_t x = columns * piece / pieces, count = columns * (piece + 1) / pieces - x;
-        sum_for(count, kAll)(
-            staged + (y * pass.rows.step * pitch + x * pass.columns.step) * kLanes<T>,
-            pass.columns.step * kLanes<T>, some, row + x * columns_.every * kLanes<T>,
-            columns_.every * kLanes<T>);
+        for (int64_t y = 0; y < high; ++y) sum_piece(y, piece);
       }
+      return;
+    }
+    for (int64_t y = 0; y < high; ++y) {
+      for (int64_t piece = 0; piece < pieces; ++piece) sum_piece(y, piece);
     }
   }
 
@@ -469,7 +479,11 @@ class DepthwiseChannels : DepthwisePass<Stored> {
   using T = Computed<Stored>;
 
   static bool takes(const Gather& pass) {
-    return std::is_same_v<Stored, T> && pass.source.strides[1] == 1 && pass.target.strides[1] == 1;
+    // Rows of pixels that are far apart replace one another in the L1 cache where there are many,
+    // and columns that read padding are computed one by one.
+    constexpr int64_t kManyRows = 7;
+    return std::is_same_v<Stored, T> && pass.source.strides[1] == 1 &&
+           pass.target.strides[1] == 1 && pass.rows.taps < kManyRows;
   }
 
   explicit DepthwiseChannels(const Gather& pass)
@@ -611,26 +625,35 @@ class DepthwiseWeightGrad {
 
   void run(const Parallel& parallel) const {
     const int64_t planes = pass_.planes.taps;
+    // A thread's vectors of channels take turns tile by tile, which is the order of memory.
     parallel(lanes_.vectors() * planes, [&](int64_t begin, int64_t end) {
       DepthwiseScratch scratch;
-      for (int64_t task = begin; task < end; ++task) {
-        const Part part = lanes_.part(task / planes);
-        Vector<T>* sums = scratch.sums.take<Vector<T>>(2 * factors());
-        std::fill(sums, sums + factors(), Vector<T>{});
-        for (int64_t image = 0; image < pass_.images; ++image) {
-          for (int64_t plane = 0; plane < pass_.planes.outputs; ++plane) {
-            const auto& axis = pass_.planes;
-            const int64_t read = plane * axis.step + task % planes * axis.reach - axis.before;
-            if (read < 0 || read >= axis.size) continue;
-            // Sums of a plane are chains of their own.
-            std::fill(sums + factors(), sums + 2 * factors(), Vector<T>{});
-            const Stored *input = place(pass_.input, image, read, part.read),
-                         *grad = place(pass_.grad, image, plane, part.written);
-            add_planes(part, input, grad, sums + factors(), scratch);
-            for (int64_t i = 0; i < factors(); ++i) sums[i] += sums[factors() + i];
+      const int64_t count = (end - begin) * factors();
+      Vector<T>* sums = scratch.sums.take<Vector<T>>(2 * count);
+      Vector<T>* of_plane = sums + count;
+      std::fill(sums, sums + count, Vector<T>{});
+      for (int64_t image = 0; image < pass_.images; ++image) {
+        for (int64_t plane = 0; plane < pass_.planes.outputs; ++plane) {
+          // Sums of a plane are chains of their own.
+          std::fill(of_plane, of_plane + count, Vector<T>{});
+          for (int64_t y = 0; y < pass_.rows.outputs; y += pass_.blocks.rows) {
+            for (int64_t x = 0; x < pass_.columns.outputs; x += pass_.blocks.columns) {
+              for (int64_t task = begin; task < end; ++task) {
+                const auto& axis = pass_.planes;
+                const int64_t read = plane * axis.step + task % planes * axis.reach - axis.before;
+                if (read < 0 || read >= axis.size) continue;
+                const Part part = lanes_.part(task / planes);
+                add_part(part, place(pass_.input, image, read, part.read),
+                         place(pass_.grad, image, plane, part.written), y, x,
+                         of_plane + (task - begin) * factors(), scratch);
+              }
+            }
           }
+          for (int64_t i = 0; i < count; ++i) sums[i] += of_plane[i];
         }
-        store_sums(part, task % planes, sums);
+      }
+      for (int64_t task = begin; task < end; ++task) {
+        store_sums(lanes_.part(task / planes), task % planes, sums + (task - begin) * factors());
       }
     });
   }
@@ -679,14 +702,14 @@ class DepthwiseWeightGrad {
   // With few taps there are more chains for each, as an addition waits for the one before.
   template <int kTaps, bool kIsStaged>
   static void sum_taps(const Rows& rows, const int64_t* offsets, Vector<T>* sums) {
-    constexpr int kChains = kTaps == 1 ? 4 : kTaps <= 4 ? 2 : 1, kAhead = 12;
+    constexpr int kChains = kTaps == 1 ? 4 : kTaps <= 4 ? 2 : 1;
     Vector<T> chains[kChains][kTaps] = {};
     const T *grad = rows.grad, *input = rows.input;
     for (int64_t y = 0; y < rows.rows; ++y, grad += rows.grad_row, input += rows.input_row) {
       int64_t x = 0;
       const auto add = [&](int chain, int64_t at) {
         const int64_t step = kIsStaged ? kLanes<T> : rows.grad_step;
-        if (!kIsStaged) __builtin_prefetch(grad + (at + kAhead) * step);
+        if (!kIsStaged) __builtin_prefetch(grad + at * step + kLanes<T>, 0, 2);
         const Vector<T> by = load(grad + at * step);
         const T* from = input + at * rows.input_step;
 #pragma GCC unroll 16
@@ -705,34 +728,30 @@ class DepthwiseWeightGrad {
     }
   }
 
-  void add_planes(const Part& part, const Stored* input, const Stored* grad, Vector<T>* sums,
-                  DepthwiseScratch& scratch) const {
-    for (int64_t y = 0; y < pass_.rows.outputs; y += pass_.blocks.rows) {
-      const int64_t high = std::min(pass_.blocks.rows, pass_.rows.outputs - y);
-      for (int64_t x = 0; x < pass_.columns.outputs; x += pass_.blocks.columns) {
-        const int64_t wide = std::min(pass_.blocks.columns, pass_.columns.outputs - x);
-        const Axis rows = read_by(pass_.rows, y, high), columns = read_by(pass_.columns, x, wide);
-        const int64_t of_channel = rows.outputs * columns.outputs * kLanes<T>;
-        T* inputs = scratch.stage.take<T>(pass_.depth * of_channel);
-        stage_groups(inputs, lanes_, pass_.depth, part.groups, input, pass_.input.strides, rows,
-                     columns, scratch.planes);
-        const auto& g = pass_.grad.strides;
-        const Stored* from = grad + y * g[2] + x * g[3];
-        if constexpr (std::is_same_v<Stored, T>) {
-          // A gradient of which vectors are read once, and that has no padding, needs no stage.
-          if (g[1] == 1 && part.channels == kLanes<T> && factors() <= kMostTaps) {
-            add_tile(inputs, of_channel, columns.outputs, from, g[2], g[3], high, wide, sums,
-                     scratch);
-            continue;
-          }
-        }
-        T* grads = scratch.grad.take<T>(high * wide * kLanes<T>);
-        stage_planes(grads, from, g, part.channels, Axis{high, high, 1, 1, 1, 0},
-                     Axis{wide, wide, 1, 1, 1, 0});
-        add_tile(inputs, of_channel, columns.outputs, grads, wide * kLanes<T>, kLanes<T>, high,
-                 wide, sums, scratch);
+  // Adds what a tile of the gradient's rows and columns, from (y, x) on, contributes.
+  void add_part(const Part& part, const Stored* input, const Stored* grad, int64_t y, int64_t x,
+                Vector<T>* sums, DepthwiseScratch& scratch) const {
+    const int64_t high = std::min(pass_.blocks.rows, pass_.rows.outputs - y),
+                  wide = std::min(pass_.blocks.columns, pass_.columns.outputs - x);
+    const Axis rows = read_by(pass_.rows, y, high), columns = read_by(pass_.columns, x, wide);
+    const int64_t of_channel = rows.outputs * columns.outputs * kLanes<T>;
+    T* inputs = scratch.stage.take<T>(pass_.depth * of_channel);
+    stage_groups(inputs, lanes_, pass_.depth, part.groups, input, pass_.input.strides, rows,
+                 columns, scratch.planes);
+    const auto& g = pass_.grad.strides;
+    const Stored* from = grad + y * g[2] + x * g[3];
+    if constexpr (std::is_same_v<Stored, T>) {
+      // A gradient of which vectors are read once, and that has no padding, needs no stage.
+      if (g[1] == 1 && part.channels == kLanes<T> && factors() <= kMostTaps) {
+        return add_tile(inputs, of_channel, columns.outputs, from, g[2], g[3], high, wide, sums,
+                        scratch);
       }
     }
+    T* grads = scratch.grad.take<T>(high * wide * kLanes<T>);
+    stage_planes(grads, from, g, part.channels, Axis{high, high, 1, 1, 1, 0},
+                 Axis{wide, wide, 1, 1, 1, 0});
+    add_tile(inputs, of_channel, columns.outputs, grads, wide * kLanes<T>, kLanes<T>, high, wide,
+             sums, scratch);
   }
 
   void add_tile(const T* input, int64_t of_channel, int64_t pitch, const T* grad, int64_t grad_row,
