@@ -315,6 +315,22 @@ class TestResults:
         mapped = Path("/proc/self/maps").read_text()
         assert len(set(re.findall(r"\S*/lib[gi]?omp[^/\s]*\.so\S*", mapped))) == 1
 
+    def test_large_results_have_large_pages(self) -> None:
+        """The system is asked for them, as their memory is new: it may still refuse."""
+        weight = torch.randn(8, 1, 1, 1)
+        result = OPERATORS.forward(
+            torch.zeros(1, 8, 1024, 1280), weight, None, [1, 1], [0] * 4, [1, 1], 8, None
+        )
+        place, flags, is_here = result.data_ptr() + (4 << 20), "", False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                is_here = int(found[1], 16) <= place < int(found[2], 16)
+            elif is_here and line.startswith("VmFlags:"):
+                flags = line
+        if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+            pytest.skip("this system has no transparent large pages")
+        assert " hg" in flags
+
     @pytest.mark.parametrize("groups", [1, 16], ids=["direct", "depthwise"])
     @pytest.mark.parametrize("format", [torch.contiguous_format, LAST], ids=str)
     def test_an_infinite_weight(self, groups: int, format: torch.memory_format) -> None:
