@@ -249,6 +249,16 @@ class TestResults:
             for own, other in zip(results(problem, *given), expected(problem, *given), strict=True):
                 assert (own - other).abs().max() < 1e-4
 
+    @pytest.mark.parametrize(
+        "shape", [(32, 32, 3, 3), (4, 32, 3, 3), (32, 32, 1, 1), (32, 1, 3, 3)]
+    )
+    def test_a_bias_with_a_stride(self, shape: tuple[int, ...]) -> None:
+        input, weight, bias = torch.randn(1, 32, 9, 9), torch.randn(shape), torch.randn(shape[0])
+        strided = torch.stack([bias, torch.full_like(bias, torch.nan)], 1)[:, 0]
+        how = ([1, 1], [1] * 4, [1, 1], 32 // shape[1], None)
+        found = OPERATORS.forward(input, weight, strided, *how)
+        assert found.equal(OPERATORS.forward(input, weight, bias, *how))
+
     @pytest.mark.parametrize("groups", [1, 144], ids=["one", "depthwise"])
     @pytest.mark.parametrize("kernel", [1, 3], ids="{0}x{0}".format)
     def test_threads_change_no_bit(self, groups: int, kernel: int) -> None:

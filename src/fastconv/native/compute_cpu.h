@@ -302,6 +302,11 @@ inline void ask_for_large_pages(const Tensor& result) {
 // Computes a call, or returns false if its numbers need another way.
 inline bool compute_by_kernels(const Call& call, const CpuPlan& plan, const Tensor& result,
                                const Tensor& bias_grad) {
+  if (call.third.defined() && !call.third.is_contiguous()) {  // the kernels read a dense bias
+    Call other = call;
+    other.third = call.third.contiguous();
+    return compute_by_kernels(other, plan, result, bias_grad);
+  }
   ask_for_large_pages(result);
   if (call.pass == kWeightGrad) {
     weight_grad_by_kernels(call, plan, result);
