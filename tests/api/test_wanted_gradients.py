@@ -19,7 +19,7 @@ import fastconv
 import oracle
 from fastconv import ops
 from fastconv.backends import cpu
-from fastconv.ops import autograd
+from fastconv.ops import autograd, entries
 from recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("host_path")
@@ -136,6 +136,8 @@ WAYS = {
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the passes that the CPU backend has computed."""
     names: list[str] = []
+    # The native library's kernels would compute these passes without Python.
+    monkeypatch.setattr(entries, "plan", lambda *arguments: "passes are counted")
 
     def noted(name: str, function: Callable[..., None]) -> Callable[..., None]:
         def note(*args: Any) -> None:

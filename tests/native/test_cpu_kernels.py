@@ -70,12 +70,18 @@ def expected(problem: Problem, input: Tensor, weight: Tensor, bias: Tensor, grad
     return output.detach(), *torch.autograd.grad(output, (x, w, b), grad.double())
 
 
-def drawn(draw: random.Random, is_depthwise: bool) -> Problem:
+def drawn(draw: random.Random, is_depthwise: bool, is_narrow: bool = False) -> Problem:
+    """A depthwise problem, one with groups of few channels, or one with few groups."""
+
     def pair(*values: int) -> tuple[int, int]:
         return draw.choice(values), draw.choice(values)
 
-    groups = draw.choice((1, 3, 16, 17, 40)) if is_depthwise else draw.choice((1, 1, 2))
-    depth, channels = (1, 1) if is_depthwise else (draw.choice((1, 17, 40)), draw.choice((16, 45)))
+    groups = draw.choice((1, 1, 2))
+    depth, channels = draw.choice((1, 17, 40)), draw.choice((3, 16, 45))
+    if is_depthwise or is_narrow:
+        groups, depth, channels = draw.choice((1, 3, 16, 17, 40)), 1, 1
+    if is_narrow:
+        depth, channels = draw.choice(((4, 4), (8, 8), (1, 2), (3, 1), (8, 5), (2, 7)))
     kernel, stride, dilation = pair(1, 2, 3, 5, 9), pair(1, 1, 2, 3), pair(1, 1, 2, 3)
     padding = tuple(draw.choice((0, 1, 2, 5)) for _ in range(4))
     size = tuple(
@@ -169,6 +175,32 @@ class TestResults:
         assert planned > 12, "most of them are the kernels'"
 
     @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    def test_groups_of_few_channels(self, dtype: torch.dtype) -> None:
+        draw = random.Random(f"{dtype} narrow")
+        for _ in range(12):
+            problem = drawn(draw, False, is_narrow=True)
+            formats = [draw.choice((torch.contiguous_format, LAST)) for _ in range(3)]
+            given = tensors(problem, dtype, formats)
+            for name, own, other in zip(
+                ["output", "input", "weight", "bias"],
+                results(problem, *given),
+                expected(problem, *given),
+                strict=True,
+            ):
+                error = (own.double() - other).abs().max() / other.abs().max().clamp(min=1)
+                assert error < TOLERANCE[dtype], (name, problem, formats)
+        same_in_threads(problem)
+
+    @pytest.mark.parametrize("format", [torch.contiguous_format, LAST], ids=str)
+    def test_chains_of_large_depthwise_kernels(self, format: Any) -> None:
+        """Long sums are added up in parts: one chain of 2601 products would lose two digits."""
+        problem = Problem.of((1, 16, 60, 200), (16, 1, 51, 51), (1, 1), (25,) * 4, (1, 1), 16)
+        input, weight, bias, grad = tensors(problem, torch.float32, [format] * 3)
+        given = input.abs(), weight.abs(), bias, grad.abs()
+        for own, other in zip(results(problem, *given), expected(problem, *given), strict=True):
+            assert ((own - other) / other).abs().max() < 2e-6
+
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
     def test_random_volumes(self, dtype: torch.dtype) -> None:
         draw, planned = random.Random(f"{dtype} volumes"), 0
         for _ in range(12):
@@ -216,6 +248,16 @@ class TestResults:
             given = view(input), view(weight), bias, view(grad)
             for own, other in zip(results(problem, *given), expected(problem, *given), strict=True):
                 assert (own - other).abs().max() < 1e-4
+
+    @pytest.mark.parametrize(
+        "shape", [(32, 32, 3, 3), (4, 32, 3, 3), (32, 32, 1, 1), (32, 1, 3, 3)]
+    )
+    def test_a_bias_with_a_stride(self, shape: tuple[int, ...]) -> None:
+        input, weight, bias = torch.randn(1, 32, 9, 9), torch.randn(shape), torch.randn(shape[0])
+        strided = torch.stack([bias, torch.full_like(bias, torch.nan)], 1)[:, 0]
+        how = ([1, 1], [1] * 4, [1, 1], 32 // shape[1], None)
+        found = OPERATORS.forward(input, weight, strided, *how)
+        assert found.equal(OPERATORS.forward(input, weight, bias, *how))
 
     @pytest.mark.parametrize("groups", [1, 144], ids=["one", "depthwise"])
     @pytest.mark.parametrize("kernel", [1, 3], ids="{0}x{0}".format)
@@ -283,6 +325,22 @@ class TestResults:
         mapped = Path("/proc/self/maps").read_text()
         assert len(set(re.findall(r"\S*/lib[gi]?omp[^/\s]*\.so\S*", mapped))) == 1
 
+    def test_large_results_have_large_pages(self) -> None:
+        """The system is asked for them, as their memory is new: it may still refuse."""
+        weight = torch.randn(8, 1, 1, 1)
+        result = OPERATORS.forward(
+            torch.zeros(1, 8, 1024, 1280), weight, None, [1, 1], [0] * 4, [1, 1], 8, None
+        )
+        place, flags, is_here = result.data_ptr() + (4 << 20), "", False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                is_here = int(found[1], 16) <= place < int(found[2], 16)
+            elif is_here and line.startswith("VmFlags:"):
+                flags = line
+        if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+            pytest.skip("this system has no transparent large pages")
+        assert " hg" in flags
+
     @pytest.mark.parametrize("groups", [1, 16], ids=["direct", "depthwise"])
     @pytest.mark.parametrize("format", [torch.contiguous_format, LAST], ids=str)
     def test_an_infinite_weight(self, groups: int, format: torch.memory_format) -> None:
@@ -317,10 +375,27 @@ class TestPlans:
 
         assert isinstance(reason(torch.float32), CpuPlan)
         assert "torch.complex64" in str(reason(torch.complex64))
-        assert "3 written channels" in str(reason(torch.float32, weight=(3, 32, 3, 3)))
         assert "silu" in str(reason(torch.float32, epilogue=Epilogue("silu")))
         assert "residues" in str(reason(torch.float32, "input_grad", stride=(5, 5)))
         assert "nothing" in str(reason(torch.float32, input=(0, 32, 20, 20)))
+
+    def test_few_channels(self) -> None:
+        """Vectors have columns where a group writes few channels, and other groups' otherwise."""
+
+        def kernels(groups: int, channels: tuple[int, int]) -> list[str]:
+            read, written = channels
+            shapes = (2, groups * read, 20, 20), (groups * written, read, 3, 3)
+            problem = Problem.of(*shapes, (1, 1), (1,) * 4, (1, 1), groups)
+            passes: tuple[Pass, ...] = ("forward", "input_grad", "weight_grad")
+            found = [plans.plan(problem, which, torch.float32) for which in passes]
+            return [plan.kernel for plan in found if isinstance(plan, CpuPlan)]
+
+        assert kernels(1, (32, 3)) == ["narrow", "direct", "direct"]
+        assert kernels(1, (3, 32)) == ["direct", "narrow", "direct"]
+        assert kernels(32, (4, 4)) == ["narrow", "narrow", "depthwise"]
+        assert kernels(32, (8, 8)) == ["narrow", "narrow", "direct"]
+        assert kernels(32, (16, 16)) == ["direct"] * 3
+        assert kernels(32, (1, 1)) == ["depthwise"] * 3
 
     def test_far_taps_have_large_tiles(self) -> None:
         """A tile of 64 channels would be a part of a row, with most of what it stages around it."""

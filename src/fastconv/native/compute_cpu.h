@@ -9,6 +9,7 @@
 #include <ATen/ops/tanh.h>
 
 #include <dlfcn.h>
+#include <sys/mman.h>
 
 #include <atomic>
 #include <exception>
@@ -28,6 +29,7 @@ struct CpuPlan {
 inline cpu::Kernel cpu_kernel(std::string_view name) {
   if (name == "depthwise") return cpu::kDepthwise;
   if (name == "pointwise") return cpu::kPointwise;
+  if (name == "narrow") return cpu::kNarrow;
   TORCH_INTERNAL_ASSERT(name == "direct", "no CPU kernel ", name);
   return cpu::kDirect;
 }
@@ -283,9 +285,29 @@ inline void weight_grad_by_kernels(const Call& call, const CpuPlan& plan, const 
   cpu::weight_grad(plan.kernel, pass, threads_for(pass, plan));
 }
 
+// Asks for large pages where a result is so large that its memory is always new: the C library
+// takes allocations of at least so many bytes from the system, and gives them back. In pages of
+// 4 KiB, the first access to each would take longer than some layers. A system that refuses leaves
+// the result as it is.
+inline void ask_for_large_pages(const Tensor& result) {
+  constexpr uintptr_t kPage = 2 << 20;
+  constexpr size_t kLeast = 32 << 20;
+  if (result.nbytes() < kLeast) return;
+  const auto first = reinterpret_cast<uintptr_t>(result.const_data_ptr());
+  const uintptr_t begin = (first + kPage - 1) / kPage * kPage,
+                  end = (first + result.nbytes()) / kPage * kPage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
 // Computes a call, or returns false if its numbers need another way.
 inline bool compute_by_kernels(const Call& call, const CpuPlan& plan, const Tensor& result,
                                const Tensor& bias_grad) {
+  if (call.third.defined() && !call.third.is_contiguous()) {  // the kernels read a dense bias
+    Call other = call;
+    other.third = call.third.contiguous();
+    return compute_by_kernels(other, plan, result, bias_grad);
+  }
+  ask_for_large_pages(result);
   if (call.pass == kWeightGrad) {
     weight_grad_by_kernels(call, plan, result);
     if (bias_grad.defined()) bias_grad.copy_(call.first.sum(all_but_channels(call.first)));

@@ -19,7 +19,7 @@ from fastconv.backends.cpu.axes import Axis, reading
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 Pass = Literal["forward", "input_grad", "weight_grad"]
-Kernel = Literal["direct", "depthwise", "pointwise"]
+Kernel = Literal["direct", "depthwise", "pointwise", "narrow"]
 
 # The types that the kernels multiply, and that they multiply them in.
 _BYTES = {torch.float32: 4, torch.float64: 8, torch.bfloat16: 4, torch.float16: 4}
@@ -37,8 +37,15 @@ _SUMS = 1 << 16
 _SCRATCH_BYTES = 8 << 20
 # The L2 cache where the operating system does not say: no CPU of the last ten years has less.
 _USUAL_L2_BYTES = 256 << 10
-# The written channels for which vectors of channels are well filled: those of half a tile.
-_FEWEST_CHANNELS = 16
+# Passes that write up to so many channels of a group have vectors of columns. With 16, vectors of
+# channels are full, and as fast or faster.
+_FEW_WRITTEN = 12
+# What a tile of a depthwise weight gradient stages: meanwhile, the next one's numbers arrive in the
+# L2 cache.
+_TILE_BYTES = 128 << 10
+# Weight gradients of groups of up to so many channels, read and written ones, have vectors of
+# several groups. With 8, measured on a Xeon with AVX-512, staging takes more than that gains.
+_NARROW = 4
 # The input channels of a weight gradient's task: five register tiles of the widest vectors.
 _MOST_INPUTS = 70
 # The positions of a pass for which it pays to pack weights that are channels-last: measured with
@@ -72,6 +79,8 @@ class CpuPlan(NamedTuple):
     def __str__(self) -> str:
         if self.kernel == "depthwise":
             return f"depthwise kernel: tiles of {self.rows} rows by {self.columns} columns"
+        if self.kernel == "narrow":
+            return f"kernel of few channels: tiles of {self.rows} rows by {self.columns} columns"
         if self.kernel == "pointwise":
             return f"pointwise kernel: blocks of {self.rows} by {self.columns} of a matrix product"
         images = "" if self.images == 1 else f"{self.images} images by "
@@ -106,11 +115,19 @@ def plan(
             return "its strides have too many residues"
         axes = [_gathering(axis) for axis in axes]
     *depth, rows, columns = axes
-    if problem.in_channels == problem.out_channels == problem.groups:
-        taps = math.prod(axis.taps for axis in depth)
-        return _depthwise_plan(rows, columns, taps, residues, _BYTES[dtype])
+    read, _ = of_group = _channels(problem, which)
+    is_narrow = which == "weight_grad" and problem.groups > 1 and max(of_group) <= _NARROW
+    if max(of_group) == 1 or is_narrow:
+        # Wider groups have a stage for each channel, and one from which these are filled.
+        stages = math.prod(axis.taps for axis in depth) * read + (max(of_group) > 1)
+        is_grad = which == "weight_grad"
+        return _depthwise_plan(rows, columns, stages, residues, _BYTES[dtype], is_grad)
     if all(one.kernel_size == 1 and not one.before and not one.after for one in problem.axes):
         return _pointwise_plan(problem, which, channels_last, _BYTES[dtype])
+    if which != "weight_grad" and of_group[1] <= _FEW_WRITTEN:
+        found = _narrow_plan(problem, which, depth, rows, columns, _BYTES[dtype])
+        if found is not None:
+            return found
     positions = problem.batch * math.prod(axis.outputs for axis in axes)
     if channels_last and which != "weight_grad" and positions < _FEWEST_POSITIONS:
         return f"{positions} positions do not repay the packing of weights"
@@ -140,18 +157,26 @@ def _gathering(axis: Axis) -> Axis:
 
 
 def _depthwise_plan(
-    rows: Axis, columns: Axis, tap_planes: int, residues: int, itemsize: int
+    rows: Axis, columns: Axis, stages: int, residues: int, itemsize: int, is_grad: bool
 ) -> CpuPlan | str:
-    lanes = VECTOR_BYTES // itemsize
+    """The largest tile that fits the cache; of weight gradients a small one of whole rows."""
+    lanes, found = VECTOR_BYTES // itemsize, None
 
     def read(axis: Axis, outputs: int) -> int:
         return (outputs - 1) * axis.step + (axis.taps - 1) * axis.reach + 1
 
     for high, wide in _tiles(rows, columns):
-        staged = tap_planes * read(rows, high) * read(columns, wide)
+        staged = stages * read(rows, high) * read(columns, wide)
         sums = high * wide * (residues - 1)
-        if 4 * (staged + sums) * lanes * itemsize <= l2_bytes():
-            return CpuPlan("depthwise", high, wide, 1, lanes)
+        size = (staged + sums) * lanes * itemsize
+        if found is None and 4 * size <= l2_bytes():
+            found = CpuPlan("depthwise", high, wide, 1, lanes)
+        if is_grad and size <= _TILE_BYTES:
+            if wide == columns.outputs and 4 * read(rows, high) <= 5 * high * rows.step:
+                return CpuPlan("depthwise", high, wide, 1, lanes)
+            break
+    if found is not None:
+        return found
     return "its taps are so far apart that a tile exceeds the cache"
 
 
@@ -175,6 +200,21 @@ def _channels(problem: Problem, which: Pass) -> tuple[int, int]:
     return (outputs, inputs) if which == "input_grad" else (inputs, outputs)
 
 
+def _narrow_plan(
+    problem: Problem, which: Pass, depth: list[Axis], rows: Axis, columns: Axis, itemsize: int
+) -> CpuPlan | None:
+    """Tiles of which all read channels fit a quarter of the L2 cache, and the sums, too."""
+    read, written = _channels(problem, which)
+    groups = min(problem.groups, max(1, VECTOR_BYTES // itemsize // max(read, written)))
+    planes = math.prod(axis.taps for axis in depth)
+    for high, wide in _tiles(rows, columns):
+        staged = _staged(rows, columns, high, wide)
+        size = groups * (planes * read + written) * staged * itemsize
+        if 4 * size <= l2_bytes():
+            return CpuPlan("narrow", high, wide, read, written)
+    return None
+
+
 def _gather_plan(
     problem: Problem, which: Pass, rows: Axis, columns: Axis, itemsize: int, skips: bool
 ) -> CpuPlan | str:
@@ -183,8 +223,6 @@ def _gather_plan(
     Where taps are far apart, few channels of a large tile are less than many of a small one.
     """
     read, written = _channels(problem, which)
-    if written < _FEWEST_CHANNELS:
-        return f"{written} written channels of a group do not fill vectors"
     depths = _depths_of_slices(read, rows.taps) if skips else []
     skips = bool(depths)
     taps, best, least = rows.taps * columns.taps, None, math.inf
@@ -256,8 +294,6 @@ def _share(count: int, most: int, unit: int) -> int:
 
 def _weight_grad_plan(problem: Problem, rows: Axis, columns: Axis, itemsize: int) -> CpuPlan | str:
     depth, channels = _channels(problem, "weight_grad")
-    if channels < _FEWEST_CHANNELS:
-        return f"{channels} written channels of a group do not fill vectors"
     taps = rows.taps * columns.taps
     some, most = min(depth, _MOST_INPUTS), min(channels, 128)
     while taps * some * _up(most, 32) * itemsize > _SCRATCH_BYTES // 4 and most > 32:

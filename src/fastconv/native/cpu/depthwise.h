@@ -1,8 +1,14 @@
-// Depthwise layers: each group has one read and one written channel.
+// Depthwise layers, which have one read and one written channel in each group, and the weight
+// gradients of layers whose groups have a few.
 //
 // Vectors hold channels. Where these are neighbours in memory, forward passes read them there, and
 // leave padding out. Elsewhere, and in weight gradients, a tile of as many planes as a vector has
 // lanes is staged, with zeros for the padding, and transposed on the way.
+//
+// A weight gradient of wider groups is computed as if the layer was depthwise and had more taps. A
+// vector has the written channels of some groups, and there is a stage for each read channel of a
+// group, in which a lane has that channel of its own group. So all lanes are used, and no group's
+// numbers meet another one's.
 #pragma once
 
 #include "epilogue.h"
@@ -11,7 +17,68 @@
 namespace fastconv::cpu {
 
 struct DepthwiseScratch {
-  Buffer stage, grad, sums, offsets;
+  Buffer stage, planes, grad, sums, offsets;
+};
+
+// How vectors cover the written channels of groups: some groups in one vector, or a part of one.
+template <class T>
+class Lanes {
+ public:
+  // Written channels in some lanes of one vector, and the first read channel of their groups.
+  struct Part {
+    int64_t group, groups, first;  // the first channel of the group, if it is a part of one
+    int64_t channels;
+    int64_t written, read;  // the first channels of the tensors
+  };
+
+  Lanes(int64_t groups, int64_t depth, int64_t channels)
+      : groups_(groups),
+        depth_(depth),
+        channels_(channels),
+        together_(std::max<int64_t>(1, kLanes<T> / std::max(depth, channels))),
+        pieces_(ceil_div(channels, kLanes<T>)) {
+    for (int64_t lane = 0; lane < kLanes<T>; ++lane) {
+      const int64_t group = channels <= kLanes<T> ? lane / channels : 0;
+      first_[lane] = int(group < together_ ? group * depth : 0);
+    }
+  }
+
+  int64_t vectors() const { return ceil_div(groups_, together_) * pieces_; }
+
+  Part part(int64_t vector) const {
+    const int64_t group = vector / pieces_ * together_, first = vector % pieces_ * kLanes<T>,
+                  groups = std::min(together_, groups_ - group);
+    const int64_t channels =
+        pieces_ > 1 ? std::min<int64_t>(kLanes<T>, channels_ - first) : groups * channels_;
+    return {group, groups, first, channels, group * channels_ + first, group * depth_};
+  }
+
+  bool is_depthwise() const { return depth_ == 1 && channels_ == 1; }
+
+  // Calls function(lane, offset) with the weights of a part.
+  template <class Function>
+  void for_lanes(const Part& part, const std::array<int64_t, 5>& strides,
+                 const Function& function) const {
+    for (int64_t lane = 0; lane < part.channels; ++lane) {
+      const int64_t channel = part.first + lane, group = channel / channels_;
+      function(lane,
+               (part.group + group) * strides[0] + (channel - group * channels_) * strides[1]);
+    }
+  }
+
+  // Copies vectors of the first read channels of some groups: each lane will have the `c`-th one of
+  // its group.
+  void spread(T* to, const T* from, int64_t count, int64_t c) const {
+    LaneNumbers<T> which;
+    for (int64_t lane = 0; lane < kLanes<T>; ++lane) which[lane] = first_[lane] + int(c);
+    for (int64_t i = 0; i < count; i += kLanes<T>) store(to + i, chosen<T>(load(from + i), which));
+  }
+
+ private:
+  int64_t groups_, depth_, channels_;
+  int64_t together_;  // groups of a vector
+  int64_t pieces_;    // vectors of a group
+  int first_[kLanes<T>];
 };
 
 // The elements that some outputs of an axis read, next to one another: an axis of its own, of which
@@ -43,7 +110,6 @@ void stage_joined(T* to, int64_t pitch, const T* from, int64_t of_plane, int64_t
 template <class T>
 void stage_vectors(T* to, const T* source, const std::array<int64_t, 4>& strides,
                    const Window& rows, const Window& columns) {
-  constexpr int64_t kAhead = 12;
   const auto [top, bottom] = rows.existing(0);
   const auto [left, right] = columns.existing(0);
   for (int64_t y = 0; y < rows.length; ++y) {
@@ -52,8 +118,8 @@ void stage_vectors(T* to, const T* source, const std::array<int64_t, 4>& strides
     const T* from = source + rows.index(0, y) * strides[2] + columns.index(0, 0) * strides[3];
     for (int64_t x = 0; x < begin; ++x) store(to + x * kLanes<T>, Vector<T>{});
     for (int64_t x = begin; x < end; ++x) {
-      // Pixels lie further apart than CPUs foresee; behind a row's last one is mostly the next row.
-      __builtin_prefetch(from + (x + kAhead) * strides[3]);
+      // Pixels lie further apart than CPUs foresee; the next tile mostly has the next channels.
+      __builtin_prefetch(from + x * strides[3] + kLanes<T>, 0, 2);
       store(to + x * kLanes<T>, load(from + x * strides[3]));
     }
     for (int64_t x = end; x < columns.length; ++x) store(to + x * kLanes<T>, Vector<T>{});
@@ -85,6 +151,22 @@ void stage_planes(Computed<Stored>* to, const Stored* source, const std::array<i
   }
   stage_pixels(to, Pieces{kLanes<T>, kLanes<T>, 0}, source, strides, planes, row_window,
                column_window);
+}
+
+// Stages a tile of the read channels of some groups: (channels of a group, rows, columns, lanes).
+template <class Stored>
+void stage_groups(Computed<Stored>* to, const Lanes<Computed<Stored>>& lanes, int64_t depth,
+                  int64_t groups, const Stored* source, const std::array<int64_t, 4>& strides,
+                  const Axis& rows, const Axis& columns, Buffer& buffer) {
+  using T = Computed<Stored>;
+  if (lanes.is_depthwise()) return stage_planes(to, source, strides, groups, rows, columns);
+  const int64_t count = rows.outputs * columns.outputs * kLanes<T>;
+  T* planes = buffer.take<T>(count);
+  for (int64_t first = 0; first < depth; first += kLanes<T>) {
+    const int64_t some = std::min<int64_t>(kLanes<T>, depth - first);
+    stage_planes(planes, source + first * strides[1], strides, groups * some, rows, columns);
+    for (int64_t c = 0; c < some; ++c, to += count) lanes.spread(to, planes, count, c);
+  }
 }
 
 // The outputs for which all taps read elements that exist: from `begin` to before `end`.
@@ -191,7 +273,9 @@ class DepthwisePlanes : DepthwisePass<Stored> {
   // What a tile reads along an axis: an axis of its own, of which the outputs are these elements.
   static Axis read_by(const Axis& axis, const Reach& reach, int64_t first, int64_t outputs) {
     const bool reads = reach.least <= reach.most;
-    const int64_t elements = reads ? (outputs - 1) * reach.step + reach.most - reach.least + 1 : 0;
+    int64_t elements = reads ? (outputs - 1) * reach.step + reach.most - reach.least + 1 : 0;
+    // Rows that lie a multiple of 4 KiB apart would replace one another in the L1 cache.
+    if (elements * int64_t(kVectorBytes) % 4096 == 0) elements += elements > 0;
     return {axis.size, elements, 1, 1, 1, reads ? -reach.least - first * reach.step : 0};
   }
 
@@ -279,16 +363,25 @@ class DepthwisePlanes : DepthwisePass<Stored> {
     const int64_t high = std::min(tile.rows, pass.rows.outputs - tile.row),
                   columns = std::min(tile.columns, pass.columns.outputs - tile.column);
     const int64_t pieces = ceil_div(std::max<int64_t>(columns, 0), kPositions);
-    for (int64_t y = 0; y < high; ++y) {
+    const auto sum_piece = [&](int64_t y, int64_t piece) {
       T* row = sums +
                ((y * rows_.every + pass.at_rows.first) * wide + pass.at_columns.first) * kLanes<T>;
+      const int64_t x = columns * piece / pieces, count = columns * (piece + 1) / pieces - x;
+      sum_for(count, kAll)(
+          staged + (y * pass.rows.step * pitch + x * pass.columns.step) * kLanes<T>,
+          pass.columns.step * kLanes<T>, some, row + x * columns_.every * kLanes<T>,
+          columns_.every * kLanes<T>);
+    };
+    // A row reads most of what the one above does, which stays in the L1 cache if that is little.
+    constexpr int64_t kLittle = (24 << 10) / kVectorBytes;
+    if (pass.rows.taps * pitch > kLittle) {
       for (int64_t piece = 0; piece < pieces; ++piece) {
-        const int64_t x = columns * piece / pieces, count = columns * (piece + 1) / pieces - x;
-        sum_for(count, kAll)(
-            staged + (y * pass.rows.step * pitch + x * pass.columns.step) * kLanes<T>,
-            pass.columns.step * kLanes<T>, some, row + x * columns_.every * kLanes<T>,
-            columns_.every * kLanes<T>);
+        for (int64_t y = 0; y < high; ++y) sum_piece(y, piece);
       }
+      return;
+    }
+    for (int64_t y = 0; y < high; ++y) {
+      for (int64_t piece = 0; piece < pieces; ++piece) sum_piece(y, piece);
     }
   }
 
@@ -303,16 +396,22 @@ class DepthwisePlanes : DepthwisePass<Stored> {
   // Sums the taps of some columns of a row, which lie `step` apart, to ones that lie `apart`.
   template <int kColumns>
   static void sum_columns(const T* from, int64_t step, const Taps& some, T* to, int64_t apart) {
-    Vector<T> sums[kColumns] = {};
-    for (int64_t tap = 0; tap < some.count; ++tap) {
-      const Vector<T> by = load(some.factors + tap * kLanes<T>);
-      const T* read = from + some.offsets[tap];
-#pragma GCC unroll 8
-      for (int x = 0; x < kColumns; ++x) sums[x] += by * load(read + x * step);
-    }
     const Vector<T> bias = load(some.bias);
+    int64_t tap = 0;
+    do {
+      const bool is_first = tap == 0;
+      Vector<T> sums[kColumns] = {};
+      for (const int64_t end = std::min(some.count, tap + kSteps); tap < end; ++tap) {
+        const Vector<T> by = load(some.factors + tap * kLanes<T>);
+        const T* read = from + some.offsets[tap];
 #pragma GCC unroll 8
-    for (int x = 0; x < kColumns; ++x) store(to + x * apart, sums[x] + bias);
+        for (int x = 0; x < kColumns; ++x) sums[x] += by * load(read + x * step);
+      }
+#pragma GCC unroll 8
+      for (int x = 0; x < kColumns; ++x) {
+        store(to + x * apart, sums[x] + (is_first ? bias : load(to + x * apart)));
+      }
+    } while (tap < some.count);
   }
 
   void finish_planes(const Tile& tile, int64_t planes, int64_t high, int64_t wide,
@@ -380,7 +479,11 @@ class DepthwiseChannels : DepthwisePass<Stored> {
   using T = Computed<Stored>;
 
   static bool takes(const Gather& pass) {
-    return std::is_same_v<Stored, T> && pass.source.strides[1] == 1 && pass.target.strides[1] == 1;
+    // Rows of pixels that are far apart replace one another in the L1 cache where there are many,
+    // and columns that read padding are computed one by one.
+    constexpr int64_t kManyRows = 7;
+    return std::is_same_v<Stored, T> && pass.source.strides[1] == 1 &&
+           pass.target.strides[1] == 1 && pass.rows.taps < kManyRows;
   }
 
   explicit DepthwiseChannels(const Gather& pass)
@@ -481,11 +584,16 @@ class DepthwiseChannels : DepthwisePass<Stored> {
       const int64_t some = std::min<int64_t>(kLanes<T>, pass.groups - c);
       Vector<T> sums[kColumns] = {};
       const auto add = [&](auto read) {
-        for (int64_t i = 0; i < count; ++i) {
-          const T* from = source + reads[i].offset + c;
-          const Vector<T> by = read(factors + reads[i].factors + c);
+        for (int64_t i = 0; i < count;) {
+          Vector<T> chains[kColumns] = {};
+          for (const int64_t end = std::min(count, i + kSteps); i < end; ++i) {
+            const T* from = source + reads[i].offset + c;
+            const Vector<T> by = read(factors + reads[i].factors + c);
 #pragma GCC unroll 8
-          for (int x = 0; x < kColumns; ++x) sums[x] += by * read(from + x * step);
+            for (int x = 0; x < kColumns; ++x) chains[x] += by * read(from + x * step);
+          }
+#pragma GCC unroll 8
+          for (int x = 0; x < kColumns; ++x) sums[x] += chains[x];
         }
       };
       if (some == kLanes<T>) {
@@ -512,40 +620,52 @@ class DepthwiseWeightGrad {
  public:
   using T = Computed<Stored>;
 
-  explicit DepthwiseWeightGrad(const WeightGrad& pass) : pass_(pass) {}
+  explicit DepthwiseWeightGrad(const WeightGrad& pass)
+      : pass_(pass), lanes_(pass.groups, pass.depth, pass.channels) {}
 
   void run(const Parallel& parallel) const {
     const int64_t planes = pass_.planes.taps;
-    parallel(ceil_div(pass_.groups, kLanes<T>) * planes, [&](int64_t begin, int64_t end) {
+    // A thread's vectors of channels take turns tile by tile, which is the order of memory.
+    parallel(lanes_.vectors() * planes, [&](int64_t begin, int64_t end) {
       DepthwiseScratch scratch;
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t channel = task / planes * kLanes<T>,
-                      channels = std::min<int64_t>(kLanes<T>, pass_.groups - channel);
-        Vector<T>* sums = scratch.sums.take<Vector<T>>(2 * taps());
-        std::fill(sums, sums + taps(), Vector<T>{});
-        for (int64_t image = 0; image < pass_.images; ++image) {
-          for (int64_t plane = 0; plane < pass_.planes.outputs; ++plane) {
-            const auto& axis = pass_.planes;
-            const int64_t read = plane * axis.step + task % planes * axis.reach - axis.before;
-            if (read < 0 || read >= axis.size) continue;
-            // Sums of a plane are chains of their own.
-            std::fill(sums + taps(), sums + 2 * taps(), Vector<T>{});
-            const Stored *input = place(pass_.input, image, read, channel),
-                         *grad = place(pass_.grad, image, plane, channel);
-            add_planes(input, grad, channels, sums + taps(), scratch);
-            for (int64_t tap = 0; tap < taps(); ++tap) sums[tap] += sums[taps() + tap];
+      const int64_t count = (end - begin) * factors();
+      Vector<T>* sums = scratch.sums.take<Vector<T>>(2 * count);
+      Vector<T>* of_plane = sums + count;
+      std::fill(sums, sums + count, Vector<T>{});
+      for (int64_t image = 0; image < pass_.images; ++image) {
+        for (int64_t plane = 0; plane < pass_.planes.outputs; ++plane) {
+          // Sums of a plane are chains of their own.
+          std::fill(of_plane, of_plane + count, Vector<T>{});
+          for (int64_t y = 0; y < pass_.rows.outputs; y += pass_.blocks.rows) {
+            for (int64_t x = 0; x < pass_.columns.outputs; x += pass_.blocks.columns) {
+              for (int64_t task = begin; task < end; ++task) {
+                const auto& axis = pass_.planes;
+                const int64_t read = plane * axis.step + task % planes * axis.reach - axis.before;
+                if (read < 0 || read >= axis.size) continue;
+                const Part part = lanes_.part(task / planes);
+                add_part(part, place(pass_.input, image, read, part.read),
+                         place(pass_.grad, image, plane, part.written), y, x,
+                         of_plane + (task - begin) * factors(), scratch);
+              }
+            }
           }
+          for (int64_t i = 0; i < count; ++i) sums[i] += of_plane[i];
         }
-        store_sums(channel, channels, task % planes, sums);
+      }
+      for (int64_t task = begin; task < end; ++task) {
+        store_sums(lanes_.part(task / planes), task % planes, sums + (task - begin) * factors());
       }
     });
   }
 
  private:
+  using Part = typename Lanes<T>::Part;
+
   // The taps that are summed together, in registers, for each element of the gradient.
   static constexpr int kMostTaps = 9;
 
-  int64_t taps() const { return pass_.rows.taps * pass_.columns.taps; }
+  // The taps of all read channels of a group.
+  int64_t factors() const { return pass_.rows.taps * pass_.columns.taps * pass_.depth; }
 
   static const Stored* place(const Images& images, int64_t image, int64_t plane, int64_t channel) {
     return static_cast<const Stored*>(images.data) + image * images.strides[0] +
@@ -582,14 +702,14 @@ class DepthwiseWeightGrad {
   // With few taps there are more chains for each, as an addition waits for the one before.
   template <int kTaps, bool kIsStaged>
   static void sum_taps(const Rows& rows, const int64_t* offsets, Vector<T>* sums) {
-    constexpr int kChains = kTaps == 1 ? 4 : kTaps <= 4 ? 2 : 1, kAhead = 12;
+    constexpr int kChains = kTaps == 1 ? 4 : kTaps <= 4 ? 2 : 1;
     Vector<T> chains[kChains][kTaps] = {};
     const T *grad = rows.grad, *input = rows.input;
     for (int64_t y = 0; y < rows.rows; ++y, grad += rows.grad_row, input += rows.input_row) {
       int64_t x = 0;
       const auto add = [&](int chain, int64_t at) {
         const int64_t step = kIsStaged ? kLanes<T> : rows.grad_step;
-        if (!kIsStaged) __builtin_prefetch(grad + (at + kAhead) * step);
+        if (!kIsStaged) __builtin_prefetch(grad + at * step + kLanes<T>, 0, 2);
         const Vector<T> by = load(grad + at * step);
         const T* from = input + at * rows.input_step;
 #pragma GCC unroll 16
@@ -608,70 +728,79 @@ class DepthwiseWeightGrad {
     }
   }
 
-  void add_planes(const Stored* input, const Stored* grad, int64_t planes, Vector<T>* sums,
-                  DepthwiseScratch& scratch) const {
-    for (int64_t y = 0; y < pass_.rows.outputs; y += pass_.blocks.rows) {
-      const int64_t high = std::min(pass_.blocks.rows, pass_.rows.outputs - y);
-      for (int64_t x = 0; x < pass_.columns.outputs; x += pass_.blocks.columns) {
-        const int64_t wide = std::min(pass_.blocks.columns, pass_.columns.outputs - x);
-        const Axis rows = read_by(pass_.rows, y, high), columns = read_by(pass_.columns, x, wide);
-        T* inputs = scratch.stage.take<T>(rows.outputs * columns.outputs * kLanes<T>);
-        stage_planes(inputs, input, pass_.input.strides, planes, rows, columns);
-        const auto& g = pass_.grad.strides;
-        const Stored* from = grad + y * g[2] + x * g[3];
-        if constexpr (std::is_same_v<Stored, T>) {
-          // A gradient of which vectors are read once, and that has no padding, needs no stage.
-          if (g[1] == 1 && planes == kLanes<T> && taps() <= kMostTaps) {
-            add_tile(inputs, columns.outputs, from, g[2], g[3], high, wide, sums, scratch);
-            continue;
-          }
-        }
-        T* grads = scratch.grad.take<T>(high * wide * kLanes<T>);
-        stage_planes(grads, from, g, planes, Axis{high, high, 1, 1, 1, 0},
-                     Axis{wide, wide, 1, 1, 1, 0});
-        add_tile(inputs, columns.outputs, grads, wide * kLanes<T>, kLanes<T>, high, wide, sums,
-                 scratch);
+  // Adds what a tile of the gradient's rows and columns, from (y, x) on, contributes.
+  void add_part(const Part& part, const Stored* input, const Stored* grad, int64_t y, int64_t x,
+                Vector<T>* sums, DepthwiseScratch& scratch) const {
+    const int64_t high = std::min(pass_.blocks.rows, pass_.rows.outputs - y),
+                  wide = std::min(pass_.blocks.columns, pass_.columns.outputs - x);
+    const Axis rows = read_by(pass_.rows, y, high), columns = read_by(pass_.columns, x, wide);
+    const int64_t of_channel = rows.outputs * columns.outputs * kLanes<T>;
+    T* inputs = scratch.stage.take<T>(pass_.depth * of_channel);
+    stage_groups(inputs, lanes_, pass_.depth, part.groups, input, pass_.input.strides, rows,
+                 columns, scratch.planes);
+    const auto& g = pass_.grad.strides;
+    const Stored* from = grad + y * g[2] + x * g[3];
+    if constexpr (std::is_same_v<Stored, T>) {
+      // A gradient of which vectors are read once, and that has no padding, needs no stage.
+      if (g[1] == 1 && part.channels == kLanes<T> && factors() <= kMostTaps) {
+        return add_tile(inputs, of_channel, columns.outputs, from, g[2], g[3], high, wide, sums,
+                        scratch);
       }
     }
+    T* grads = scratch.grad.take<T>(high * wide * kLanes<T>);
+    stage_planes(grads, from, g, part.channels, Axis{high, high, 1, 1, 1, 0},
+                 Axis{wide, wide, 1, 1, 1, 0});
+    add_tile(inputs, of_channel, columns.outputs, grads, wide * kLanes<T>, kLanes<T>, high, wide,
+             sums, scratch);
   }
 
-  void add_tile(const T* input, int64_t pitch, const T* grad, int64_t grad_row, int64_t grad_step,
-                int64_t high, int64_t wide, Vector<T>* sums, DepthwiseScratch& scratch) const {
+  void add_tile(const T* input, int64_t of_channel, int64_t pitch, const T* grad, int64_t grad_row,
+                int64_t grad_step, int64_t high, int64_t wide, Vector<T>* sums,
+                DepthwiseScratch& scratch) const {
     const auto &rows = pass_.rows, &columns = pass_.columns;
-    int64_t* offsets = scratch.offsets.take<int64_t>(taps());
-    for (int64_t p = 0, tap = 0; p < rows.taps; ++p) {
-      for (int64_t q = 0; q < columns.taps; ++q, ++tap) {
-        offsets[tap] = (p * rows.reach * pitch + q * columns.reach) * kLanes<T>;
+    int64_t* offsets = scratch.offsets.take<int64_t>(factors());
+    for (int64_t p = 0, i = 0; p < rows.taps; ++p) {
+      for (int64_t q = 0; q < columns.taps; ++q) {
+        for (int64_t c = 0; c < pass_.depth; ++c, ++i) {
+          offsets[i] = c * of_channel + (p * rows.reach * pitch + q * columns.reach) * kLanes<T>;
+        }
       }
     }
-    const int64_t most = std::max<int64_t>(1, kSteps / wide);  // rows in one chain
+    // A chain has some rows, or a part of a long one.
+    const int64_t across = std::min(wide, kSteps), most = std::max<int64_t>(1, kSteps / wide);
     for (int64_t y = 0; y < high; y += most) {
-      const Rows some{grad + y * grad_row,
-                      input + y * rows.step * pitch * kLanes<T>,
-                      grad_row,
-                      grad_step,
-                      rows.step * pitch * kLanes<T>,
-                      columns.step * kLanes<T>,
-                      std::min(most, high - y),
-                      wide};
-      add_rows(some, offsets, taps(), sums);
+      for (int64_t x = 0; x < wide; x += across) {
+        const Rows some{grad + y * grad_row + x * grad_step,
+                        input + (y * rows.step * pitch + x * columns.step) * kLanes<T>,
+                        grad_row,
+                        grad_step,
+                        rows.step * pitch * kLanes<T>,
+                        columns.step * kLanes<T>,
+                        std::min(most, high - y),
+                        std::min(across, wide - x)};
+        add_rows(some, offsets, factors(), sums);
+      }
     }
   }
 
-  void store_sums(int64_t channel, int64_t channels, int64_t plane, const Vector<T>* sums) const {
+  void store_sums(const Part& part, int64_t plane, const Vector<T>* sums) const {
     const auto& s = pass_.target.strides;
-    Stored* to = static_cast<Stored*>(const_cast<void*>(pass_.target.data)) + channel * s[0] +
-                 plane * pass_.target.plane;
+    Stored* to =
+        static_cast<Stored*>(const_cast<void*>(pass_.target.data)) + plane * pass_.target.plane;
     for (int64_t p = 0; p < pass_.rows.taps; ++p) {
-      for (int64_t q = 0; q < pass_.columns.taps; ++q, ++sums) {
-        for (int64_t lane = 0; lane < channels; ++lane) {
-          to[lane * s[0] + p * s[3] + q * s[4]] = rounded<Stored>((*sums)[lane]);
+      for (int64_t q = 0; q < pass_.columns.taps; ++q) {
+        for (int64_t c = 0; c < pass_.depth; ++c, ++sums) {
+          Stored* tap = to + p * s[3] + q * s[4] + c * s[2];
+          lanes_.for_lanes(part, s, [&](int64_t lane, int64_t offset) {
+            tap[offset] = rounded<Stored>((*sums)[lane]);
+          });
         }
       }
     }
   }
 
   const WeightGrad& pass_;
+  Lanes<T> lanes_;
 };
 
 }  // namespace fastconv::cpu

@@ -8,6 +8,7 @@
 
 #include "depthwise.h"
 #include "direct.h"
+#include "narrow.h"
 #include "pointwise.h"
 #include "rate.h"
 #include "weights.h"
@@ -60,6 +61,7 @@ bool gather(Kernel kernel, const std::vector<Gather>& passes, const Parallel& pa
     std::vector<Gather> all;
     for (const Gather& one : passes) all.push_back(moved<Stored>(one));
     if (kernel == kDirect) return gather_directly<Stored>(all, parallel);
+    if (kernel == kNarrow) return gather_narrowly<Stored>(all, parallel);
     for (const Gather& pass : all) {
       if (kernel == kDepthwise) {
         DepthwiseChannels<Stored>(pass).run(parallel);
@@ -81,7 +83,10 @@ void weight_grad(Kernel kernel, const WeightGrad& pass, const Parallel& parallel
         return DepthwiseWeightGrad<Stored>(pass).run(parallel);
       case kPointwise:
         return product_of<Stored>(pass).run(parallel);
+      case kNarrow:  // of passes that gather
+        break;
     }
+    __builtin_unreachable();
   });
 }
 

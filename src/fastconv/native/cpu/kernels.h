@@ -121,8 +121,9 @@ class Parallel {
 
 enum Kernel : int64_t {
   kDirect,     // layers with many channels: a register tile of output columns by output channels
-  kDepthwise,  // layers with one read and one written channel in each group
+  kDepthwise,  // depthwise layers; weight gradients of groups with few channels
   kPointwise,  // kernels of 1x1 without padding: products of matrices
+  kNarrow,     // passes that gather few channels of a group: vectors of columns
 };
 
 // Computes passes that write different rows and columns of one result, and differ by these and by

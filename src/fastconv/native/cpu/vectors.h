@@ -96,6 +96,22 @@ inline void store_some(T* to, Vector<T> vector, int64_t count) {
 #endif
 }
 
+// As many integers as a vector has lanes, each as long as a lane.
+template <class T>
+using LaneNumbers = typename VectorOf<std::conditional_t<sizeof(T) == 4, int32_t, int64_t>>::Type;
+
+// The lanes of a vector that have these numbers.
+template <class T>
+inline Vector<T> chosen(Vector<T> vector, LaneNumbers<T> which) {
+#if defined(__clang__)
+  Vector<T> found{};
+  for (int lane = 0; lane < kLanes<T>; ++lane) found[lane] = vector[which[lane]];
+  return found;
+#else
+  return __builtin_shuffle(vector, which);
+#endif
+}
+
 // One step of a transposition: exchanges the lanes of two rows that lie kDistance apart.
 template <class T, int kDistance, int... kLane>
 inline void exchange(Vector<T>& above, Vector<T>& below, std::integer_sequence<int, kLane...>) {
