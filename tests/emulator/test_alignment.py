@@ -71,6 +71,9 @@ sm_90a/1 forward float16 nhwc/nhwc: 2x8x3x1 8x1x4x37 padding=9,0,55,0 groups=8
 sm_80/1 forward* tf32 nchw/nchw: 1x16x4x8 16x16x3x3 padding=1,1
 sm_80/1 weight_grad* bfloat16 nhwc/nhwc bias: 1x16x4x8 16x16x3x3 padding=1,1
 sm_80/1 weight_grad* tf32 nchw/nchw bias: 1x16x4x8 16x16x3x3 padding=1,1
+sm_75/1 forward float16 nchw/nchw: 3x24x1x1 16x24x1x1
+sm_75/1 input_grad float32 nchw/nchw: 3x24x1x1 16x24x1x1
+sm_75/1 weight_grad bfloat16 nchw/nchw bias: 3x24x1x1 16x24x1x1
 sm_90a/1 forward* tf32 nchw/nchw: 1x16x2x64 64x16x3x3 padding=1,1
 sm_90a/1 forward* bfloat16 nchw/nchw: 1x32x2x64 64x32x3x3 padding=1,1
 sm_90a/1 forward* bfloat16 nhwc/nhwc: 1x24x4x16 40x24x3x3 stride=2,2 padding=1,1

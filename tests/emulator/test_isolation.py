@@ -518,6 +518,15 @@ MUTANTS = [
         Fault("grouped/convolve/kernel.cuh", "widen(bias[channel])", "widen(bias[channel ^ 1])"),
     ),
     Mutant(
+        "a number of the next image and of the next filter",
+        "sm_90a/1 forward float32 nchw/nchw: 3x9x1x1 4x9x1x1",
+        Fault(
+            "dense/kernel.cuh",
+            "at < size && k < ks;",
+            "at < size && k < ks + (kAlongK && at + 1 < size);",
+        ),
+    ),
+    Mutant(
         "the next octet of channels",
         "sm_90a/1 weight_grad bfloat16 nhwc/nhwc: 2x32x12x14 32x16x3x3 padding=1,1 groups=2",
         Fault("grouped/wgrad/kernel.cuh", "piece % 2 * 16", "(1 - piece % 2) * 16"),
