@@ -127,3 +127,8 @@ def rates(gpu: Gpu) -> Rates:
 def number(gpu: Gpu) -> int:
     """Returns the number of a GPU's architecture: 90 for "sm_90a"."""
     return int(gpu.architecture.removeprefix("sm_").rstrip("af"))
+
+
+def begins_early(gpu: Gpu) -> bool:
+    """Whether launches of kernels that begin as ``device/begin.cuh`` has it are early."""
+    return number(gpu) >= 90

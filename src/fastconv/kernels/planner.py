@@ -1,8 +1,9 @@
 """Chooses the kernel family that computes a pass: the first of a list that takes the problem.
 
 A new family is one more entry in a list. The portable kernels come last: they take every problem.
-The kernels for groups of few channels come first: they take those for which no other family's
-estimate is lower (:data:`COMPARED`).
+Families for few kinds of layers come first: that for one output position (:data:`SINGLE`), and the
+kernels for groups of few channels, which take those for which no other family's estimate is lower
+(:data:`COMPARED`).
 On Hopper, Ampere's kernels are used only if a switch asks for them: for the problems that Hopper's
 decline, it was not measured whether Ampere's are faster than the portable ones.
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fastconv.network.reachable import ATOMS, is_library
+from fastconv.network.reachable import ATOMS, is_library, names_in
 
 MISSING = object()
 """What there is where nothing has a name."""
@@ -93,7 +93,7 @@ class Code:
         return replace(
             self,
             methods=tuple(methods),
-            names=self.names.union(*map(_names, codes)),
+            names=self.names.union(*map(names_in, codes)),
             reads_training=self.reads_training or any(map(_reads_training, codes)),
         )
 
@@ -216,7 +216,7 @@ def _methods(kind: type, names: Iterable[str]) -> list[_Method]:
                 break
             functions = list(_functions(vars(owner)[name]))
             found += (_Method(owner, name, function) for function in functions)
-            called = {one for function in functions for one in _names(function.__code__)}
+            called = {one for function in functions for one in names_in(function.__code__)}
             left += called
             # A method may call the one that it replaces.
             if "super" not in called and called.isdisjoint(one.__name__ for one in order):
@@ -230,11 +230,6 @@ def _functions(of: Any) -> Iterator[types.FunctionType]:
         while isinstance(one, types.FunctionType):
             yield one
             one = getattr(one, "__wrapped__", None)
-
-
-def _names(code: types.CodeType) -> list[str]:
-    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
-    return [*code.co_names, *(name for one in inner for name in _names(one))]
 
 
 def _is_torchs(kind: type) -> bool:
@@ -257,7 +252,7 @@ def _attribute(module: nn.Module, name: str) -> Any:
 def _variables(method: _Method) -> Iterator[tuple[str, Any]]:
     """The global variables that a method names, and those of other files, but no code."""
     function = method.function
-    names = sorted({*_names(function.__code__)})
+    names = sorted({*names_in(function.__code__)})
     for name in names:
         value = function.__globals__.get(name, MISSING)
         if not isinstance(value, types.ModuleType):
@@ -281,7 +276,7 @@ def _may_change(value: Any) -> bool:
 def _check(method: _Method) -> None:
     """Raises if a graph cannot do what a method does, or cannot tell when that changes."""
     name, function = method.name, method.function
-    names = {*_names(function.__code__)}
+    names = {*names_in(function.__code__)}
     if asked := sorted(names & _SETTINGS):
         raise Unwatchable(f"its {name} asks for a setting, {asked[0]}")
     for setter in sorted(names & {"setattr", "delattr"}):

@@ -133,7 +133,7 @@ def _of_function(of: types.FunctionType) -> tuple[list[Record], list[Child]]:
 
 def _global_variables(code: types.CodeType, names: dict[str, Any]) -> Iterator[Record]:
     """Global variables that code names, and those of other files: ``name``, ``file.name``."""
-    used = [*_names(code)]
+    used = [*names_in(code)]
     yield records.of_globals(used, names)
     for name in used:
         value = names.get(name)
@@ -147,12 +147,12 @@ def named_globals(code: types.CodeType, names: dict[str, Any]) -> dict[str, Any]
     return {name: value for record in found for (_, name), value in record.children()}
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
     """All global names and attributes in code, those of functions inside it included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 def is_library(of: Any) -> bool:

@@ -4,7 +4,7 @@
 // A block has kChannels channels. Each of its threads merges every kSteps-th share of one channel;
 // lanes of a warp, then warps, are added up.
 #pragma once
-#include "batchnorm/begin.cuh"
+#include "device/begin.cuh"
 
 namespace fastconv {
 namespace batchnorm {
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::batchnorm::kThreads)
                                 int count_low, int count_high, int eps_low, int eps_high,
                                 int momentum_low, int momentum_high) {
   using namespace fastconv::batchnorm;
-  begin_launch();
+  fastconv::begin_launch();
   const int thread = static_cast<int>(threadIdx.x);
   const int channel = static_cast<int>(blockIdx.x) * kChannels + thread % kChannels;
   const bool exists = channel < channels;
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::batchnorm::kThreads)
                              Config::Acc* __restrict__ mean, Config::Acc* __restrict__ invstd,
                              int channels, int eps_low, int eps_high) {
   using namespace fastconv::batchnorm;
-  begin_launch();
+  fastconv::begin_launch();
   const int channel = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
   if (channel >= channels) return;
   const Acc variance = fastconv::widen(running_var[channel]);
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::batchnorm::kThreads)
                            Config::Parameter* __restrict__ grad_bias, int channels, int shares,
                            int count_low, int count_high) {
   using namespace fastconv::batchnorm;
-  begin_launch();
+  fastconv::begin_launch();
   const int thread = static_cast<int>(threadIdx.x);
   const int channel = static_cast<int>(blockIdx.x) * kChannels + thread % kChannels;
   const bool exists = channel < channels;

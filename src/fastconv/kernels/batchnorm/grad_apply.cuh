@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::batchnorm::kMostThreads,
                          int channels, int plane, int segments, int group, int lanes, int at_once,
                          int rows, int share, int tiles) {
   using namespace fastconv::batchnorm;
-  begin_launch();
+  fastconv::begin_launch();
   const Sizes sizes = {channels, plane, segments, group, lanes, at_once, rows, share, tiles};
   const Part part = part_of_block(sizes);
   Walk walk(sizes, part);

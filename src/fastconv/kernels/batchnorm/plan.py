@@ -346,13 +346,8 @@ def _walk(
         tile.threads,
         2 * sums * norm.sum_bytes if adds_up else 0,
         (*tensors, *sizes),
-        early=_is_early(gpu),
+        early=gpus.begins_early(gpu),
     )
-
-
-def _is_early(gpu: Gpu) -> bool:
-    """Whether kernels wait for the launch before, and let the next one begin (``begin.cuh``)."""
-    return gpus.number(gpu) >= 90
 
 
 def _finish_running(norm: Normalization, statistics: Statistics, gpu: Gpu) -> Launch:
@@ -398,7 +393,7 @@ def _finish(
         FINISHING_THREADS,
         FINISHING_THREADS // 32 * FINISHED_AT_ONCE * 2 * norm.sum_bytes,
         arguments,
-        early=_is_early(gpu),
+        early=gpus.begins_early(gpu),
     )
 
 

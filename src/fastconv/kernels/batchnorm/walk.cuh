@@ -10,7 +10,7 @@
 //            channel. Vectors are aligned, so that the first and the last one of a plane may reach
 //            beyond it (`edges`).
 #pragma once
-#include "batchnorm/begin.cuh"
+#include "device/begin.cuh"
 
 namespace fastconv {
 namespace batchnorm {

@@ -11,10 +11,8 @@
 // that it needs before it waits for anything, and its threads divide k among them: a slice of the
 // threads has four neighbouring k of every 4 * slices. Slices are added up in their order, so a
 // result does not depend on the number of images.
+#include "device/begin.cuh"
 #include "device/epilogue.cuh"
-#if __CUDA_ARCH__ >= 900
-#include "device/sm90.cuh"
-#endif
 
 namespace fastconv {
 namespace dense {
@@ -180,10 +178,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::dense::kThreads)
           int columns, int ks, int bias_run, int bias_count FASTCONV_RESIDUAL_PARAMETER) {
   using namespace fastconv;
   using namespace fastconv::dense;
-#if __CUDA_ARCH__ >= 900
-  wait_for_earlier_launch();
-  allow_later_launch();
-#endif
+  begin_launch();
   Scalar* const stages = reinterpret_cast<Scalar*>(shared_memory());
   const int column_tiles = ceil_div(columns, Config::tile_columns);
   const int first_row = static_cast<int>(blockIdx.x) / column_tiles * Config::tile_rows;

@@ -14,7 +14,6 @@ from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.direct import limits
 from fastconv.kernels.family import (
-    Argument,
     Constant,
     Declined,
     Gpu,
@@ -123,10 +122,8 @@ class Tile:
         These are up to eight lines of k, with the four k of one slice or more, or four k of two
         slices, in lines of rows.
         """
-        length, bytes_ = (
-            self.stage_k if matrix.along_k else size,
-            self.product.operands.scalar_bytes,
-        )
+        length = self.stage_k if matrix.along_k else size
+        bytes_ = self.product.operands.scalar_bytes
         several_slices = matrix.along_k and size < SHAPES[-1][0]
         return round_up(length, 8) + (8 if bytes_ == 2 or (bytes_ == 4 and several_slices) else 4)
 
@@ -247,7 +244,7 @@ def _numbers(
     return step // problem.out_channels
 
 
-def _is_tensor_cores(product: Product, gpu: Gpu) -> bool:
+def _tensor_cores_win(product: Product, gpu: Gpu) -> bool:
     """Whether Hopper's tensor cores are faster, as measured."""
     operands, columns = product.operands, product.right.size
     one_launch = operands.scalar_bytes == 2 or (
@@ -265,7 +262,7 @@ def _is_tensor_cores(product: Product, gpu: Gpu) -> bool:
 
 
 def _plan(product: Product, gpu: Gpu) -> Plan:
-    if _is_tensor_cores(product, gpu):
+    if _tensor_cores_win(product, gpu):
         raise Declined(f"{product.ks} times {product.right.size} numbers, for tensor cores")
     tile = min(tiles_of(product.usual, gpu), key=lambda one: one.cycles(gpu))
     return plan(replace(tile, product=product), gpu)
@@ -301,8 +298,6 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         "shared_bytes": shared_bytes,
         **epilogue_constants(operands.epilogue),
     }
-    sizes: tuple[Argument, ...] = (product.left.size, product.right.size, product.ks)
-    biases = (product.bias_run, product.bias_count)
     launch = Launch(
         Kernel(SOURCE, "dense", tuple(constants.items())),
         (tile.blocks, 1, 1),
@@ -310,9 +305,11 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         shared_bytes,
         (
             *(product.left.tensor, product.right.tensor, product.bias, "output"),
-            *(*sizes, *biases, *operands.residuals),
+            *(product.left.size, product.right.size, product.ks),
+            *(product.bias_run, product.bias_count),
+            *operands.residuals,
         ),
-        early=gpus.number(gpu) >= 90,
+        early=gpus.begins_early(gpu),
     )
     why = f"one output position: {product.left.size} by {product.right.size} sums of {product.ks}"
     return Plan((launch,), 0, FAMILY, why, cycles=tile.cycles(gpu))

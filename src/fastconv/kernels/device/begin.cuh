@@ -1,5 +1,5 @@
-// How kernels of batch normalization begin. On GPUs that can, launches are early: blocks come onto
-// an SM while the last ones of the launch before still run, and wait for its end.
+// How short kernels begin that every GPU runs. On GPUs that can, their launches are early: blocks
+// come onto an SM while the last ones of the launch before still run, and wait for its end.
 #pragma once
 #include "device/tile.cuh"
 #if __CUDA_ARCH__ >= 900
@@ -7,7 +7,6 @@
 #endif
 
 namespace fastconv {
-namespace batchnorm {
 
 // Every thread calls it before it accesses a tensor. Blocks of the next launch may begin once all
 // of this one have: they find room only where no block of this one is left to begin.
@@ -18,5 +17,4 @@ __device__ __forceinline__ void begin_launch() {
 #endif
 }
 
-}  // namespace batchnorm
 }  // namespace fastconv
